@@ -1,0 +1,1 @@
+"""Programs built on the public face; they know nothing of what lies below it."""

@@ -1,0 +1,117 @@
+"""Starts engine workers and runs them strictly one at a time; knows nothing of what they time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+import edgeinfer
+from edgeinfer.errors import BackendError
+
+__all__ = ["Worker", "child_environment"]
+
+WORKER_SCRIPT = Path(__file__).with_name("worker.py")
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, with edgeinfer importable from where it was imported here."""
+    home = str(Path(edgeinfer.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": home + (os.pathsep + inherited if inherited else "")}
+
+
+class Worker:
+    """One engine in its own process, suspended except while it answers.
+
+    Suspending matters with several threads: pools of idle engines spin for a while and would take the cores.
+
+    Args:
+        engine: a key of worker.ENGINES.
+        options: arguments of that engine.
+        python: the interpreter that has the engine; None is this one.
+
+    Raises:
+        BackendError: the engine could not be loaded.
+    """
+
+    def __init__(self, engine: str, options: Mapping[str, Any], python: str | None = None) -> None:
+        self._engine = engine
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [python or sys.executable, str(WORKER_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            # A foreign interpreter has its own packages, and must not see those of this one.
+            env=child_environment() if python is None else None,
+            text=True,
+        )
+        self._suspended = False
+        try:
+            self.version = str(self._ask({"kind": engine, **options})["version"])
+        except BaseException:
+            self.close()
+            raise
+
+    def pass_times(self, size: int, past: int, count: int) -> list[float]:
+        """Milliseconds of each of `count` passes over `size` new tokens after `past` ones."""
+        return self._times({"kind": "passes", "size": size, "past": past, "count": count})
+
+    def decode_times(self, tokens: int, past: int) -> list[float]:
+        """Milliseconds of each of `tokens` greedy steps after `past` tokens."""
+        return self._times({"kind": "decode", "tokens": tokens, "past": past})
+
+    def close(self) -> None:
+        """End the process."""
+        self._resume()
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _times(self, request: Mapping[str, Any]) -> list[float]:
+        return [float(value) for value in self._ask(request)["ms"]]
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._resume()
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        psutil.Process(self._process.pid).suspend()
+        self._suspended = True
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _resume(self) -> None:
+        if self._suspended:
+            psutil.Process(self._process.pid).resume()
+            self._suspended = False
+
+    def _died(self) -> BackendError:
+        self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {self._process.returncode}"
+        return BackendError(f"The {self._engine} worker stopped: {reason}.", "Run it alone with --engines to see more.")

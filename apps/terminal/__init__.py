@@ -1,0 +1,1 @@
+"""A chat in the terminal; knows the public face only."""

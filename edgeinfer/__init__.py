@@ -1,0 +1,50 @@
+"""The public face of edgeinfer; nothing is imported before it is used, so `import edgeinfer` stays light."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgeinfer.api import Model, TokenStream, load, plan
+    from edgeinfer.chat import Chat
+    from edgeinfer.config import GenerationConfig, LoadConfig
+    from edgeinfer.errors import EdgeInferError
+    from edgeinfer.results import Chunk, Result
+
+__all__ = [
+    "Chat",
+    "Chunk",
+    "EdgeInferError",
+    "GenerationConfig",
+    "LoadConfig",
+    "Model",
+    "Result",
+    "TokenStream",
+    "load",
+    "plan",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Chat": "chat",
+    "Chunk": "results",
+    "EdgeInferError": "errors",
+    "GenerationConfig": "config",
+    "LoadConfig": "config",
+    "Model": "api",
+    "Result": "results",
+    "TokenStream": "api",
+    "load": "api",
+    "plan": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
+    return getattr(import_module(f"edgeinfer.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,277 @@
+"""Loading a model and asking it for text; knows nothing of graphs, passes or how a bundle is made.
+
+The data's way: `load` opens the bundle, plans its memory and makes a backend; `Model.stream` turns a prompt into tokens
+and hands them to a `TokenStream`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.chat import Chat
+from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
+from edgeinfer.errors import BundleError, PromptError, TemplateError, UsageError
+from edgeinfer.generation import ModelParts, TokenStream
+from edgeinfer.hub import resolve
+from edgeinfer.openai import chat_completion
+from edgeinfer.results import ModelInfo, Result
+from edgeinfer.runtime.backends import make_backend
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.measure import DecodeTimes, decode_times, pass_times
+from edgeinfer.runtime.plan import MemoryPlan, make_plan
+from edgeinfer.runtime.text import ChatTemplate, Tokenizer
+
+__all__ = ["Model", "TokenStream", "load", "plan"]
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+    exact: bool = True,
+    prefill_chunk: int = 64,
+    backend: str | None = None,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        model: a bundle directory or a hub id (ORG/NAME); None is the built-in model.
+        memory: budget for the whole process, as bytes or text such as "600MB".
+        context: tokens of prompt plus reply; None is 2048 or the model's maximum.
+        threads: of the linear algebra; None takes the physical cores.
+        exact: make text independent of how passes are cut, bit for bit.
+        prefill_chunk: prompt tokens per pass.
+        backend: "onnx" or "reference"; None is the bundle's own.
+
+    Raises:
+        ModelError: the bundle is missing or damaged.
+        BudgetError: it does not fit `memory`; the error carries the breakdown.
+        UsageError: an option is out of range.
+    """
+    started = time.perf_counter()
+    config = _load_config(memory, context, threads, exact, prefill_chunk, backend)
+    bundle = open_bundle(resolve(model))
+    memory_plan = make_plan(bundle, config)
+    memory_plan.require_fit()
+    engine = Engine(make_backend(bundle, config, memory_plan), memory_plan.prefill_chunk)
+    tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
+    manifest = bundle.manifest
+    info = ModelInfo(
+        name=manifest.name,
+        architecture=manifest.architecture,
+        parameters=manifest.parameters,
+        bits_per_weight=round(manifest.bits_per_weight, 3),
+        backend=engine.backend.name,
+    )
+    eos_ids = _eos_ids(bundle)
+    load_ms = (time.perf_counter() - started) * 1e3
+    return Model(ModelParts(engine, tokenizer, memory_plan, info, eos_ids, load_ms), _template(bundle))
+
+
+def plan(
+    model: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    context: int | None = None,
+    prefill_chunk: int = 64,
+) -> MemoryPlan:
+    """What `load` with the same arguments would take, without loading; a plan that does not fit is returned too.
+
+    Raises:
+        ModelError, UsageError: as `load`.
+    """
+    config = _load_config(memory, context, None, True, prefill_chunk, None)
+    return make_plan(open_bundle(resolve(model)), config)
+
+
+def _load_config(
+    memory: int | str | None,
+    context: int | None,
+    threads: int | None,
+    exact: bool,
+    prefill_chunk: int,
+    backend: str | None,
+) -> LoadConfig:
+    budget = None if memory is None else parse_size(memory)
+    return LoadConfig(context, budget, threads, exact, prefill_chunk, backend)
+
+
+def _eos_ids(bundle: Bundle) -> frozenset[int]:
+    ids = json.loads(bundle.read_text("generation_config.json")).get("eos_token_id", [])
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise BundleError("generation_config.json: eos_token_id must be a list of ids.", "Export the bundle again.")
+    return frozenset(ids)
+
+
+def _template(bundle: Bundle) -> ChatTemplate | None:
+    if not bundle.has("chat_template.jinja"):
+        return None
+    special = json.loads(bundle.read_text("special_tokens.json")) if bundle.has("special_tokens.json") else {}
+    return ChatTemplate(bundle.read_text("chat_template.jinja"), special)
+
+
+class Model:
+    """A loaded model. It holds one KV cache, so it runs one reply at a time; what a prompt shares with the one before
+    is not evaluated again."""
+
+    def __init__(self, parts: ModelParts, template: ChatTemplate | None) -> None:
+        self._parts = parts
+        self._template = template
+        self._running: TokenStream | None = None
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The memory plan in force."""
+        return self._parts.plan
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model this is."""
+        return self._parts.info
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus reply."""
+        return self._parts.plan.context
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> TokenStream:
+        """Continues a prompt, chunk by chunk.
+
+        Args:
+            prompt: text, or token ids.
+            options: fields of GenerationConfig.
+
+        Raises:
+            PromptError: the prompt is empty.
+            ContextLengthError: it leaves no room for a reply.
+            UsageError: an option is unknown or out of range, or another reply is running.
+        """
+        started = time.perf_counter()
+        config = GenerationConfig().replace(**options)
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._start(ids, config, started)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        """Continues a prompt and returns the whole reply; arguments and errors as `stream`."""
+        return _drain(self.stream(prompt, **options))
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation, optionally with a system message."""
+        return Chat(self, system)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        on_finish: Callable[[Result], None] | None = None,
+        **options: Any,
+    ) -> TokenStream:
+        """Answers OpenAI-style messages, chunk by chunk.
+
+        Args:
+            messages: mappings with "role" and "content".
+            on_finish: called once with the result, also when the reply is cut short.
+            options: fields of GenerationConfig.
+
+        Raises:
+            TemplateError: the model has no chat template, or its template rejects the messages.
+            UsageError, PromptError, ContextLengthError: as `stream`.
+        """
+        started = time.perf_counter()
+        config = GenerationConfig().replace(**options)
+        if self._template is None:
+            raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
+        text = self._template.render(messages, add_generation_prompt=True)
+        return self._start(self._parts.tokenizer.encode(text, add_special_tokens=False), config, started, on_finish)
+
+    def create_chat_completion(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **options: Any
+    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """OpenAI's chat completion: a dict, or an iterator of chunk dicts with `stream=True`.
+
+        Args:
+            messages: OpenAI-style messages.
+            options: OpenAI's request fields (max_tokens, temperature, stop, seed, ...).
+
+        Raises:
+            UsageError: a field edgeinfer does not support, besides what `stream_chat` raises.
+        """
+        return chat_completion(self, messages, stream=stream, **options)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, with the tokenizer's own begin token."""
+        if not text:
+            raise PromptError("The prompt is empty.", "Give some text to continue.")
+        return self._parts.tokenizer.encode(text)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._parts.tokenizer.decode(ids)
+
+    def measure_passes(self, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
+        """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens; empties the cache."""
+        self._require_idle()
+        return pass_times(self._parts.engine, sizes, past=past, repeats=repeats)
+
+    def measure_decode(self, tokens: int, *, past: int) -> DecodeTimes:
+        """Per greedily decoded token, milliseconds inside the session and in all; empties the cache."""
+        self._require_idle()
+        return decode_times(self._parts.engine, tokens, past=past)
+
+    def close(self) -> None:
+        """Frees the model; it is unusable afterwards."""
+        if self._running is not None:
+            self._running.close()
+        self._parts.engine.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def load_chat(self, path: str | Path) -> Chat:
+        """A conversation saved with `Chat.save`, to go on with this model; errors as `Chat.open`."""
+        return Chat.open(self, path)
+
+    def _start(
+        self,
+        prompt: list[int],
+        config: GenerationConfig,
+        started: float,
+        on_finish: Callable[[Result], None] | None = None,
+    ) -> TokenStream:
+        self._require_idle()
+        self._parts.engine.check(prompt)
+
+        def finished(result: Result) -> None:
+            self._running = None
+            if on_finish is not None:
+                on_finish(result)
+
+        self._running = TokenStream(self._parts, prompt, config, on_finish=finished, started=started)
+        return self._running
+
+    def _require_idle(self) -> None:
+        """Ends a reply that this thread left unfinished; one of another thread is not touched."""
+        if self._running is None:
+            return
+        if not self._running.mine:
+            raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
+        self._running.close()
+
+
+def _drain(stream: TokenStream) -> Result:
+    for _ in stream:
+        pass
+    return stream.result

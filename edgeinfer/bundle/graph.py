@@ -1,0 +1,68 @@
+"""The names and meanings of the ONNX graph's inputs and outputs, shared by who writes the graph and who runs it.
+
+Symbols: S new tokens of a pass, T tokens including the past, C KV capacity, P rotary rows (>= T), R logit rows,
+D hidden size, V vocabulary, L layers, H key/value heads, h head dimension.
+
+inputs
+  input_ids              int64   (1, S)
+  position_ids           int64   (1, S)          rotary position of each new token
+  cos_cache, sin_cache   float32 (P, rope.dim/2) rotary tables; made by the runtime for the context it planned
+  attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
+  seqlens_k              int32   (1,)            T - 1
+  total_sequence_length  int32   ()              T
+  layer_mask             bool    (2 L,)          [2i] attention of layer i runs, [2i+1] its MLP runs
+  hidden_in              float32 (1, Sh, D)      enters the first layer instead of the embeddings when use_hidden
+  use_hidden             bool    (1,)            Sh = S when true; Sh is free when false
+  logit_rows             int64   (R,)            rows of the S new tokens that go through the LM head
+  past_key.{i}, past_value.{i}        float32 (1, H, C, h)
+outputs
+  logits                 float32 (R, V)
+  hidden_out             float32 (1, S, D)       after the last layer that ran, before the final norm
+  present_key.{i}, present_value.{i}  float32 (1, H, C, h)   bound to the buffer of the past
+
+A masked attention block leaves the hidden states and the KV buffer as they are; a masked MLP leaves the hidden states.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ATTENTION_BIAS",
+    "COS_CACHE",
+    "HIDDEN_IN",
+    "HIDDEN_OUT",
+    "INPUT_IDS",
+    "LAYER_MASK",
+    "LOGITS",
+    "LOGIT_ROWS",
+    "POSITION_IDS",
+    "SEQLENS_K",
+    "SIN_CACHE",
+    "TOTAL_LENGTH",
+    "USE_HIDDEN",
+    "past_names",
+    "present_names",
+]
+
+INPUT_IDS = "input_ids"
+POSITION_IDS = "position_ids"
+COS_CACHE = "cos_cache"
+SIN_CACHE = "sin_cache"
+ATTENTION_BIAS = "attention_bias"
+SEQLENS_K = "seqlens_k"
+TOTAL_LENGTH = "total_sequence_length"
+LAYER_MASK = "layer_mask"
+HIDDEN_IN = "hidden_in"
+USE_HIDDEN = "use_hidden"
+LOGIT_ROWS = "logit_rows"
+LOGITS = "logits"
+HIDDEN_OUT = "hidden_out"
+
+
+def past_names(layer: int) -> tuple[str, str]:
+    """Names of a layer's past key and value inputs."""
+    return f"past_key.{layer}", f"past_value.{layer}"
+
+
+def present_names(layer: int) -> tuple[str, str]:
+    """Names of a layer's present key and value outputs."""
+    return f"present_key.{layer}", f"present_value.{layer}"

@@ -1,0 +1,141 @@
+"""The decoder a bundle holds, as data: sizes, norms, biases, rotary embedding; knows nothing of graphs or files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from edgeinfer.errors import BundleError
+
+__all__ = ["Activation", "DecoderSpec", "Geometry", "RopeSpec", "RopeType"]
+
+RopeType = Literal["default", "linear", "llama3", "longrope"]
+Activation = Literal["silu"]
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise BundleError(f"Model description: {what}.", "The bundle is damaged or made by another program.")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`).
+
+    Attributes:
+        dim: rotated dimensions of a head, even; the rest pass through.
+        factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
+        short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
+        attention_factor: multiplies sine and cosine; 1 for all types but longrope.
+    """
+
+    type: RopeType
+    theta: float
+    dim: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
+        _require(self.theta > 0 and self.factor > 0, "rope theta and factor must be positive")
+        _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
+        if self.type in ("llama3", "longrope"):
+            _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
+        if self.type == "llama3":
+            ordered = self.high_freq_factor > self.low_freq_factor > 0
+            _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
+        if self.type == "longrope":
+            sizes = {len(self.short_factors), len(self.long_factors)}
+            _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
+            _require(min(self.short_factors + self.long_factors) > 0, "longrope factors must be positive")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes a runtime must know to drive any decoder: vocabulary, positions and the shape of its KV cache."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _require(value > 0, f"{name} must be positive")
+
+    def kv_bytes_per_token(self, element_bytes: int = 4) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A pre-norm decoder with grouped-query attention and a gated MLP.
+
+    Attributes:
+        windows: sliding window of each layer in tokens, 0 for full attention; empty when all are full.
+        qk_norm: RMS norm on every query and key head before rotation (Qwen3).
+        tied: the LM head is the embedding.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeSpec
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_positions"):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+        _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
+        _require(self.rope.dim <= self.head_dim, "rope dim exceeds head_dim")
+        _require(0 < self.norm_eps < 1, "norm_eps must be in (0, 1)")
+        _require(self.activation in get_args(Activation), f"activation {self.activation!r} is unknown")
+        _require(len(self.windows) in (0, self.num_layers), "windows must name every layer or none")
+        _require(all(w >= 0 for w in self.windows), "windows must be 0 or positive")
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Sliding window of a layer in tokens; 0 is full attention."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def geometry(self) -> Geometry:
+        """The sizes a runtime drives the decoder by."""
+        return Geometry(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_positions=self.max_positions,
+        )

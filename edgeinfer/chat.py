@@ -1,0 +1,114 @@
+"""A conversation: its messages, kept in step with the replies and saved as text; knows nothing of how replies arise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.bundle import write_file
+from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.results import Result
+
+if TYPE_CHECKING:
+    from edgeinfer.api import Model
+    from edgeinfer.generation import TokenStream
+
+__all__ = ["Chat"]
+
+_FORMAT = "edgeinfer-chat"
+_VERSION = 1
+_ROLES = ("system", "user", "assistant")
+
+
+class Chat:
+    """A conversation with a model.
+
+    Args:
+        model: answers.
+        system: text of the system message, if any.
+    """
+
+    def __init__(self, model: Model, system: str | None = None) -> None:
+        self._model = model
+        self.system = system
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as OpenAI-style messages; a copy."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + [dict(turn) for turn in self._turns]
+
+    def stream(self, text: str, **options: Any) -> TokenStream:
+        """Answers a user message, chunk by chunk. Once finished, also early, both become part of the conversation.
+
+        Args:
+            text: the user's message.
+            options: fields of GenerationConfig.
+
+        Raises:
+            PromptError: the message is empty.
+            TemplateError, ContextLengthError, UsageError: as `Model.stream_chat`; the conversation is unchanged.
+        """
+        if not text.strip():
+            raise PromptError("The message is empty.", "Write something.")
+        asked = {"role": "user", "content": text}
+
+        def add(result: Result) -> None:
+            self._turns += [asked, {"role": "assistant", "content": result.text}]
+
+        return self._model.stream_chat([*self.messages, asked], on_finish=add, **options)
+
+    def send(self, text: str, **options: Any) -> Result:
+        """Answers a user message and returns the whole reply; arguments and errors as `stream`."""
+        stream = self.stream(text, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def reset(self) -> None:
+        """Forgets the turns; the system message stays."""
+        self._turns.clear()
+
+    def save(self, path: str | Path) -> None:
+        """Writes the conversation as JSON, whole or not at all.
+
+        Raises:
+            StorageError: the path cannot be written.
+        """
+        data = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "model": self._model.info.name,
+            "system": self.system,
+            "turns": self._turns,
+        }
+        write_file(Path(path), (json.dumps(data, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogatepass"))
+
+    @classmethod
+    def open(cls, model: Model, path: str | Path) -> Chat:
+        """A saved conversation, to go on with this model.
+
+        Raises:
+            UsageError: the file is missing or is not a saved conversation.
+        """
+        source = Path(path)
+        try:
+            data = json.loads(source.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{source} cannot be read: {error}.", "Give a file written by Chat.save.") from error
+        if not _is_saved_chat(data):
+            raise UsageError(f"{source} is not a saved conversation.", "Give a file written by Chat.save.")
+        chat = cls(model, data["system"])
+        chat._turns = data["turns"]
+        return chat
+
+
+def _is_saved_chat(data: Any) -> bool:
+    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
+        return False
+    turns = data.get("turns")
+    if not isinstance(data.get("system"), str | None) or not isinstance(turns, list):
+        return False
+    return all(isinstance(t, dict) and t.get("role") in _ROLES and isinstance(t.get("content"), str) for t in turns)

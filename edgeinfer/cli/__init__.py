@@ -1,0 +1,1 @@
+"""The `edgeinfer` command, one file per subcommand; knows nothing of kernels."""

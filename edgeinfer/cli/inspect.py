@@ -1,0 +1,106 @@
+"""`edgeinfer inspect`: prints what a bundle says of itself; knows nothing of how it is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer import hub
+from edgeinfer.bundle import Bundle, Manifest, TensorEntry, open_bundle
+from edgeinfer.cli.options import add_command, add_json_option
+from edgeinfer.cli.output import print_json, print_note, print_table, progress_bar
+from edgeinfer.config import format_size
+
+if TYPE_CHECKING:
+    from edgeinfer.cli.options import Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Show what is in a bundle: sizes, bits, memory per token, how it was made, how good it is.
+
+example:
+  edgeinfer inspect my-bundle --verify
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "inspect", execute, "show what is in a bundle", _DESCRIPTION)
+    text = "bundle directory or hub id ORG/NAME (default: the built-in model)"
+    parser.add_argument("path", metavar="PATH", nargs="?", help=text)
+    parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and bits")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its recorded sha256")
+    add_json_option(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    bundle = open_bundle(hub.resolve(args.path))
+    if args.verify:
+        with progress_bar(enabled=not args.json) as progress:
+            bundle.verify(progress)
+    if args.json:
+        print_json(_facts(bundle, with_tensors=args.tensors) | ({"verified": True} if args.verify else {}))
+        return 0
+    print_table(_summary(bundle.manifest), title=str(bundle.path))
+    _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
+    _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
+    _section("quality", [(name, f"{value:.6g}") for name, value in bundle.manifest.quality.items()])
+    if args.tensors:
+        rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
+        _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
+    if args.verify:
+        print_note("Every file matches its sha256.")
+    return 0
+
+
+def _section(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
+    if rows:
+        print_table(rows, title=f"\n{title}", header=header)
+
+
+def _summary(manifest: Manifest) -> list[tuple[str, str]]:
+    geometry, able = manifest.geometry, manifest.capabilities
+    abilities = {"layer skipping": able.layer_skip, "early exit": able.hidden, "draft trees": able.tree}
+    rows = [
+        ("name", manifest.name),
+        ("architecture", manifest.architecture),
+        ("backend", manifest.backend),
+        ("parameters", f"{manifest.parameters:,}"),
+        ("weights", f"{format_size(manifest.weight_bytes)}, {manifest.bits_per_weight:.2f} bits per parameter"),
+        ("layers", f"{geometry.num_layers}, hidden size {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}"),
+        ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token"),
+        ("context", f"up to {geometry.max_positions:,} tokens"),
+        ("capabilities", ", ".join(name for name, has in abilities.items() if has) or "plain decoding"),
+    ]
+    if manifest.exits:
+        rows.append(("exit layers", ", ".join(map(str, manifest.exits))))
+    if manifest.drafters:
+        rows.append(("drafters", ", ".join(manifest.drafters)))
+    return rows
+
+
+def _tensor_row(entry: TensorEntry) -> tuple[str, ...]:
+    shape = " x ".join(map(str, entry.shape))
+    return (entry.name, shape, str(entry.bits), str(entry.block_size or ""), format_size(entry.nbytes))
+
+
+def _facts(bundle: Bundle, *, with_tensors: bool) -> dict[str, Any]:
+    manifest = bundle.manifest
+    data: dict[str, Any] = json.loads(manifest.to_json())
+    if not with_tensors:
+        del data["tensors"]
+    return data | {
+        "path": str(bundle.path),
+        "weight_bytes": manifest.weight_bytes,
+        "bits_per_weight": manifest.bits_per_weight,
+        "kv_bytes_per_token": manifest.geometry.kv_bytes_per_token(),
+    }
+
+
+def _plain(value: str | int | float | bool | None) -> str:
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "none"}[value]
+    return str(value)

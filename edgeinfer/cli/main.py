@@ -1,0 +1,79 @@
+"""Entry point of the `edgeinfer` command: dispatches, and turns every way to fail into a line and an exit code.
+
+Exit codes: 0 done, 2 bad usage, 3 model or bundle, 4 does not fit the budget, 5 runtime, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import edgeinfer
+from edgeinfer.cli import chat, export, inspect, plan, pull, run
+from edgeinfer.cli.options import Parser
+from edgeinfer.cli.output import print_error
+from edgeinfer.errors import EdgeInferError
+
+__all__ = ["build_parser", "main"]
+
+INTERRUPTED = 130
+
+_DESCRIPTION = """\
+Run a language model on this device, inside a memory budget that you state.
+
+example:
+  edgeinfer run -p "Once upon a time"
+"""
+_EPILOG = "Each command explains itself: edgeinfer COMMAND --help"
+
+
+def build_parser() -> Parser:
+    """The parser of all commands."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = Parser("edgeinfer", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"edgeinfer {edgeinfer.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (run, chat, export, inspect, plan, pull):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    Args:
+        argv: arguments after the program's name; None takes the process's own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A console that lacks a character shows "?" rather than ending the story.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        args = build_parser().parse_args(arguments)
+        code: int = args.execute(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has what it wanted (`| head`). Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except EdgeInferError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print_error(str(error))
+        return error.exit_code
+    except Exception as error:  # the last resort of a program: whatever it is, the user gets one line
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
+        return EdgeInferError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

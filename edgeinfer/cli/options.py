@@ -1,0 +1,178 @@
+"""Options that several subcommands share, and their way into keyword arguments; knows nothing of any one command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
+from edgeinfer.errors import PromptError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Subparsers = argparse._SubParsersAction["Parser"]
+
+__all__ = [
+    "Parser",
+    "add_command",
+    "add_generation_options",
+    "add_json_option",
+    "add_load_options",
+    "add_model_option",
+    "generation_options",
+    "load_options",
+    "utf8",
+]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one UsageError instead of a page and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", f"See: {self.prog} --help")
+
+
+def add_command(
+    commands: Subparsers, name: str, execute: Callable[[argparse.Namespace], int], help: str, description: str
+) -> Parser:
+    """Adds a subcommand; its description ends in an example and is shown as written."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=help, description=description, formatter_class=layout, allow_abbrev=False)
+    parser.set_defaults(execute=execute)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def add_json_option(parser: Parser) -> None:
+    """Adds --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+
+
+def add_model_option(parser: Parser) -> None:
+    """Adds -m."""
+    text = "bundle directory or hub id ORG/NAME (default: the small built-in story model)"
+    parser.add_argument("-m", "--model", metavar="MODEL", help=text)
+
+
+def add_memory_options(parser: argparse._ArgumentGroup | Parser) -> None:
+    """Adds --memory and -c."""
+    text = "the whole process must stay within this, such as 600MB or 1.5GiB (default: no limit)"
+    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help=text)
+    text = "room for prompt and reply together, in tokens (default: 2048, or less if the model has less)"
+    parser.add_argument("-c", "--context", type=int, metavar="N", help=text)
+
+
+def add_load_options(parser: Parser) -> None:
+    """Adds the options of LoadConfig."""
+    add_model_option(parser)
+    group = parser.add_argument_group("resources")
+    add_memory_options(group)
+    group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: the physical cores)")
+    text = "skip the padding that makes text independent of how it was computed; up to 20%% faster on some models"
+    group.add_argument("--no-exact", action="store_true", help=text)
+    group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    given = {name: getattr(args, name) for name in ("memory", "context", "threads", "backend")}
+    options = {name: value for name, value in given.items() if value is not None}
+    options |= {"exact": False} if args.no_exact else {}
+    LoadConfig(**options)
+    return options
+
+
+def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
+    """Adds the options of GenerationConfig; each is None when absent, so that defaults stay with the model."""
+    group = parser.add_argument_group("text")
+    limit = "until the context is full" if max_tokens is None else str(max_tokens)
+    text = f"most tokens to generate (default: {limit})"
+    group.add_argument("-n", "--max-tokens", type=int, default=max_tokens, metavar="N", help=text)
+    text = "0 takes the likeliest token each time; 0.7 is lively, above 1 is wild (default: 0)"
+    group.add_argument("--temp", "--temperature", dest="temperature", type=float, metavar="T", help=text)
+    group.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens only")
+    text = "choose among the likeliest tokens that together have probability P"
+    group.add_argument("--top-p", type=float, metavar="P", help=text)
+    text = "drop tokens less likely than P times the likeliest"
+    group.add_argument("--min-p", type=float, metavar="P", help=text)
+    text = "above 1 makes tokens that occurred less likely"
+    group.add_argument("--repeat-penalty", dest="repetition_penalty", type=float, metavar="X", help=text)
+    text = "subtract X from a token's score for each time it occurred in the reply"
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help=text)
+    text = "subtract X once from the score of every token that occurred in the reply"
+    group.add_argument("--presence-penalty", type=float, metavar="X", help=text)
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
+    text = "end the reply before this text; may be given several times"
+    group.add_argument("--stop", action="append", metavar="TEXT", help=text)
+    text = "auto: draft tokens ahead where that is faster, with the same text; off: plain decoding"
+    group.add_argument("--spec", dest="speculation", choices=("auto", "off"), help=text)
+
+
+_GENERATION = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "speculation",
+)
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Generation options that the user gave, checked before anything is loaded.
+
+    Raises:
+        UsageError: a value is out of range.
+        PromptError: a stop string is not UTF-8.
+    """
+    options = {name: getattr(args, name) for name in _GENERATION if getattr(args, name) is not None}
+    if "stop" in options:
+        options["stop"] = tuple(utf8(text, "--stop") for text in options["stop"])
+    GenerationConfig(**options)
+    return options
+
+
+def utf8(text: str, source: str) -> str:
+    """`text`, if the bytes it came from were UTF-8; Python hides others in surrogates.
+
+    Raises:
+        PromptError: they were not.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{source} is not UTF-8 text.", "Convert it, for example with iconv -t UTF-8.") from error
+    return text
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file without a byte order mark and without the newline that editors put at its end.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
+    return decode(data, str(path))
+
+
+def decode(data: bytes, source: str) -> str:
+    """The text of a prompt's bytes, as `read_text`."""
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        hint = "Convert it, for example with iconv -t UTF-8."
+        raise PromptError(f"{source} is not UTF-8 text (byte {error.start}).", hint) from error

@@ -1,0 +1,85 @@
+"""What the command line writes besides a model's text: errors, tables, progress; knows nothing of models.
+
+Colour and bars appear on terminals only, and colour not under NO_COLOR: rich sees to both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["print_error", "print_json", "print_note", "print_table", "progress_bar"]
+
+Progress = Callable[[str, int, int], None]
+
+
+def print_error(text: str) -> None:
+    """One line on stderr, whatever line breaks the text holds."""
+    line = " ".join(text.split())
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        console = Console(stderr=True, highlight=False)
+        console.print("[bold red]error:[/]", end=" ")
+        console.print(line, markup=False, soft_wrap=True)
+    else:
+        sys.stderr.write(f"error: {line}\n")
+
+
+def print_note(text: str) -> None:
+    """A line about the work on stderr, dim on a terminal."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
+    else:
+        sys.stderr.write(text + "\n")
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tuple[str, ...] = ()) -> None:
+    """A borderless table on stdout; the first column names the row."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    if title:
+        table.title = Text(title, style="bold")
+    body = [[Text(cell) for cell in row] for row in rows]
+    for index in range(max(map(len, [header, *body]))):
+        name = header[index] if header else ""
+        table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
+    for row in body:
+        table.add_row(*row)
+    console = Console(file=sys.stdout, highlight=False)
+    # A file or pipe has no width: nothing may be cut or folded for the sake of one.
+    width = console.width if console.is_terminal else max(console.measure(table).maximum, 1)
+    console.print(table, width=width, crop=False)
+
+
+@contextlib.contextmanager
+def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
+    """A bar on stderr, fed by calls (stage, done, total); None where nobody would see it."""
+    if not (enabled and sys.stderr.isatty()):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+
+        def report(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield report

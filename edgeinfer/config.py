@@ -1,0 +1,146 @@
+"""What a caller may ask for: load and generation options, validated on construction; knows nothing of models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from edgeinfer.errors import UsageError
+
+__all__ = ["GenerationConfig", "LoadConfig", "format_size", "parse_size"]
+
+_UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 1000**2, "MB": 1000**2, "G": 1000**3, "GB": 1000**3}
+_UNITS |= {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes of a size such as ``600MB``, ``1.5GiB`` or ``400000000``.
+
+    Raises:
+        UsageError: the text is not a positive size.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UsageError(f"{value!r} is not a size.", "Write it like 600MB or 1.5GiB.")
+    match = _SIZE.fullmatch(str(value))
+    unit = match and _UNITS.get(match.group(2).upper())
+    size = round(float(match.group(1)) * unit) if match and unit else 0
+    if size <= 0:
+        raise UsageError(f"{value!r} is not a positive size.", "Write it like 600MB or 1.5GiB.")
+    return size
+
+
+def format_size(size: int) -> str:
+    """A size in bytes as people read it, in decimal units: ``412.3 MB``."""
+    for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
+        if abs(size) >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How a model is loaded.
+
+    Attributes:
+        context: capacity in tokens of prompt plus reply; None takes min(2048, model maximum).
+        memory: budget in bytes for the whole process; None sets no budget.
+        threads: threads of the linear algebra; None takes the physical cores.
+        exact: pad passes so that text never depends on how it was chunked or speculated (DESIGN section 4).
+        prefill_chunk: tokens of a prompt evaluated per pass.
+        backend: "onnx" or "reference"; None takes the bundle's own.
+    """
+
+    context: int | None = None
+    memory: int | None = None
+    threads: int | None = None
+    exact: bool = True
+    prefill_chunk: int = 64
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
+        _require(self.memory is None or self.memory > 0, "memory", self.memory, "positive")
+        _require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
+        _require(self.prefill_chunk >= 1, "prefill_chunk", self.prefill_chunk, "at least 1")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How text is generated. Defaults give greedy decoding.
+
+    Attributes:
+        max_tokens: reply length in tokens; None means until the context is full.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set with this probability mass; 1 keeps all.
+        min_p: drop tokens below min_p times the best probability; 0 keeps all.
+        repetition_penalty: CTRL's penalty on tokens of prompt and reply; 1 is none.
+        frequency_penalty: OpenAI's, per occurrence in the reply.
+        presence_penalty: OpenAI's, once per token present in the reply.
+        logit_bias: added to the logits of these token ids before anything else.
+        stop: strings that end the reply; they are not part of its text.
+        stop_token_ids: ids that end the reply, added to the model's own.
+        ignore_eos: do not stop at the model's end-of-text tokens.
+        seed: of the position-keyed generator; None draws one.
+        speculation: name of the drafting mode; "off" decodes plainly.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    speculation: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        for name in numbers:
+            _require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "positive")
+        _require(all(s for s in self.stop), "stop", self.stop, "free of empty strings")
+        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
+        _require(all(not math.isnan(b) for b in self.logit_bias.values()), "logit_bias", "NaN", "free of NaN")
+        # Every mode listed here must exist; drafters join when they land.
+        _require(self.speculation in ("auto", "off"), "speculation", self.speculation, "'auto' or 'off'")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some options changed.
+
+        Raises:
+            UsageError: an unknown option or a value out of range.
+        """
+        known = {f.name for f in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise UsageError(f"Unknown generation option {name!r}.", f"Known options: {', '.join(sorted(known))}.")
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,149 @@
+"""The exceptions edgeinfer raises and the exit code each one maps to; knows nothing of what raises them.
+
+EdgeInferError
+├── UserError                     something the caller can change
+│   ├── UsageError           (2)  an argument, option or value
+│   │   ├── PromptError      (2)  an empty, unreadable or malformed prompt
+│   │   └── ContextLengthError (2) more tokens than the context holds
+│   ├── ModelError           (3)  a checkpoint, bundle, tokenizer or template
+│   │   ├── CheckpointError  (3)  files, tensors or config of a Hugging Face checkpoint
+│   │   ├── UnsupportedArchitectureError (3)
+│   │   ├── BundleError      (3)  manifest, hashes, paths or contents of a bundle
+│   │   ├── TokenizerError   (3)
+│   │   ├── TemplateError    (3)
+│   │   └── HubError         (3)  a model that could not be fetched
+│   ├── BudgetError          (4)  the plan does not fit the memory budget
+│   └── StorageError         (5)  a path that cannot be written, or a full disk
+└── InternalError            (5)  our fault, or the execution engine's
+    ├── BackendError         (5)
+    └── CapabilityError      (5)  a backend was asked for what it said it cannot do
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "BundleError",
+    "CapabilityError",
+    "CheckpointError",
+    "ContextLengthError",
+    "EdgeInferError",
+    "HubError",
+    "InternalError",
+    "ModelError",
+    "PromptError",
+    "StorageError",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedArchitectureError",
+    "UsageError",
+    "UserError",
+]
+
+
+class EdgeInferError(Exception):
+    """Base of every error edgeinfer raises on purpose.
+
+    Args:
+        message: one line: what is wrong, with the value at fault.
+        hint: one line: what to do next. Shown after the message.
+    """
+
+    exit_code: ClassVar[int] = 5
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} {hint}".strip())
+        self.message = message
+        self.hint = hint
+
+
+class UserError(EdgeInferError):
+    """Something the caller can change."""
+
+
+class UsageError(UserError):
+    """A wrong argument, option or value."""
+
+    exit_code = 2
+
+
+class PromptError(UsageError):
+    """An empty, unreadable or malformed prompt."""
+
+
+class ContextLengthError(UsageError):
+    """More tokens than the context holds, or a context larger than the model allows."""
+
+
+class ModelError(UserError):
+    """A checkpoint, bundle, tokenizer or template that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(ModelError):
+    """Files, tensors or configuration of a Hugging Face checkpoint."""
+
+
+class UnsupportedArchitectureError(ModelError):
+    """No builder exists for the checkpoint's architecture."""
+
+
+class BundleError(ModelError):
+    """Manifest, hashes, paths or contents of a bundle."""
+
+
+class TokenizerError(ModelError):
+    """A tokenizer file that is missing or malformed."""
+
+
+class TemplateError(ModelError):
+    """A chat template that is missing, malformed or rejected the messages."""
+
+
+class HubError(ModelError):
+    """A model that could not be fetched from the hub."""
+
+
+class BudgetError(UserError):
+    """The plan does not fit the memory budget.
+
+    Args:
+        message: one line with the planned and the allowed size.
+        hint: what to change.
+        terms: every term of the plan in bytes.
+        minimum_bytes: the smallest budget the same request would fit.
+    """
+
+    exit_code = 4
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        terms: dict[str, int] | None = None,
+        minimum_bytes: int = 0,
+    ) -> None:
+        super().__init__(message, hint)
+        self.terms = dict(terms or {})
+        self.minimum_bytes = minimum_bytes
+
+
+class StorageError(UserError):
+    """A path that cannot be written, or a full disk."""
+
+
+class InternalError(EdgeInferError):
+    """A fault of edgeinfer or of an execution engine under it."""
+
+
+class BackendError(InternalError):
+    """The execution engine failed."""
+
+
+class CapabilityError(InternalError):
+    """A backend was asked for something its capabilities exclude."""

@@ -1,0 +1,207 @@
+"""One reply as it is made: engine steps become streamed text and, at the end, a Result; knows nothing of loading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.results import Chunk, FinishReason, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.engine import Engine, Step
+from edgeinfer.runtime.memory import process_memory
+from edgeinfer.runtime.plan import MemoryPlan
+from edgeinfer.runtime.sampling import Sampler, TokenCounts
+from edgeinfer.runtime.text import StopMatcher, StreamDecoder, Tokenizer
+
+__all__ = ["ModelParts", "TokenStream"]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a loaded model is made of."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    plan: MemoryPlan
+    info: ModelInfo
+    eos_ids: frozenset[int]
+    load_ms: float
+
+
+class _Sampling:
+    """Chooses tokens with a sampler and remembers them for its penalties."""
+
+    def __init__(self, config: GenerationConfig, vocab_size: int, prompt: Sequence[int]) -> None:
+        seed = config.seed if config.seed is not None else time.time_ns()
+        self._sampler = Sampler(config, vocab_size, seed)
+        self._counts = TokenCounts(prompt) if self._sampler.counting else None
+
+    def choose(self, logits: Floats, position: int) -> int:  # (V,)
+        """The token at an absolute position."""
+        token = self._sampler.token(logits, position, self._counts)
+        if self._counts is not None:
+            self._counts.push(token)
+        return token
+
+
+class TokenStream:
+    """Iterates over the chunks of one reply; afterwards `result` has the whole.
+
+    `cancel`, `close`, the end of a `with` block, and the next request of the same thread finish it as "cancelled".
+
+    Args:
+        parts: the loaded model.
+        prompt: token ids.
+        config: how to generate.
+        on_finish: called once with the result.
+        started: time.perf_counter() of the request.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        prompt: Sequence[int],
+        config: GenerationConfig,
+        *,
+        on_finish: Callable[[Result], None],
+        started: float,
+    ) -> None:
+        self._parts = parts
+        self._prompt = prompt
+        self._config = config
+        self._on_finish = on_finish
+        self._started = started
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._step_ms: list[float] = []
+        self._result: Result | None = None
+        self._thread = threading.get_ident()
+        self._chunks = self._run()
+
+    @property
+    def result(self) -> Result:
+        """The finished reply.
+
+        Raises:
+            UsageError: the stream is not finished yet.
+        """
+        if self._result is None:
+            raise UsageError("The reply is not finished.", "Iterate to the end, or close the stream first.")
+        return self._result
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread started it."""
+        return self._thread == threading.get_ident()
+
+    def cancel(self) -> None:
+        """Stops within the current pass; the next chunk is the last. Safe from any thread."""
+        self._parts.engine.cancel()
+
+    def close(self) -> None:
+        """Finishes now; an unfinished reply counts as cancelled."""
+        self._chunks.close()
+        if self._result is None:
+            self._finish("cancelled")
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> Generator[Chunk]:
+        parts, config = self._parts, self._config
+        stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
+        chooser = _Sampling(config, parts.engine.backend.geometry.vocab_size, self._prompt)
+        decoder = StreamDecoder(parts.tokenizer, context_ids=self._prompt)
+        stops = StopMatcher(config.stop)
+        reason: FinishReason = "length"
+        begun = (time.perf_counter() - self._started) * 1e3
+        steps = parts.engine.generate(self._prompt, chooser, max_tokens=config.max_tokens, stop_ids=stop_ids)
+        try:
+            for step in steps:
+                self._record(step, begun)
+                if step.token in stop_ids:
+                    reason = "stop"
+                    break
+                text, matched = stops.push(decoder.push(step.token))
+                self._texts.append(text)
+                if matched:
+                    reason = "stop"
+                    yield Chunk(text, (step.token,))
+                    break
+                yield Chunk(text, (step.token,))
+            else:
+                if parts.engine.cancelled:
+                    reason = "cancelled"
+            yield self._last_chunk(decoder, stops, reason)
+        finally:
+            steps.close()
+
+    def _last_chunk(self, decoder: StreamDecoder, stops: StopMatcher, reason: FinishReason) -> Chunk:
+        text, matched = stops.push(decoder.flush())
+        if matched:
+            reason = "stop"
+        else:
+            text += stops.flush()
+        self._texts.append(text)
+        self._finish(reason)
+        return Chunk(text, (), reason)
+
+    def _record(self, step: Step, begun: float) -> None:
+        self._token_ids.append(step.token)
+        self._step_ms.append(step.ms + (0.0 if self._step_ms else begun))
+
+    def _finish(self, reason: FinishReason) -> None:
+        parts, memory = self._parts, process_memory()
+        self._result = Result(
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=reason,
+            usage=Usage(len(self._prompt), len(self._token_ids)),
+            timings=self._timings(),
+            memory=MemoryUse(
+                budget_bytes=parts.plan.budget_bytes,
+                planned_bytes=parts.plan.planned_bytes,
+                peak_rss_bytes=memory.peak_rss,
+                anonymous_bytes=memory.anonymous,
+                file_bytes=memory.file,
+                terms=dict(parts.plan.terms),
+            ),
+            speculation=Speculation(mode="off"),
+            model=parts.info,
+        )
+        self._on_finish(self._result)
+
+    def _timings(self) -> Timings:
+        later = np.array(self._step_ms[1:])
+        mean = float(later.mean()) if len(later) else 0.0
+        p50, p95 = (float(p) for p in np.percentile(later, (50, 95))) if len(later) else (0.0, 0.0)
+        prefill = self._parts.engine.prefill
+        return Timings(
+            load_ms=self._parts.load_ms,
+            prompt_ms=prefill.ms,
+            ttft_ms=self._step_ms[0] if self._step_ms else 0.0,
+            per_token_ms=mean,
+            per_token_p50_ms=p50,
+            per_token_p95_ms=p95,
+            tokens_per_second=1e3 / mean if mean else 0.0,
+            cached_prompt_tokens=prefill.cached,
+        )

@@ -1,0 +1,255 @@
+"""Finds models by path or hub id and fetches their data files; knows nothing of what runs them and runs none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import glob
+import importlib.resources
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
+from edgeinfer.errors import BundleError, HubError, ModelError, StorageError
+
+__all__ = ["BUILTIN", "find_checkpoint", "is_bundle", "pull", "resolve"]
+
+BUILTIN = "tales"
+
+# Kinds of data a bundle may hold. Pickles, Python and shared libraries are not among them, whatever a manifest lists.
+_BUNDLE_SUFFIXES = {".gguf", ".jinja", ".json", ".md", ".npz", ".onnx", ".onnx_data", ".safetensors", ".txt"}
+# Of a checkpoint only what export reads. Many repositories also keep pickles, ONNX variants or a second copy of the
+# weights (`consolidated.safetensors`), so a pattern such as *.safetensors would fetch gigabytes too many.
+_WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors")
+_CONFIG_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# What the hub itself accepts: two names of letters, digits, dot, dash and underscore.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+Progress = Callable[[str, int, int], None]
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a directory says it is a bundle; nothing in it is checked."""
+    return (path / MANIFEST).is_file()
+
+
+def resolve(model: str | Path | None) -> Path:
+    """The local path of a bundle: the built-in model, an existing path, or a hub id, fetched unless it is cached.
+
+    A cached copy is used as it is, so that loading needs no network; `pull` brings it up to date.
+
+    Args:
+        model: None, a path, or ORG/NAME.
+
+    Raises:
+        ModelError: no such path, or the repository holds a checkpoint that has to be exported first.
+        HubError: the repository could not be fetched.
+    """
+    if model is None:
+        return _builtin()
+    if Path(model).expanduser().exists():
+        return Path(model).expanduser()
+    repo_id = _hub_id(model)
+    path = _cached(repo_id) or pull(repo_id)
+    if not is_bundle(path):
+        hint = f"Make one: edgeinfer export {repo_id} {repo_id.split('/')[1]}"
+        raise ModelError(f"{repo_id} is a checkpoint, not an edgeinfer bundle.", hint)
+    return path
+
+
+def find_checkpoint(source: str | Path) -> Path:
+    """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached.
+
+    Raises:
+        ModelError: no such path, or the source is a bundle already.
+        HubError: the repository could not be fetched.
+    """
+    local = Path(source).expanduser()
+    path = local if local.exists() else _cached(_hub_id(source)) or pull(_hub_id(source))
+    if is_bundle(path):
+        raise ModelError(f"{source} is a bundle already.", f"Run it: edgeinfer run -m {source}")
+    return path
+
+
+def pull(
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    progress: bool | Progress = True,
+) -> Path:
+    """Fetches a bundle, or the checkpoint files that export reads, into the hub's cache; resumes what was interrupted.
+
+    Of a bundle only files that its manifest lists are fetched, of a checkpoint only safetensors and configuration.
+    Nothing fetched is executed.
+
+    Args:
+        repo_id: ORG/NAME.
+        revision: branch, tag or commit; None takes the main branch.
+        cache_dir: None takes the cache that Hugging Face libraries share.
+        progress: True draws bars on stderr, False is silent, a callable gets (file, bytes done, bytes in all).
+
+    Returns:
+        The local directory.
+
+    Raises:
+        HubError: offline, unknown, private or gated repository, or one that holds no model.
+        BundleError: the repository's manifest is malformed or lists files that are not data.
+        StorageError: the cache cannot be written, or the disk is full.
+    """
+    hub = _library()
+    options: dict[str, Any] = {"cache_dir": cache_dir, "library_name": "edgeinfer", "tqdm_class": _bar(hub, progress)}
+    with _hub_errors(repo_id, revision):
+        names = [f.rfilename for f in hub.HfApi().model_info(repo_id, revision=revision).siblings or ()]
+        if MANIFEST in names:
+            path = Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=[MANIFEST], **options))
+            # The same commit again, should the branch move in between; the cache names snapshots by commit.
+            revision, patterns = path.name, _literal(_listed(path / MANIFEST))
+        elif "config.json" in names and any(fnmatch.fnmatchcase(n, p) for n in names for p in _WEIGHT_PATTERNS):
+            patterns = [*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS]
+        else:
+            hint = "edgeinfer reads bundles, and checkpoints in safetensors; pickled weights are never loaded."
+            raise HubError(f"{repo_id} holds neither a bundle nor a checkpoint in safetensors.", hint)
+        return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, **options))
+
+
+def _builtin() -> Path:
+    path = Path(str(importlib.resources.files("edgeinfer"))) / "builtin" / BUILTIN
+    if not is_bundle(path):
+        hint = f"Reinstall edgeinfer, or export the model's checkpoint to {path}."
+        raise BundleError("This copy of edgeinfer comes without its built-in model.", hint)
+    return path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def _hub_id(model: str | Path) -> str:
+    if isinstance(model, Path) or _HUB_ID.fullmatch(model) is None:
+        hint = "Give a bundle directory or a hub id ORG/NAME; without one the built-in model runs."
+        raise ModelError(f"No model at {str(model)!r}.", hint)
+    return model
+
+
+def _cached(repo_id: str) -> Path | None:
+    """The cached snapshot of the main branch, whole, or None."""
+    hub = _library()
+    try:
+        path = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=[MANIFEST]))
+        names = _listed(path / MANIFEST) if is_bundle(path) else []
+        patterns = _literal(names) or [*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS]
+        path = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=patterns))
+    except hub.errors.LocalEntryNotFoundError:
+        return None
+    # Older releases of the library return what an interrupted download left.
+    whole = all((path / name).is_file() for name in names) if names else _is_checkpoint(path)
+    return path if whole else None
+
+
+def _listed(manifest: Path) -> list[str]:
+    """The files of a bundle, its manifest included.
+
+    Raises:
+        BundleError: the manifest is malformed or lists a file that is not data.
+    """
+    try:
+        text = manifest.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{manifest} is not UTF-8 text.", "Do not use this bundle.") from error
+    listing = Manifest.from_json(text)
+    for name in listing.files:
+        file = PurePosixPath(name)
+        if file.suffix not in _BUNDLE_SUFFIXES and file.name != WEIGHTS:
+            raise BundleError(f"The bundle lists {name!r}, which is not a kind of data it may hold.", "Do not use it.")
+    return [MANIFEST, *listing.files, *(f"{drafter}/{MANIFEST}" for drafter in listing.drafters)]
+
+
+def _literal(names: list[str]) -> list[str]:
+    return [glob.escape(name) for name in names]
+
+
+def _library() -> ModuleType:
+    """huggingface_hub, imported when a hub id is used and not before, with its telemetry off."""
+    import huggingface_hub
+    import huggingface_hub.constants
+    import huggingface_hub.errors
+
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+    return huggingface_hub
+
+
+def _bar(hub: ModuleType, progress: bool | Progress) -> type | None:
+    """The class of progress bars that the library should use; None takes its own."""
+    if progress is True:
+        return None
+
+    class Bar(hub.utils.tqdm):  # type: ignore[misc, name-defined]  # the base is a module attribute
+        """A bar that draws nothing and passes byte counts on."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._label = str(options.get("desc") or "")
+            self._counts_bytes = options.get("unit") == "B"
+            super().__init__(*args, **options | {"disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n or 0  # a disabled bar does not count
+            if callable(progress) and self._counts_bytes:
+                progress(self._label, int(self.n), int(self.total or 0))
+            return None
+
+    return Bar
+
+
+@contextlib.contextmanager
+def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turns the library's errors into a HubError or StorageError that says what to do."""
+    errors = _library().errors
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        hint = f"Accept its terms at https://huggingface.co/{repo_id}, then log in with: hf auth login"
+        raise HubError(f"{repo_id} is gated.", hint) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{repo_id} has no revision {revision!r}.", "Give a branch, tag or commit of it.") from error
+    except errors.RepositoryNotFoundError as error:
+        hint = "Check the spelling; if it is private, log in with: hf auth login"
+        raise HubError(f"There is no {repo_id} on the hub, nor a local directory of that name.", hint) from error
+    except errors.HFValidationError as error:
+        raise HubError(f"{repo_id!r} is not a hub id.", "Write it as ORG/NAME.") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise HubError(f"The hub refused {repo_id} ({status}).", "Log in with: hf auth login") from error
+        raise HubError(f"The hub answered {status} for {repo_id}.", "Try again later; downloads resume.") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, ConnectionError) as error:
+        raise _offline(repo_id) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError("The disk is full.", "Free some space and pull again; downloads resume.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "Set HF_HOME to a directory you may write to."
+            raise StorageError(f"The hub cache cannot be written: {error}.", hint) from error
+        raise _offline(repo_id) from error
+
+
+def _offline(repo_id: str) -> HubError:
+    hint = f"Run `edgeinfer pull {repo_id}` when online, or pass a local bundle directory."
+    return HubError(f"You are offline or the hub cannot be reached, and {repo_id} is not in the cache.", hint)

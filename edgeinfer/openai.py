@@ -1,0 +1,104 @@
+"""OpenAI's chat-completion wire format over a model, as plain dicts; knows nothing of HTTP.
+
+Fields and values follow the OpenAI API reference, "Chat Completions"; `timings` adds edgeinfer's own figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.errors import UsageError
+from edgeinfer.results import Result
+
+if TYPE_CHECKING:
+    from edgeinfer.api import Model
+    from edgeinfer.generation import TokenStream
+
+__all__ = ["chat_completion"]
+
+_SAME = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
+# Beyond OpenAI's, as llama.cpp's and vLLM's servers accept them.
+_OWN = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "speculation")
+# Accepted where they ask for what happens anyway.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+}
+_IGNORED = ("model", "user", "stream_options")
+
+
+def chat_completion(
+    model: Model, messages: Sequence[Mapping[str, Any]], *, stream: bool, **request: Any
+) -> dict[str, Any] | Iterator[dict[str, Any]]:
+    """Answers one request; see `Model.create_chat_completion`."""
+    usage_wanted = bool((request.get("stream_options") or {}).get("include_usage"))
+    tokens = model.stream_chat(messages, **_options(request))
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.info.name}
+    if stream:
+        return _chunks(tokens, head, usage_wanted)
+    for _ in tokens:
+        pass
+    result = tokens.result
+    message = {"role": "assistant", "content": result.text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(result)}
+    return head | {"object": "chat.completion", "choices": [choice]} | _figures(result)
+
+
+def _options(request: Mapping[str, Any]) -> dict[str, Any]:
+    """GenerationConfig fields of a request.
+
+    Raises:
+        UsageError: a field that is unknown or not supported.
+    """
+    options: dict[str, Any] = {}
+    for name, value in request.items():
+        if name in _IGNORED:
+            continue
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise UsageError(f"{name}={value!r} is not supported.", f"Leave {name} out.")
+        elif name in _SAME or name in _OWN:
+            if value is not None:
+                options[name] = value
+        elif name in ("max_tokens", "max_completion_tokens"):
+            options["max_tokens"] = value
+        elif name == "stop":
+            options["stop"] = (value,) if isinstance(value, str) else tuple(value or ())
+        elif name == "logit_bias":
+            options["logit_bias"] = {int(token): float(bias) for token, bias in (value or {}).items()}
+        else:
+            raise UsageError(f"Unknown request field {name!r}.", "See the OpenAI chat completion reference.")
+    return options
+
+
+def _chunks(tokens: TokenStream, head: Mapping[str, Any], usage_wanted: bool) -> Iterator[dict[str, Any]]:
+    head = {**head, "object": "chat.completion.chunk"}
+
+    def chunk(delta: dict[str, str], reason: str | None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+
+    yield chunk({"role": "assistant", "content": ""}, None)
+    with tokens:
+        for piece in tokens:
+            if piece.text:
+                yield chunk({"content": piece.text}, None)
+    yield chunk({}, _reason(tokens.result))
+    if usage_wanted:
+        yield {**head, "choices": []} | _figures(tokens.result)
+
+
+def _reason(result: Result) -> str:
+    # OpenAI has no word for cancelled; a reply that was cut short is one that ran out of length.
+    return "stop" if result.finish_reason == "stop" else "length"
+
+
+def _figures(result: Result) -> dict[str, Any]:
+    usage = dataclasses.asdict(result.usage) | {"total_tokens": result.usage.total_tokens}
+    return {"usage": usage, "timings": dataclasses.asdict(result.timings)}

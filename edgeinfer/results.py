@@ -1,0 +1,119 @@
+"""What a caller gets back: text with its timings, memory, speculation and model facts; knows nothing of how they arose.
+
+Field names are those of `edgeinfer run --json` (DESIGN section 6).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Chunk", "FinishReason", "MemoryUse", "ModelInfo", "Result", "Speculation", "Timings", "Usage"]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Durations in milliseconds, measured around this request.
+
+    Attributes:
+        load_ms: loading the model, once per process.
+        prompt_ms: evaluating the uncached part of the prompt.
+        ttft_ms: from the request to the first token.
+        per_token_ms: mean time per token after the first.
+        per_token_p50_ms, per_token_p95_ms: percentiles of the same.
+        tokens_per_second: decoded tokens after the first per second; 0 with fewer than two tokens.
+        cached_prompt_tokens: prompt tokens whose KV was reused.
+    """
+
+    load_ms: float
+    prompt_ms: float
+    ttft_ms: float
+    per_token_ms: float
+    per_token_p50_ms: float
+    per_token_p95_ms: float
+    tokens_per_second: float
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of the whole process in bytes; `terms` are the plan's."""
+
+    budget_bytes: int | None
+    planned_bytes: int
+    peak_rss_bytes: int
+    anonymous_bytes: int
+    file_bytes: int
+    terms: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafting did; all zero when decoding was plain."""
+
+    mode: str
+    lossless: bool = True
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_rate: float = 0.0
+    mean_accepted_length: float = 0.0
+    per_drafter: dict[str, Any] = field(default_factory=dict)
+    speedup_vs_plain: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Which model answered."""
+
+    name: str
+    architecture: str
+    parameters: int
+    bits_per_weight: float
+    backend: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished reply."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    memory: MemoryUse
+    speculation: Speculation
+    model: ModelInfo
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object that `edgeinfer run --json` prints."""
+        data = dataclasses.asdict(self)
+        data["token_ids"] = list(self.token_ids)
+        data["usage"]["total_tokens"] = self.usage.total_tokens
+        return data

@@ -1,0 +1,15 @@
+"""From a checkpoint to a bundle; needs the `export` extra, knows nothing of decoding."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from edgeinfer.errors import UsageError
+
+if find_spec("onnx") is None:
+    raise UsageError("Exporting needs the onnx package.", "pip install 'edgeinfer[export]'")
+
+from edgeinfer.export.config import ExportConfig
+from edgeinfer.export.exporter import export_checkpoint
+
+__all__ = ["ExportConfig", "export_checkpoint"]

@@ -1,0 +1,34 @@
+"""The architectures that have their own builder, found by a checkpoint's config; knows nothing of tensors' contents."""
+
+from __future__ import annotations
+
+from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.export.architectures.base import Architecture, Source, TensorPlan
+from edgeinfer.export.architectures.llama import LLAMA
+from edgeinfer.export.architectures.mistral import MISTRAL
+from edgeinfer.export.architectures.phi3 import PHI3
+from edgeinfer.export.architectures.qwen2 import QWEN2
+from edgeinfer.export.architectures.qwen3 import QWEN3
+from edgeinfer.export.hf_config import OPTIMUM_HINT, HFConfig
+
+__all__ = ["ARCHITECTURES", "Architecture", "Source", "TensorPlan", "find_architecture"]
+
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+
+
+def find_architecture(config: HFConfig) -> Architecture:
+    """The family a config names, by model class, or by model type where no class is named.
+
+    Raises:
+        UnsupportedArchitectureError: there is no builder for it.
+    """
+    for family in ARCHITECTURES:
+        if config.architecture in family.classes:
+            return family
+        if not config.architecture and config.model_type in family.model_types:
+            return family
+    named = config.architecture or config.model_type or "(none named in config.json)"
+    supported = ", ".join(sorted(name for family in ARCHITECTURES for name in family.classes))
+    raise UnsupportedArchitectureError(
+        f"The architecture {named} has no builder; supported are {supported}.", OPTIMUM_HINT
+    )

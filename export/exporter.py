@@ -1,0 +1,138 @@
+"""From a checkpoint directory to a bundle, checked before anything is written; knows nothing of running it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from edgeinfer.bundle import MODEL, WEIGHTS, Capabilities, DecoderSpec, Manifest, TensorEntry, seal, write_bundle
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.config import ExportConfig
+from edgeinfer.export.decoder_graph import build_decoder_graph
+from edgeinfer.export.hf_config import HFConfig, read_config
+from edgeinfer.export.sidecar import read_sidecar
+from edgeinfer.export.weights import write_tensors
+
+__all__ = ["Progress", "export_checkpoint", "export_native"]
+
+Progress = Callable[[str, int, int], None]
+
+
+def export_checkpoint(
+    source: Path, out: Path, config: ExportConfig | None = None, progress: Progress | None = None
+) -> Path:
+    """Exports a Hugging Face checkpoint directory to a bundle at `out` and returns `out`.
+
+    Args:
+        progress: called with what is being written, how many steps are done and how many there are.
+
+    Raises:
+        CheckpointError: files, tensors or configuration of the checkpoint.
+        UnsupportedArchitectureError: no builder exists for it.
+        StorageError: `out` exists, or cannot be written.
+    """
+    config = config or ExportConfig()
+    if config.exporter == "optimum":
+        from edgeinfer.export.optimum_route import export_optimum
+
+        return export_optimum(source, out, config, progress)
+    return export_native(source, out, config, progress)
+
+
+def export_native(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
+    """Exports through the builders of edgeinfer.export.architectures; as `export_checkpoint` otherwise."""
+    hf_config = read_config(source)
+    family = find_architecture(hf_config)
+    sidecar = read_sidecar(source, hf_config)
+    with Checkpoint(source) as checkpoint:
+        spec = family.read(hf_config, _tied(hf_config, family, checkpoint))
+        plans = family.tensors(spec)
+        _check_tensors(checkpoint, family, plans)
+        with write_bundle(out, replace_existing=config.force) as work:
+            sidecar.write(work)
+            tensors = _write_weights(work, checkpoint, plans, config, progress)
+            if spec.tied:
+                tensors.append(_tied_head(tensors))
+            graph = build_decoder_graph(spec, {t.name: t for t in tensors}, WEIGHTS)
+            (work / MODEL).write_bytes(graph.SerializeToString(deterministic=True))
+            seal(work, _manifest(config.name or source.resolve().name, hf_config, spec, tensors, config))
+    return out
+
+
+def _tied(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> bool:
+    """As config.json says; where it is silent, a checkpoint without a head is tied."""
+    if hf_config.get("tie_word_embeddings") is None:
+        return family.naming.head not in checkpoint
+    return hf_config.flag("tie_word_embeddings")
+
+
+def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
+    """Every planned tensor must be there, and nothing else: a dropped weight would make a wrong model silently."""
+    used = set()
+    for plan in plans:
+        for source in plan.sources:
+            checkpoint.require(source.name, source.shape)
+            used.add(source.name)
+    # A tied checkpoint may store the head's copy of the embedding.
+    ignorable = (*family.ignorable, family.naming.head)
+    unused = sorted(
+        name for name in checkpoint.names - used if not any(fnmatch.fnmatchcase(name, p) for p in ignorable)
+    )
+    if unused:
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        message = f"{checkpoint.folder} has tensors that the architecture does not use: {shown}."
+        raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
+
+
+def _write_weights(
+    work: Path,
+    checkpoint: Checkpoint,
+    plans: tuple[TensorPlan, ...],
+    config: ExportConfig,
+    progress: Progress | None,
+) -> list[TensorEntry]:
+    embedding = next(p for p in plans if p.name == "embed")
+    policy = config.policy(embedding.shape[0] * embedding.shape[1])
+    tensors: list[TensorEntry] = []
+    with (work / WEIGHTS).open("wb") as file:
+        for entry in write_tensors(file, checkpoint, plans, policy):
+            tensors.append(entry)
+            if progress is not None:
+                progress(entry.name, len(tensors), len(plans))
+    return tensors
+
+
+def _tied_head(tensors: list[TensorEntry]) -> TensorEntry:
+    embed = next(t for t in tensors if t.name == "embed")
+    return TensorEntry("head", embed.shape, embed.bits, embed.data, embed.block_size, embed.scales, embed.zero_points)
+
+
+def _manifest(
+    name: str, hf_config: HFConfig, spec: DecoderSpec, tensors: list[TensorEntry], config: ExportConfig
+) -> Manifest:
+    counted = [t for t in tensors if not (spec.tied and t.name == "head")]
+    options = asdict(config)
+    for local in ("name", "force"):
+        del options[local]
+    head_bits = next(t for t in tensors if t.name == "head").bits
+    return Manifest(
+        name=name,
+        architecture=hf_config.architecture or hf_config.model_type,
+        backend="onnx",
+        geometry=spec.geometry,
+        parameters=sum(t.size for t in counted),
+        capabilities=Capabilities(layer_skip=True, hidden=True, tree=True, row_multiple=_row_multiple(tensors)),
+        decoder=spec,
+        tensors=tuple(tensors),
+        exits=tuple(range(1, spec.num_layers + 1)),
+        export=options | {"head_bits": head_bits},
+    )
+
+
+def _row_multiple(tensors: list[TensorEntry]) -> int:
+    """MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way."""
+    return 2 if any(t.bits < 32 and t.block_size >= 64 for t in tensors) else 1

@@ -1,0 +1,113 @@
+"""A typed layer over `onnx.helper`: names, constants, external weights, branches; knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from edgeinfer.bundle import Blob
+
+__all__ = ["GraphBuilder"]
+
+# Operator set 23 has RMSNormalization; IR version 10 is what it needs at least.
+_OPSET = 23
+_IR_VERSION = 10
+_MICROSOFT = "com.microsoft"
+_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "int64": TensorProto.INT64,
+    "int32": TensorProto.INT32,
+    "uint8": TensorProto.UINT8,
+    "bool": TensorProto.BOOL,
+}
+
+Shape = Sequence[int | str]
+
+
+class GraphBuilder:
+    """Collects nodes in order; a branch collects its own and shares weights and constants with its parent.
+
+    Args:
+        weights: name of the file, beside the model, that external initializers point into.
+    """
+
+    def __init__(self, weights: str, parent: GraphBuilder | None = None) -> None:
+        self._weights = weights
+        self._root: GraphBuilder = self if parent is None else parent._root
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._initializers: dict[str, onnx.TensorProto] = {}
+
+    def input(self, name: str, dtype: str, shape: Shape) -> str:
+        """Declares a graph input."""
+        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
+        return name
+
+    def output(self, name: str, dtype: str, shape: Shape) -> None:
+        """Declares a value as an output of the graph or branch."""
+        self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
+
+    def weight(self, name: str, blob: Blob, shape: tuple[int, ...] | None = None) -> str:
+        """An initializer of the main graph whose bytes lie in the weights file, optionally seen in another shape."""
+        proto = TensorProto(name=name, data_type=_TYPES[blob.dtype], dims=shape or blob.shape)
+        proto.data_location = TensorProto.EXTERNAL
+        location = {"location": self._weights, "offset": str(blob.offset), "length": str(blob.nbytes)}
+        for key, value in location.items():
+            proto.external_data.add(key=key, value=value)
+        self._root._initializers.setdefault(name, proto)
+        return name
+
+    def constant(self, values: Sequence[int]) -> str:
+        """A small int64 vector, stored once per value in the main graph."""
+        array: NDArray[np.int64] = np.asarray(values, np.int64)
+        name = "const_" + "_".join(str(v).replace("-", "m") for v in values)
+        self._root._initializers.setdefault(name, numpy_helper.from_array(array, name))
+        return name
+
+    def op(self, op_type: str, inputs: Sequence[str], output: str, *, microsoft: bool = False, **attributes: Any) -> str:
+        """Adds a node with one output and returns its name; an empty input name is an absent optional input."""
+        self.ops(op_type, inputs, [output], microsoft=microsoft, **attributes)
+        return output
+
+    def ops(
+        self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], *, microsoft: bool = False, **attributes: Any
+    ) -> None:
+        """Adds a node with several outputs."""
+        present = list(inputs)
+        while present and not present[-1]:
+            present.pop()
+        domain = _MICROSOFT if microsoft else ""
+        name = f"{outputs[0]}/{op_type}"
+        self._nodes.append(helper.make_node(op_type, present, list(outputs), name=name, domain=domain, **attributes))
+
+    def branch(self) -> GraphBuilder:
+        """A builder for one side of `choose`; it sees every value of this graph."""
+        return GraphBuilder(self._weights, self)
+
+    def choose(self, condition: str, then: GraphBuilder, otherwise: GraphBuilder, outputs: Sequence[str]) -> None:
+        """Adds an `If`; the branches' declared outputs, in order, become `outputs`."""
+        branches = {
+            "then_branch": then._graph(f"{outputs[0]}/then"),
+            "else_branch": otherwise._graph(f"{outputs[0]}/else"),
+        }
+        self.ops("If", [condition], outputs, **branches)
+
+    def _graph(self, name: str) -> onnx.GraphProto:
+        return helper.make_graph(
+            self._nodes, name, self._inputs, self._outputs, initializer=list(self._initializers.values())
+        )
+
+    def model(self, name: str) -> onnx.ModelProto:
+        """The finished model."""
+        return helper.make_model(
+            self._graph(name),
+            producer_name="edgeinfer",
+            ir_version=_IR_VERSION,
+            opset_imports=[helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)],
+        )

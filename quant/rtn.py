@@ -1,0 +1,126 @@
+"""Data-free quantization by rounding to nearest with searched scales; knows nothing of models or files.
+
+For every block the scale and zero point are chosen to minimise the squared error, from a small grid of shrunk ranges,
+each followed by a least-squares fit of the scale to the rounded values. The search follows the idea of llama.cpp's
+`make_qx_quants` / `make_qkx2_quants`, with integer zero points as MatMulNBits has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.packing import blocks_per_row, midpoint, pack
+from edgeinfer.quant.scheme import QuantScheme
+
+__all__ = ["QuantizedMatrix", "quantize"]
+
+# Range shrink factors tried by bits: clipping the extremes pays more the fewer levels there are. Eight bits need none:
+# rounding error is far below the model's own noise. Chosen on the matrices of four small Llama checkpoints; a grid
+# four times as fine lowers the error by less than 1%.
+_SHRINKS: dict[int, tuple[float, ...]] = {
+    2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5),
+    4: (1.0, 0.95, 0.9, 0.85, 0.8),
+    8: (1.0,),
+}
+# Values per working array: a handful of float32 arrays of this size stay in a core's second-level cache.
+_CHUNK_VALUES = 1 << 17
+_TINY = np.float32(1e-30)
+
+_Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix (N, K) in the layout of edgeinfer.bundle.packing."""
+
+    data: NDArray[np.uint8]  # (N, blocks, block_size * bits / 8)
+    scales: _Floats  # (N, blocks)
+    zero_points: NDArray[np.uint8] | None  # (N, ceil(blocks * bits / 8))
+
+
+def quantize(weight: _Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)
+    """Quantizes a matrix block by block along K; scratch memory is a few MB whatever its size."""
+    n, k = weight.shape
+    bits, size = scheme.bits, scheme.block_size
+    blocks = blocks_per_row(k, size)
+    data = np.empty((n, blocks, size * bits // 8), np.uint8)
+    scales = np.empty((n, blocks), np.float32)
+    zeros = np.empty((n, blocks), np.uint8)
+    step = max(1, _CHUNK_VALUES // (blocks * size))
+    for start in range(0, n, step):
+        rows = weight[start : start + step]
+        if blocks * size != k:
+            rows = np.pad(rows, ((0, 0), (0, blocks * size - k)))
+        # One column per block: arithmetic on a block's scale then runs along contiguous rows.
+        columns = np.ascontiguousarray(rows.reshape(-1, size).T, np.float32)  # (size, C)
+        values, scale, zero = _search(columns, scheme)
+        stop = start + len(rows)
+        data[start:stop] = pack(np.ascontiguousarray(values.T), bits).reshape(len(rows), blocks, -1)
+        scales[start:stop] = scale.reshape(len(rows), blocks)
+        zeros[start:stop] = zero.reshape(len(rows), blocks)
+    return QuantizedMatrix(data, scales, None if scheme.symmetric else pack(zeros, bits))
+
+
+def _search(
+    columns: _Floats,  # (size, C)
+    scheme: QuantScheme,
+) -> tuple[NDArray[np.uint8], _Floats, _Floats]:  # (size, C), (C,), (C,)
+    """The best values, scales and zero points of each column."""
+    best_scale = np.zeros(columns.shape[1], np.float32)
+    best_zero = np.full(columns.shape[1], midpoint(scheme.bits), np.float32)
+    best_gain = np.full(columns.shape[1], -1, np.float32)
+    work = np.empty_like(columns)
+    for step, zero in _candidates(columns, scheme):
+        _round(columns, step, zero, scheme.bits, work)
+        # The error with the fitted scale is |w|^2 - (w·q)^2 / (q·q), so the largest second term wins.
+        dot = np.einsum("kc,kc->c", columns, work)
+        norm = np.maximum(np.einsum("kc,kc->c", work, work), _TINY)
+        gain = dot * dot / norm
+        better = gain > best_gain
+        np.copyto(best_gain, gain, where=better)
+        np.copyto(best_scale, dot / norm, where=better)
+        np.copyto(best_zero, zero, where=better)
+    # An all-zero block has no direction to fit: any positive scale stands for it.
+    np.copyto(best_scale, np.float32(1), where=best_scale == 0)
+    _round(columns, best_scale, best_zero, scheme.bits, work)
+    work += best_zero
+    return work.astype(np.uint8), best_scale, best_zero
+
+
+def _round(columns: _Floats, step: _Floats, zero: _Floats, bits: int, out: _Floats) -> None:
+    """Writes the nearest representable `value - zero` of each weight."""
+    np.multiply(columns, np.float32(1) / step, out=out)
+    np.rint(out, out=out)
+    np.maximum(out, -zero, out=out)
+    np.minimum(out, np.float32(2**bits - 1) - zero, out=out)
+
+
+def _candidates(columns: _Floats, scheme: QuantScheme) -> list[tuple[_Floats, _Floats]]:
+    """Pairs of step and zero point, (C,) each, that the search tries."""
+    levels = np.float32(2**scheme.bits - 1)
+    middle = np.float32(midpoint(scheme.bits))
+    # Zero is always representable: weights are centred on it, and padding must stay exact.
+    low = np.minimum(columns.min(axis=0), np.float32(0))
+    high = np.maximum(columns.max(axis=0), np.float32(0))
+    if scheme.symmetric:
+        # The range reaches one step further below zero than above; a negative step turns it round.
+        bound = np.where(high > -low, -high, -low) / middle
+        bound = np.where(bound == 0, _TINY, bound).astype(np.float32)
+        zero = np.full_like(bound, middle)
+        return [(bound * np.float32(s), zero) for s in _SHRINKS[scheme.bits]]
+    width = np.maximum(high - low, _TINY)
+    pairs = []
+    for shrink in _SHRINKS[scheme.bits]:
+        step = width * np.float32(shrink) / levels
+        # The shrunk range is cut alike at both ends, so its lower end in steps is:
+        exact = -low / step - (np.float32(1) / np.float32(shrink) - 1) * levels / 2
+        exact = np.clip(exact, 0, levels)
+        lower = np.floor(exact)
+        if scheme.bits == 8:
+            pairs.append((step, np.rint(exact)))
+        else:
+            pairs += [(step, lower), (step, np.minimum(lower + 1, levels))]
+    return pairs

@@ -1,0 +1,171 @@
+"""What a backend promises to the engine: passes over new tokens, a cache that can be cut, and what it can do.
+
+Knows nothing of sampling, text or any execution engine. A backend holds one sequence. A pass appends its S rows to the
+cache at rows `length .. length + S`; the engine then truncates or keeps. Arrays returned by a pass are views that the
+next pass overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.errors import BackendError, CapabilityError
+
+__all__ = ["Backend", "CacheSnapshot", "Floats", "Ints", "PassCancelledError", "StepOutput", "ancestors", "check_pass"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class PassCancelledError(BackendError):
+    """`Backend.cancel` ended the pass; the cache is as it was before it."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Outcome of one pass.
+
+    Attributes:
+        logits: (R, V), one row for each requested row.
+        hidden: (S, D) after the last layer that ran, before the final norm; None where the backend has none.
+    """
+
+    logits: Floats
+    hidden: Floats | None
+
+
+@dataclass(frozen=True)
+class CacheSnapshot:
+    """A copy of the cache: keys and values of each layer, (kv_heads, length, head_dim)."""
+
+    length: int
+    keys: tuple[Floats, ...]
+    values: tuple[Floats, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return sum(a.nbytes for a in (*self.keys, *self.values))
+
+
+class Backend(Protocol):
+    """One sequence of one model, evaluated pass by pass."""
+
+    @property
+    def name(self) -> str:
+        """Name for people: "onnx", "reference"."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the model."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What may be asked of `forward`."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the cache may hold."""
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+
+    @property
+    def run_ns(self) -> int:
+        """Nanoseconds that the last pass spent inside the execution engine."""
+
+    def forward(
+        self,
+        tokens: Ints,  # (S,)
+        positions: Ints,  # (S,)
+        rows: Ints,  # (R,), indices into the S new tokens; may be empty
+        *,
+        tree: Ints | None = None,  # (S,), parent row of each row, -1 for the context; None is a chain
+        layer_mask: NDArray[np.bool_] | None = None,  # (2 L,), [2i] attention and [2i+1] MLP of layer i
+        hidden: Floats | None = None,  # (S, D), enters the first layer that runs instead of the embeddings
+    ) -> StepOutput:
+        """Runs the model over S new tokens and appends their keys and values.
+
+        Raises:
+            CapabilityError: `tree`, `layer_mask` or `hidden` where the capabilities exclude it.
+            BackendError: the engine failed, or the pass does not fit the cache.
+        """
+
+    def truncate(self, length: int) -> None:
+        """Drops all rows from `length` on. Costs nothing."""
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """After a tree pass that began at `start`: keeps these of its rows, in this order, and drops the others."""
+
+    def snapshot(self) -> CacheSnapshot:
+        """Copies the cache."""
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copied cache back."""
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread; its `forward` raises PassCancelledError."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated now, by term: at least "kv" and "buffers"."""
+
+    def close(self) -> None:
+        """Frees everything; the backend is unusable afterwards."""
+
+
+def check_pass(
+    backend: Backend,
+    tokens: Ints,  # (S,)
+    positions: Ints,  # (S,)
+    rows: Ints,  # (R,)
+    tree: Ints | None,  # (S,)
+    layer_mask: NDArray[np.bool_] | None,  # (2 L,)
+    hidden: Floats | None,  # (S, D)
+) -> None:
+    """Refuses a pass that the backend's contract excludes.
+
+    Raises:
+        CapabilityError, BackendError: as `Backend.forward` says.
+    """
+    size, can = len(tokens), backend.capabilities
+    refused = {
+        "skip layers": layer_mask is not None and not can.layer_skip,
+        "resume from hidden states": hidden is not None and not can.hidden,
+        "verify trees": tree is not None and not can.tree,
+    }
+    for what, wanted in refused.items():
+        if wanted:
+            raise CapabilityError(f"The {backend.name} backend cannot {what}.", "Use a natively exported bundle.")
+    if size == 0 or len(positions) != size:
+        raise BackendError(f"A pass of {size} tokens has {len(positions)} positions.")
+    if backend.length + size > backend.capacity:
+        held = f"the cache holds {backend.length} of {backend.capacity}"
+        raise BackendError(f"A pass of {size} tokens does not fit: {held}.")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < size:
+        raise BackendError(f"Logit rows {rows.tolist()} are outside a pass of {size} tokens.")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < backend.geometry.vocab_size:
+        raise BackendError(f"A token id is outside the vocabulary of {backend.geometry.vocab_size}.")
+    if tree is not None and (len(tree) != size or not all(-1 <= int(p) < i for i, p in enumerate(tree))):
+        raise BackendError("A draft tree must name an earlier row, or -1, as the parent of each row.")
+    layers = backend.geometry.num_layers
+    if layer_mask is not None and layer_mask.shape != (2 * layers,):
+        raise BackendError(f"A layer mask of shape {layer_mask.shape} does not fit {layers} layers.")
+    if hidden is not None and hidden.shape != (size, backend.geometry.hidden_size):
+        raise BackendError(f"Hidden states of shape {hidden.shape} do not fit a pass of {size} tokens.")
+
+
+def ancestors(tree: Ints) -> NDArray[np.bool_]:  # (S,) -> (S, S)
+    """Which rows each row of a draft tree may attend to: itself and its ancestors."""
+    size = len(tree)
+    sees = np.eye(size, dtype=np.bool_)
+    for row, parent in enumerate(tree):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+    return sees

@@ -1,0 +1,88 @@
+"""Measures what passes cost on this device: c(m) and the engine's share of a step; knows nothing of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.engine import Engine
+
+__all__ = ["DecodeTimes", "decode_times", "pass_times"]
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Per decoded token: milliseconds inside the backend's session call, and of the whole engine step."""
+
+    session_ms: tuple[float, ...]
+    total_ms: tuple[float, ...]
+
+
+class _Greedy:
+    """Takes the most likely token and notes how long the session call before it took."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.session_ns: list[int] = []
+
+    def choose(self, logits: Floats, position: int) -> int:  # (V,)
+        """The most likely token."""
+        self.session_ns.append(self._backend.run_ns)
+        return int(logits.argmax())
+
+
+def _filler(engine: Engine, count: int) -> list[int]:
+    """Distinct-looking token ids; their values do not change what a pass costs."""
+    return [int(i) for i in (np.arange(count) * 7919 + 11) % engine.backend.geometry.vocab_size]
+
+
+def _require_room(engine: Engine, tokens: int) -> None:
+    capacity = engine.backend.capacity
+    if tokens > capacity:
+        message = f"Measuring needs {tokens} tokens of context, there are {capacity}."
+        raise UsageError(message, "Load with a larger context.")
+
+
+def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
+    """Milliseconds of passes over each number of tokens, all logit rows, after `past` tokens; sizes take turns.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, past + max(sizes))
+    backend = engine.backend
+    engine.forget()
+    if past:
+        backend.forward(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64))
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(repeats + 1):
+        for size in sizes:
+            tokens, rows = np.array(_filler(engine, size)), np.arange(size)
+            begun = time.perf_counter()
+            backend.forward(tokens, rows + past, rows)
+            if repeat:  # the first round warms up
+                times[size].append((time.perf_counter() - begun) * 1e3)
+            backend.truncate(past)
+    engine.forget()
+    return times
+
+
+def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
+    """Decodes greedily after `past` tokens and times every step.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, past + tokens)
+    engine.forget()
+    chooser = _Greedy(engine.backend)
+    steps = engine.generate(_filler(engine, past), chooser, max_tokens=tokens + 1, stop_ids=frozenset())
+    total = tuple(step.ms for step in steps)
+    engine.forget()
+    # The first token carries the prompt.
+    return DecodeTimes(tuple(ns / 1e6 for ns in chooser.session_ns[1:]), total[1:])

@@ -1,0 +1,274 @@
+"""The ONNX backend: one session over a native bundle, with the KV cache updated in place.
+
+Knows the graph's inputs and outputs (edgeinfer.bundle.graph); knows nothing of sampling or text. Facts it relies on,
+measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one buffer, so dropping
+rows is passing a smaller length; a row's result does not depend on the other rows of its pass as long as there are at
+least two, and an even number where weights are quantized in blocks of 64 or 128.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import MODEL, Bundle, Geometry, graph
+from edgeinfer.errors import BackendError, BundleError
+from edgeinfer.runtime.contracts import (
+    CacheSnapshot,
+    Floats,
+    Ints,
+    PassCancelledError,
+    StepOutput,
+    ancestors,
+    check_pass,
+)
+from edgeinfer.runtime.kv import KVBuffers
+from edgeinfer.runtime.rope import rope_tables
+
+__all__ = ["OnnxBackend"]
+
+# Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
+_HIDDEN = np.float32(-1e9)
+_TERMINATED = "terminate flag"
+# Shapes of passes whose bindings are kept; a binding is a few kilobytes.
+_MOST_PASSES = 64
+_CPU = ["CPUExecutionProvider"]
+
+
+def open_session(path: str, threads: int) -> ort.InferenceSession:
+    """A CPU session set up for small memory.
+
+    The arena is off because it never returns the activations of the largest pass; memory patterns are off because
+    they plan for fixed shapes.
+
+    Raises:
+        BundleError: the model file cannot be loaded.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = False
+    options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        return ort.InferenceSession(path, options, providers=_CPU)
+    except Exception as error:
+        # onnxruntime raises a family of exceptions without a common base of its own.
+        reason = str(error).splitlines()[0]
+        raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
+
+
+class OnnxBackend:
+    """Implements `contracts.Backend` for native bundles.
+
+    Args:
+        bundle: an opened bundle made by the native export.
+        capacity: tokens the cache may hold.
+        threads: threads of the session.
+        exact: pad passes so that every row is bit-identical whatever pass it is computed in.
+    """
+
+    name = "onnx"
+
+    def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1, exact: bool = True) -> None:
+        decoder = bundle.manifest.decoder
+        if decoder is None:
+            raise BundleError(f"{bundle.path} has no model description.", "Export it again.")
+        self.geometry = decoder.geometry
+        self.capabilities = bundle.manifest.capabilities
+        self.capacity = capacity
+        self.run_ns = 0
+        self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
+        self._session = open_session(str(bundle.file(MODEL)), threads)
+        self._run_options = ort.RunOptions()
+        self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1)
+        tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
+        self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
+        self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
+        self._layer_mask = self._all_layers.copy()
+        self._seqlens = np.zeros(1, np.int32)
+        self._total = np.zeros((), np.int32)
+        self._flat_bias = np.zeros(0, np.float32)
+        self._buffers = _Buffers(self.geometry, size=2, rows=1)
+        self._passes: dict[tuple[int, int, bool], _Pass] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+        return self._kv.length
+
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        rows: Ints,
+        *,
+        tree: Ints | None = None,
+        layer_mask: NDArray[np.bool_] | None = None,
+        hidden: Floats | None = None,
+    ) -> StepOutput:
+        """One pass; see `contracts.Backend.forward`."""
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        start, size = self._kv.length, len(tokens)
+        padded = -(-size // self._multiple) * self._multiple
+        total = start + padded
+        if self._kv.reserve(total):
+            self._passes.clear()
+        step = self._pass(padded, len(rows), hidden is not None)
+        step.fill(tokens, positions, rows, hidden)
+        self._layer_mask[:] = self._all_layers if layer_mask is None else layer_mask
+        self._seqlens[0] = total - 1
+        self._total[...] = total
+        bias = self._bias(padded, total) if tree is None else self._tree_bias(tree, padded, total)
+        step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
+        self._run(step)
+        self._kv.length = start + size
+        return StepOutput(step.logits, step.hidden_out[0, :size])
+
+    def _run(self, step: _Pass) -> None:
+        self._run_options.terminate = False
+        begun = time.perf_counter_ns()
+        try:
+            self._session.run_with_iobinding(step.binding, self._run_options)
+        except Exception as error:
+            # onnxruntime raises a family of exceptions without a common base of its own.
+            if _TERMINATED in str(error):
+                raise PassCancelledError("The pass was cancelled.") from error
+            raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
+        self.run_ns = time.perf_counter_ns() - begun
+
+    def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
+        key = (padded, rows, resumes)
+        if padded > self._buffers.size or rows > self._buffers.rows:
+            size, most = max(padded, self._buffers.size), max(rows, self._buffers.rows)
+            self._buffers = _Buffers(self.geometry, size, most)
+            self._passes.clear()
+        if key not in self._passes:
+            if len(self._passes) >= _MOST_PASSES:
+                self._passes.pop(next(iter(self._passes)))
+            self._passes[key] = self._bind(_Pass(self._buffers, *key))
+        return self._passes[key]
+
+    def _bind(self, step: _Pass) -> _Pass:
+        """Binds all but the attention bias, whose shape changes with every pass."""
+        step.binding = self._session.io_binding()
+        inputs = step.inputs | {
+            graph.SEQLENS_K: self._seqlens,
+            graph.TOTAL_LENGTH: self._total,
+            graph.LAYER_MASK: self._layer_mask,
+        }
+        for name, array in inputs.items():
+            step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
+        step.binding.bind_ortvalue_input(graph.SIN_CACHE, self._tables[1])
+        for layer, arrays in enumerate(zip(self._kv.keys, self._kv.values, strict=True)):
+            names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
+            for past, present, array in names:
+                value = ort.OrtValue.ortvalue_from_numpy(array)
+                step.binding.bind_ortvalue_input(past, value)
+                step.binding.bind_ortvalue_output(present, value)
+        step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
+        step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
+        return step
+
+    def _bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
+        if self._flat_bias.size < size * total:
+            # Never written, so the zero pages of this buffer are not resident.
+            self._flat_bias = np.zeros(size * (self._kv.rows), np.float32)
+        return self._flat_bias[: size * total].reshape(1, 1, size, total)
+
+    @staticmethod
+    def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (1, 1, S, T)
+        bias = np.zeros((1, 1, size, total), np.float32)
+        real, start = len(tree), total - size
+        bias[0, 0, :real, start : start + real][~ancestors(tree)] = _HIDDEN
+        return bias
+
+    def truncate(self, length: int) -> None:
+        """Drops all rows from `length` on."""
+        self._kv.truncate(length)
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps these rows of the pass that began at `start`."""
+        self._kv.keep(start, rows)
+
+    def snapshot(self) -> CacheSnapshot:
+        """Copies the cache."""
+        return self._kv.snapshot()
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copied cache back."""
+        if self._kv.restore(snapshot):
+            self._passes.clear()
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread."""
+        self._run_options.terminate = True
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+        buffers = self._buffers.nbytes + sum(t.numpy().nbytes for t in self._tables)
+        return {"kv": self._kv.nbytes, "buffers": buffers}
+
+    def close(self) -> None:
+        """Drops the session and all buffers."""
+        self._passes.clear()
+        del self._session
+
+
+class _Buffers:
+    """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes."""
+
+    def __init__(self, geometry: Geometry, size: int, rows: int) -> None:
+        self.size, self.rows = size, rows
+        self.tokens = np.zeros((1, size), np.int64)
+        self.positions = np.zeros((1, size), np.int64)
+        self.logit_rows = np.zeros(rows, np.int64)
+        self.hidden_in = np.zeros((1, size, geometry.hidden_size), np.float32)
+        self.hidden_out = np.zeros((1, size, geometry.hidden_size), np.float32)
+        self.logits = np.zeros((rows, geometry.vocab_size), np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
+
+
+class _Pass:
+    """Views into the shared buffers for passes of one shape, and their binding."""
+
+    binding: ort.IOBinding
+
+    def __init__(self, buffers: _Buffers, size: int, rows: int, resumes: bool) -> None:
+        self._tokens = buffers.tokens[:, :size]
+        self._positions = buffers.positions[:, :size]
+        self._rows = buffers.logit_rows[:rows]
+        self._hidden = buffers.hidden_in[:, : size if resumes else 1]
+        self.logits = buffers.logits[:rows]  # (R, V)
+        self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
+        self.inputs = {
+            graph.INPUT_IDS: self._tokens,
+            graph.POSITION_IDS: self._positions,
+            graph.LOGIT_ROWS: self._rows,
+            graph.HIDDEN_IN: self._hidden,
+            graph.USE_HIDDEN: np.array([resumes]),
+        }
+
+    def fill(self, tokens: Ints, positions: Ints, rows: Ints, hidden: Floats | None) -> None:
+        """Writes the inputs of the next pass; padding repeats the last token at the positions that follow."""
+        size = len(tokens)
+        self._tokens[0, :size] = tokens
+        self._positions[0, :size] = positions
+        self._rows[:] = rows
+        for extra in range(self._tokens.shape[1] - size):
+            self._tokens[0, size + extra] = tokens[-1]
+            self._positions[0, size + extra] = positions[-1] + 1 + extra
+        if hidden is not None:
+            self._hidden[0, :size] = hidden
+            self._hidden[0, size:] = hidden[-1]

@@ -1,0 +1,183 @@
+"""The reference backend: a decoder in plain numpy, slow and obvious, the oracle of the tests.
+
+Reads weights through the bundle's tensor table; knows nothing of the ONNX graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry
+from edgeinfer.errors import BundleError
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, ancestors, check_pass
+from edgeinfer.runtime.kv import KVBuffers
+from edgeinfer.runtime.rope import rope_tables
+
+__all__ = ["ReferenceBackend"]
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,) -> (..., D)
+    """Scales by the root mean square, then by the weight."""
+    scale: Floats = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x * scale * weight
+
+
+def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:  # (S, H, h), (S, r/2), (S, r/2) -> (S, H, h)
+    """Rotates the first r dimensions of every head, halves paired (rotate-half)."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    c, s = cos[:, None], sin[:, None]
+    return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
+
+
+def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
+    """Over the last axis; at least one score of each row is finite."""
+    powers: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    powers /= powers.sum(axis=-1, keepdims=True)
+    return powers
+
+
+def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)
+    """x times its logistic function, written so that exp never overflows."""
+    logistic: Floats = 0.5 * (1 + np.tanh(0.5 * x))
+    return x * logistic
+
+
+class ReferenceBackend:
+    """Implements `contracts.Backend` for every bundle with a decoder description.
+
+    Args:
+        bundle: an opened bundle with a tensor table.
+        capacity: tokens the cache may hold.
+
+    Raises:
+        BundleError: the bundle's weights are opaque.
+    """
+
+    name = "reference"
+
+    def __init__(self, bundle: Bundle, capacity: int) -> None:
+        if bundle.manifest.decoder is None or not bundle.manifest.tensors:
+            hint = "Load it with its own backend."
+            raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
+        self._spec: DecoderSpec = bundle.manifest.decoder
+        self.run_ns = 0
+        self._weights = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
+        self._kv = KVBuffers(self._spec.geometry, capacity)
+        self.geometry: Geometry = self._spec.geometry
+        self.capabilities = Capabilities(layer_skip=True, hidden=True, tree=True)
+        self.capacity = capacity
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+        return self._kv.length
+
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        rows: Ints,
+        *,
+        tree: Ints | None = None,
+        layer_mask: NDArray[np.bool_] | None = None,
+        hidden: Floats | None = None,
+    ) -> StepOutput:
+        """One pass; see `contracts.Backend.forward`."""
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        begun = time.perf_counter_ns()
+        start, size = self._kv.length, len(tokens)
+        self._kv.reserve(start + size)
+        x = self._weights["embed"][tokens] if hidden is None else hidden  # (S, D)
+        sees = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
+        visible = np.concatenate([np.ones((size, start), np.bool_), sees], axis=1)  # (S, T)
+        for layer in range(self._spec.num_layers):
+            if layer_mask is None or layer_mask[2 * layer]:
+                x = x + self._attention(layer, x, positions, visible)
+            if layer_mask is None or layer_mask[2 * layer + 1]:
+                x = x + self._mlp(layer, x)
+        self._kv.length = start + size
+        final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
+        logits = final @ self._weights["head"].T
+        self.run_ns = time.perf_counter_ns() - begun
+        return StepOutput(logits, x)
+
+    def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
+        y = x @ self._weights[name].T
+        bias = self._weights.get(f"{name}_bias")
+        return y if bias is None else y + bias
+
+    def _attention(
+        self,
+        layer: int,
+        x: Floats,  # (S, D)
+        positions: Ints,  # (S,)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> Floats:  # (S, D)
+        spec, prefix = self._spec, f"layers.{layer}."
+        size, total = visible.shape
+        start = total - size
+        qkv = self._linear(f"{prefix}attn.qkv", rms_norm(x, self._weights[f"{prefix}attn_norm"], spec.norm_eps))
+        q, k, v = np.split(qkv, [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+        q = q.reshape(size, spec.num_heads, spec.head_dim)
+        k = k.reshape(size, spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            q = rms_norm(q, self._weights[f"{prefix}attn.q_norm"], spec.norm_eps)
+            k = rms_norm(k, self._weights[f"{prefix}attn.k_norm"], spec.norm_eps)
+        cos, sin = self._cos[positions], self._sin[positions]
+        keys, values = self._kv.keys[layer][0], self._kv.values[layer][0]  # (H, rows, h)
+        keys[:, start:total] = rotate(k, cos, sin).swapaxes(0, 1)
+        values[:, start:total] = v.reshape(size, spec.num_kv_heads, spec.head_dim).swapaxes(0, 1)
+        group = spec.num_heads // spec.num_kv_heads
+        grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
+        scores = grouped @ keys[:, None, :total].swapaxes(-1, -2) / np.float32(np.sqrt(spec.head_dim))  # (H, g, S, T)
+        scores = np.where(self._windowed(layer, visible), scores, np.float32(-np.inf))
+        mixed = softmax(scores) @ values[:, None, :total]  # (H, g, S, h)
+        return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+
+    def _windowed(self, layer: int, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:  # (S, T) -> (S, T)
+        window = self._spec.window(layer)
+        if not window:
+            return visible
+        size, total = visible.shape
+        distance = np.arange(total - size, total)[:, None] - np.arange(total)
+        return visible & (distance < window)
+
+    def _mlp(self, layer: int, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        prefix = f"layers.{layer}."
+        normed = rms_norm(x, self._weights[f"{prefix}mlp_norm"], self._spec.norm_eps)
+        gate, up = np.split(self._linear(f"{prefix}mlp.gate_up", normed), 2, axis=1)
+        return self._linear(f"{prefix}mlp.down", silu(gate) * up)
+
+    def truncate(self, length: int) -> None:
+        """Drops all rows from `length` on."""
+        self._kv.truncate(length)
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps these rows of the pass that began at `start`."""
+        self._kv.keep(start, rows)
+
+    def snapshot(self) -> CacheSnapshot:
+        """Copies the cache."""
+        return self._kv.snapshot()
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copied cache back."""
+        self._kv.restore(snapshot)
+
+    def cancel(self) -> None:
+        """Does nothing: a numpy pass runs to its end, which is still within one step."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+        weights = sum(w.nbytes for w in self._weights.values())
+        return {"weights": weights, "kv": self._kv.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
+
+    def close(self) -> None:
+        """Drops the weights."""
+        self._weights.clear()

@@ -1,0 +1,203 @@
+"""One row of logits to a distribution, a token or log-probabilities; knows nothing of models, caches or text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.sampling.generator import uniform
+from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
+
+__all__ = ["Sampler", "TokenLogprobs"]
+
+Logits = NDArray[np.floating[Any]]
+
+# Sorting a whole vocabulary costs more than all else here, and a nucleus is nearly always inside this many tokens.
+_NUCLEUS_GUESS = 256
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the model itself, before bias, penalties, temperature and truncation.
+
+    Attributes:
+        logprob: of the chosen token.
+        top: the most likely (token id, log-probability) pairs, best first, lower id first on ties.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Turns logits into tokens as one generation asks.
+
+    Order: bias, penalties, temperature, top-k, top-p, min-p. Each truncation works on what the one before left,
+    renormalised; at its edge the lower token id wins a tie. Not for use by several threads at once.
+
+    Args:
+        config: the options of the generation.
+        vocab_size: V, the length of a row of logits.
+        seed: of the position-keyed generator, in [0, 2**64).
+
+    Raises:
+        UsageError: a biased token id is outside the vocabulary.
+    """
+
+    def __init__(self, config: GenerationConfig, vocab_size: int, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._penalties = Penalties.from_config(config, vocab_size)
+        self._vocab_size = vocab_size
+        self._row = np.empty(vocab_size if self._penalties.active else 0, np.float32)
+
+    @property
+    def seed(self) -> int:
+        """The seed every draw is keyed by."""
+        return self._seed
+
+    @property
+    def counting(self) -> bool:
+        """Whether results depend on token counts; where false, `counts` may be None."""
+        return self._penalties.counting
+
+    def probabilities(self, logits: Logits, counts: TokenCounts | None = None) -> NDArray[np.float64]:  # (V,)
+        """The distribution tokens are drawn from; one-hot when greedy.
+
+        Args:
+            logits: of one position. (V,)
+            counts: tokens before that position.
+
+        Raises:
+            BackendError: the logits hold NaN or allow no token.
+        """
+        ids, weights = self.support(logits, counts)
+        full = np.zeros(self._vocab_size)
+        full[ids] = weights / weights.sum()
+        return full
+
+    def support(
+        self, logits: Logits, counts: TokenCounts | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # (S,), (S,)
+        """Token ids that survive truncation, ascending, and their probabilities up to a common factor.
+
+        Raises:
+            BackendError: the logits hold NaN or allow no token.
+        """
+        row = self._penalised(logits, counts)
+        best = _argmax(row)
+        config = self._config
+        if config.greedy:
+            return np.array([best]), np.ones(1)
+        if 0 < config.top_k < len(row):
+            ids = _largest(row, config.top_k)
+            values = row[ids]
+        else:
+            ids, values = np.arange(len(row)), row
+        # The best value leaves before dividing, so that no temperature, however small, overflows.
+        weights = values.astype(np.float64)
+        weights -= float(row[best])
+        weights /= config.temperature
+        np.exp(weights, out=weights)
+        if config.top_p < 1:
+            keep = _nucleus(weights, config.top_p)
+            ids, weights = ids[keep], weights[keep]
+        if config.min_p > 0:
+            likely = weights >= config.min_p  # the best weight is 1
+            ids, weights = ids[likely], weights[likely]
+        return ids, weights
+
+    def token(self, logits: Logits, position: int, counts: TokenCounts | None = None) -> int:
+        """The token for an absolute position: the most likely one when greedy, else drawn by inverse CDF.
+
+        The draw depends on the logits, the seed and the position alone. The CDF runs in order of token id, so that
+        a rounding difference in the logits moves its edges a little and never reorders them.
+
+        Args:
+            logits: that predict this position. (V,)
+            position: absolute index of the token in prompt plus reply.
+            counts: tokens before that position.
+
+        Raises:
+            BackendError: the logits hold NaN or allow no token.
+        """
+        if self._config.greedy:
+            return _argmax(self._penalised(logits, counts))
+        ids, weights = self.support(logits, counts)
+        cumulative = np.cumsum(weights)
+        total = cumulative[-1]
+        drawn = int(cumulative.searchsorted(uniform(self._seed, position) * total, side="right"))
+        # Rounding can lift the product to the total; the last token of non-zero weight owns that edge.
+        last = int(cumulative.searchsorted(total, side="left"))
+        return int(ids[min(drawn, last)])
+
+    def logprobs(self, logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
+        """Log-probabilities of a token and of the `top` most likely ones, from the untouched logits.
+
+        Args:
+            logits: that predicted the token. (V,)
+            token: the chosen id.
+            top: how many alternatives to list.
+
+        Raises:
+            BackendError: the logits hold NaN or allow no token.
+        """
+        best = float(logits[_argmax(logits)])
+        shifted = logits.astype(np.float64)
+        shifted -= best
+        normaliser = float(np.log(np.exp(shifted).sum()))
+        ids = _largest(logits, top) if top < len(logits) else np.arange(len(logits))
+        ids = ids[np.argsort(-shifted[ids], kind="stable")]
+        pairs = tuple((int(i), float(shifted[i]) - normaliser) for i in ids)
+        return TokenLogprobs(float(shifted[token]) - normaliser, pairs)
+
+    def _penalised(self, logits: Logits, counts: TokenCounts | None) -> Logits:
+        assert logits.shape == (self._vocab_size,), f"logits of shape {logits.shape}, expected ({self._vocab_size},)"
+        if not self._penalties.active:
+            return logits
+        np.copyto(self._row, logits)
+        self._penalties.apply(self._row, counts)
+        return self._row
+
+
+def _argmax(row: Logits) -> int:
+    """Index of the largest logit, the lowest on ties, having checked that the row is usable."""
+    best = int(row.argmax())
+    # argmax counts NaN as largest, so this one look finds NaN anywhere in the row.
+    if not np.isfinite(row[best]):
+        raise BackendError(
+            f"No token can be chosen: the largest logit is {row[best]}.",
+            "If logit_bias bans every token, relax it; otherwise the model's weights or its export are broken.",
+        )
+    return best
+
+
+def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """Ascending indices of the `count` largest values, count < len(row); lower indices win ties at the edge."""
+    if count == 0:
+        return np.empty(0, np.int64)
+    edge = np.partition(row, len(row) - count)[len(row) - count]
+    ids = np.flatnonzero(row >= edge)
+    surplus = len(ids) - count
+    if surplus:
+        tied = np.flatnonzero(row[ids] == edge)
+        ids = np.delete(ids, tied[len(tied) - surplus :])
+    return ids
+
+
+def _nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
+    """Ascending indices of the smallest set of largest weights whose share of the total reaches `mass`."""
+    wanted = mass * weights.sum()
+    size = _NUCLEUS_GUESS
+    while True:
+        some = _largest(weights, size) if size < len(weights) else np.arange(len(weights))
+        order = some[np.argsort(-weights[some], kind="stable")]
+        reached = np.cumsum(weights[order])
+        if reached[-1] >= wanted or len(some) == len(weights):
+            return np.sort(order[: int(reached.searchsorted(wanted)) + 1])
+        size *= 8

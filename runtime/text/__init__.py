@@ -1,0 +1,10 @@
+"""Text in and out: tokenizer, streaming detokenizer, stop strings, chat templates; knows nothing of models."""
+
+from __future__ import annotations
+
+from edgeinfer.runtime.text.detokenizer import StreamDecoder
+from edgeinfer.runtime.text.stops import StopMatcher
+from edgeinfer.runtime.text.template import ChatTemplate
+from edgeinfer.runtime.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "StopMatcher", "StreamDecoder", "Tokenizer"]

@@ -1,0 +1,145 @@
+"""Text to token ids and back through the `tokenizers` library; knows nothing of streaming, templates or models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+import tokenizers
+
+from edgeinfer.errors import PromptError, TokenizerError
+
+__all__ = ["MAX_FILE_BYTES", "Tokenizer"]
+
+# Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
+MAX_FILE_BYTES = 256 * 1024**2
+
+
+class Tokenizer:
+    """A tokenizer that several threads may use at once.
+
+    Args:
+        backend: the library's tokenizer. Its truncation and padding are switched off: a prompt is never cut silently.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        # Whether special tokens are parsed is a setting of the library's object, so calls must not interleave.
+        self._lock = Lock()
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Reads a tokenizer.json.
+
+        Raises:
+            TokenizerError: the file is missing, unreadable, larger than MAX_FILE_BYTES or not a tokenizer.
+        """
+        path = Path(path)
+        try:
+            size = path.stat().st_size
+            if size > MAX_FILE_BYTES:
+                raise TokenizerError(
+                    f"{path} is too large for a tokenizer ({size} bytes).", f"The limit is {MAX_FILE_BYTES} bytes."
+                )
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise TokenizerError(f"No tokenizer at {path}.", "Export the model again, with its tokenizer.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(
+                f"Cannot read the tokenizer {path}: {error}.", "Check the file or export again."
+            ) from error
+        with _library_errors(f"{path} is not a usable tokenizer"):
+            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
+            # Some faults, such as a template naming an unknown token, only show on use.
+            tokenizer.decode(tokenizer.encode("a"))
+        return tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text without lone surrogates.
+            add_special_tokens: let the tokenizer add its own, such as a beginning-of-text token.
+            parse_special: turn special tokens spelled out in the text into their ids, as a rendered template needs.
+                False takes them as plain text, as text from strangers needs. Added tokens that the tokenizer does not
+                mark as special are parsed either way.
+
+        Raises:
+            PromptError: the text holds lone surrogates, so it is not Unicode text.
+            TokenizerError: the tokenizer failed.
+        """
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise PromptError(
+                    f"The text is not valid Unicode: lone surrogate at index {error.start}.",
+                    "Decode the input as UTF-8.",
+                ) from error
+        with self._lock, _library_errors("The tokenizer failed to encode"):
+            if parse_special:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            self._backend.encode_special_tokens = True
+            try:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            finally:
+                self._backend.encode_special_tokens = False
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that the vocabulary lacks add nothing."""
+        with self._lock:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's logits may have more columns."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens marked as special."""
+        return frozenset(id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    def token_to_id(self, text: str) -> int | None:
+        """The id of one token as the vocabulary spells it, None where it has no such token."""
+        with self._lock:
+            return self._backend.token_to_id(text)
+
+    def id_to_token(self, id_: int) -> str | None:
+        """The vocabulary's spelling of an id, None where it has no such id."""
+        with self._lock:
+            return self._backend.id_to_token(id_)
+
+    @cached_property
+    def decoder_types(self) -> tuple[str, ...]:
+        """Names of the decoding steps in order, such as ("ByteLevel",); empty where tokens are joined by spaces."""
+        decoder = self._backend.decoder
+        return tuple(_step_types(json.loads(decoder.__getstate__()))) if decoder is not None else ()
+
+
+def _step_types(decoder: dict[str, Any]) -> Iterator[str]:
+    if decoder["type"] == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _step_types(step)
+    else:
+        yield decoder["type"]
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Turns the library's failures, which are bare exceptions and panics, into ours."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of the library's Rust code derives from BaseException and its class cannot be imported.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TokenizerError(f"{what}: {reason}.", "Check tokenizer.json or export the model again.") from error
+        raise

@@ -1,0 +1,242 @@
+"""Fetching models: what is asked of the hub, what is refused, and what a user reads when it fails. No network."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from edgeinfer import hub
+from edgeinfer.bundle import Capabilities, FileEntry, Geometry, Manifest
+from edgeinfer.errors import BundleError, EdgeInferError, HubError, ModelError, StorageError
+
+DIGEST = "0" * 64
+
+
+def manifest(*names: str) -> str:
+    files = {name: FileEntry(4, DIGEST) for name in names}
+    geometry = Geometry(8, 8, 1, 1, 8, 16)
+    able = Capabilities(layer_skip=True, hidden=True, tree=True)
+    return Manifest("toy", "llama", "onnx", geometry, parameters=64, capabilities=able, files=files).to_json()
+
+
+BUNDLE = {
+    "edgeinfer.json": manifest("model.onnx", "weights.bin", "tokenizer.json", "odd[1].json"),
+    "model.onnx": "onnx",
+    "weights.bin": "data",
+    "tokenizer.json": "json",
+    "odd[1].json": "json",
+    "extra.json": "not listed",
+    "modeling_toy.py": "raise SystemExit",
+    "pytorch_model.bin": "pickle",
+}
+CHECKPOINT = {
+    "config.json": "{}",
+    "model-00001-of-00001.safetensors": "",
+    "tokenizer.json": "",
+    "consolidated.safetensors": "",
+    "onnx/model.onnx": "",
+    "pytorch_model.bin": "",
+    "modeling_toy.py": "",
+}
+
+
+class FakeHub:
+    """Stands for the library and a server with one repository per name."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.repos: dict[str, dict[str, str]] = {"org/bundle": BUNDLE, "org/checkpoint": CHECKPOINT}
+        self.fails: Exception | None = None
+        self.calls: list[dict[str, Any]] = []
+
+    def model_info(self, repo_id: str, *, revision: str | None = None) -> Any:
+        if self.fails is not None:
+            raise self.fails
+        self.calls.append({"info": repo_id, "revision": revision})
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in self.repos[repo_id]])
+
+    def snapshot_download(
+        self, repo_id: str, *, allow_patterns: list[str], local_files_only: bool = False, **options: Any
+    ) -> str:
+        target = self.cache / repo_id.replace("/", "--") / "commit"
+        if local_files_only:
+            if not target.is_dir():
+                raise errors.LocalEntryNotFoundError("not cached")
+            return str(target)
+        if self.fails is not None:
+            raise self.fails
+        self.calls.append({"repo": repo_id, "patterns": allow_patterns, **options})
+        target.mkdir(parents=True, exist_ok=True)
+        for name, text in self.repos[repo_id].items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (target / name).write_text(text)
+        return str(target)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    fake = FakeHub(tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    return fake
+
+
+def fetched(path: Path) -> set[str]:
+    return {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
+
+
+def test_pull_of_a_bundle_fetches_exactly_what_the_manifest_lists(fake: FakeHub) -> None:
+    path = hub.pull("org/bundle")
+    assert fetched(path) == {"edgeinfer.json", "model.onnx", "weights.bin", "tokenizer.json", "odd[1].json"}
+    assert hub.is_bundle(path)
+
+
+def test_pull_of_a_checkpoint_fetches_safetensors_and_configuration_only(fake: FakeHub) -> None:
+    path = hub.pull("org/checkpoint")
+    assert fetched(path) == {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json"}
+    assert not hub.is_bundle(path)
+
+
+def test_pull_reads_the_revision_once_and_then_its_commit(fake: FakeHub) -> None:
+    hub.pull("org/bundle", revision="v1")
+    assert [call["revision"] for call in fake.calls] == ["v1", "v1", "commit"]
+
+
+@pytest.mark.parametrize("name", ["run.py", "weights.pkl", "ops.so", "pytorch_model.bin", "model.pt", "noext"])
+def test_a_manifest_cannot_ask_for_code(fake: FakeHub, name: str) -> None:
+    fake.repos["org/evil"] = {"edgeinfer.json": manifest(name), name: "boo"}
+    with pytest.raises(BundleError, match="not a kind of data"):
+        hub.pull("org/evil")
+    assert not list(fake.cache.rglob(name))
+
+
+def test_a_repository_without_a_model_is_refused_before_anything_is_fetched(fake: FakeHub) -> None:
+    fake.repos["org/pickled"] = {"config.json": "{}", "pytorch_model.bin": ""}
+    with pytest.raises(HubError, match="neither a bundle nor a checkpoint"):
+        hub.pull("org/pickled")
+    assert not fake.cache.exists()
+
+
+def test_telemetry_is_off(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    hub.pull("org/bundle")
+    assert constants.HF_HUB_DISABLE_TELEMETRY is True
+
+
+def test_progress_is_silent_or_passed_on(fake: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    hub.pull("org/bundle", progress=lambda *step: seen.append(step))
+    bar = fake.calls[-1]["tqdm_class"]
+    with bar(desc="Downloading", total=0, unit="B", unit_scale=True, name="huggingface_hub.snapshot") as bytes_bar:
+        bytes_bar.total = 10
+        bytes_bar.refresh()
+        bytes_bar.update(4)
+        bytes_bar.update(6)
+    with bar(range(3), desc="files") as files_bar:
+        assert list(files_bar) == [0, 1, 2]
+    assert seen == [("Downloading", 4, 10), ("Downloading", 10, 10)]
+    hub.pull("org/bundle", progress=False)
+    fake.calls[-1]["tqdm_class"](desc="Downloading", total=1, unit="B").update(1)
+    assert capfd.readouterr().err == ""
+
+
+def test_resolve_takes_paths_as_they_are(tmp_path: Path) -> None:
+    assert hub.resolve(tmp_path) == tmp_path
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_resolve_without_a_model_is_the_builtin_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
+    with pytest.raises(BundleError, match="without its built-in model"):
+        hub.resolve(None)
+    (tmp_path / "builtin" / "tales").mkdir(parents=True)
+    (tmp_path / "builtin" / "tales" / "edgeinfer.json").write_text(manifest())
+    assert hub.resolve(None) == tmp_path / "builtin" / "tales"
+
+
+def test_resolve_fetches_once_and_needs_no_network_afterwards(fake: FakeHub) -> None:
+    path = hub.resolve("org/bundle")
+    fake.fails = errors.OfflineModeIsEnabled("offline")
+    assert hub.resolve("org/bundle") == path
+
+
+def test_resolve_completes_an_interrupted_download(fake: FakeHub) -> None:
+    path = hub.resolve("org/bundle")
+    (path / "weights.bin").unlink()
+    assert (hub.resolve("org/bundle") / "weights.bin").is_file()
+
+
+def test_resolve_of_a_checkpoint_names_export(fake: FakeHub) -> None:
+    with pytest.raises(ModelError) as caught:
+        hub.resolve("org/checkpoint")
+    assert "edgeinfer export org/checkpoint" in caught.value.hint
+
+
+def test_find_checkpoint(fake: FakeHub, tmp_path: Path) -> None:
+    path = hub.find_checkpoint("org/checkpoint")
+    assert (path / "config.json").is_file()
+    fake.fails = errors.OfflineModeIsEnabled("offline")
+    assert hub.find_checkpoint("org/checkpoint") == path
+    assert hub.find_checkpoint(tmp_path) == tmp_path
+
+
+def test_find_checkpoint_refuses_a_bundle(fake: FakeHub) -> None:
+    with pytest.raises(ModelError, match="a bundle already"):
+        hub.find_checkpoint("org/bundle")
+
+
+@pytest.mark.parametrize("model", ["nope", "./org/name", "a/b/c", "../x", "org/", "/org", "", "org/na me", "-x/y"])
+def test_what_is_no_path_and_no_hub_id_is_said_so(fake: FakeHub, model: str, tmp_path: Path) -> None:
+    if model == "":
+        model = str(tmp_path / "absent")
+    with pytest.raises(ModelError, match="No model at"):
+        hub.resolve(model)
+    assert fake.calls == []
+
+
+def http_error(kind: Callable[..., Exception], status: int) -> Exception:
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return kind("refused", response=response)
+
+
+FAILURES = [
+    (errors.OfflineModeIsEnabled("off"), HubError, "edgeinfer pull org/bundle"),
+    (errors.LocalEntryNotFoundError("no"), HubError, "when online"),
+    (errors.HTTPError("connection refused"), HubError, "local bundle directory"),  # type: ignore[attr-defined]
+    (ConnectionResetError("reset"), HubError, "when online"),
+    (TimeoutError("slow"), HubError, "when online"),
+    (http_error(errors.GatedRepoError, 403), HubError, "https://huggingface.co/org/bundle"),
+    (http_error(errors.RepositoryNotFoundError, 401), HubError, "spelling"),
+    (http_error(errors.RepositoryNotFoundError, 404), HubError, "spelling"),
+    (http_error(errors.RevisionNotFoundError, 404), HubError, "branch, tag or commit"),
+    (http_error(errors.HfHubHTTPError, 401), HubError, "hf auth login"),
+    (http_error(errors.HfHubHTTPError, 503), HubError, "later"),
+    (errors.HFValidationError("bad"), HubError, "ORG/NAME"),
+    (OSError(errno.ENOSPC, "No space left on device"), StorageError, "downloads resume"),
+    (PermissionError(errno.EACCES, "Permission denied"), StorageError, "HF_HOME"),
+]
+
+
+@pytest.mark.parametrize(("failure", "kind", "hint"), FAILURES, ids=[type(f).__name__ for f, _, _ in FAILURES])
+def test_failures_say_what_to_do(fake: FakeHub, failure: Exception, kind: type[EdgeInferError], hint: str) -> None:
+    fake.fails = failure
+    with pytest.raises(kind) as caught:
+        hub.pull("org/bundle")
+    assert hint in caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+def test_really_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The library itself, told to be offline, ends in the same message."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(HubError, match="You are offline"):
+        hub.resolve("org/bundle")

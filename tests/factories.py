@@ -1,0 +1,139 @@
+"""Small random checkpoints made by transformers' own classes, the reference every parity test compares with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+__all__ = ["ARCHITECTURES", "VARIANTS", "make_checkpoint", "make_tokenizer"]
+
+_VOCABULARY = 320
+_SENTENCES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+    "Phi3": {},
+}
+_HALF_HEAD = 8
+# What the families differ in among themselves: (architecture, configuration).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name.lower(): (name, {}) for name in ARCHITECTURES},
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 32}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-llama3-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama-mha-odd-sizes": ("Llama", {"num_key_value_heads": 4, "intermediate_size": 172, "hidden_size": 72}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3-tied-biases": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "phi3-window": ("Phi3", {"sliding_window": 5}),
+    "phi3-partial-rotary": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1.0,
+                "short_factor": [1.0 + 0.05 * i for i in range(_HALF_HEAD)],
+                "long_factor": [2.0 + 0.5 * i for i in range(_HALF_HEAD)],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    arch: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    chat_template: str | None = None,
+    seed: int = 0,
+    **overrides: Any,
+) -> Any:
+    """Saves a random checkpoint with a byte-level tokenizer and returns the float32 model that it holds.
+
+    Args:
+        arch: a key of ARCHITECTURES, or of VARIANTS.
+        dtype: type of the stored tensors; the returned model holds the same rounded values.
+        overrides: fields of the model's configuration.
+    """
+    name, settings = VARIANTS.get(arch, (arch, {}))
+    config_class = getattr(transformers, f"{name}Config")
+    config = config_class(**(_COMMON | ARCHITECTURES[name] | settings | overrides))
+    config.architectures = [f"{name}ForCausalLM"]
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    _randomise(model, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer(folder, chat_template)
+    return model.to(torch.float32)
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Draws weights wide enough that every part of the model moves the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.12 * noise)
+
+
+def make_tokenizer(folder: Path, chat_template: str | None = None) -> None:
+    """Saves a byte-level BPE tokenizer with `<s>` as token 0 and `</s>` as token 1."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<s>"}
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
