@@ -23,7 +23,7 @@ from edgeinfer.openai import chat_completion
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.backends import make_backend
 from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.measure import DecodeTimes, decode_times, pass_times
+from edgeinfer.runtime.measure import DecodeTimes, TokenScores, decode_times, pass_times, score_tokens
 from edgeinfer.runtime.plan import MemoryPlan, make_plan
 from edgeinfer.runtime.text import ChatTemplate, Tokenizer
 
@@ -225,6 +225,11 @@ class Model:
         """Per greedily decoded token, milliseconds inside the session and in all; empties the cache."""
         self._require_idle()
         return decode_times(self._parts.engine, tokens, past=past)
+
+    def score(self, tokens: Sequence[int]) -> TokenScores:
+        """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
+        self._require_idle()
+        return score_tokens(self._parts.engine, tokens)
 
     def close(self) -> None:
         """Frees the model; it is unusable afterwards."""

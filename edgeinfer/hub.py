@@ -191,6 +191,7 @@ def _library() -> ModuleType:
     import huggingface_hub
     import huggingface_hub.constants
     import huggingface_hub.errors
+    import huggingface_hub.utils
 
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
     return huggingface_hub
@@ -234,12 +235,14 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
         raise HubError(f"There is no {repo_id} on the hub, nor a local directory of that name.", hint) from error
     except errors.HFValidationError as error:
         raise HubError(f"{repo_id!r} is not a hub id.", "Write it as ORG/NAME.") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise _offline(repo_id) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
             raise HubError(f"The hub refused {repo_id} ({status}).", "Log in with: hf auth login") from error
         raise HubError(f"The hub answered {status} for {repo_id}.", "Try again later; downloads resume.") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, ConnectionError) as error:
+    except errors.HTTPError as error:
         raise _offline(repo_id) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -116,10 +116,10 @@ class _DecoderGraph:
         graph = self._graph.branch()
         normed = self._norm(graph, hidden, f"layers.{layer}.attn_norm")
         qkv = self._linear(graph, normed, f"{prefix}.qkv")
-        query, key, value = self._normed_heads(graph, qkv, prefix) if self._spec.qk_norm else (qkv, "", "")
+        query, key, value = self._heads(graph, qkv, prefix)
         past, present = io.past_names(layer), (f"{prefix}.present_key", f"{prefix}.present_value")
         lengths = [io.SEQLENS_K, io.TOTAL_LENGTH]
-        rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS]
+        rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS] if self._fused_rotation else ["", "", ""]
         graph.ops(
             "GroupQueryAttention",
             [query, key, value, *past, *lengths, *rotary, io.ATTENTION_BIAS],
@@ -128,7 +128,7 @@ class _DecoderGraph:
             num_heads=self._spec.num_heads,
             kv_num_heads=self._spec.num_kv_heads,
             local_window_size=self._spec.window(layer) or -1,
-            do_rotary=1,
+            do_rotary=int(self._fused_rotation),
         )
         out = self._linear(graph, f"{prefix}.heads", f"{prefix}.out")
         graph.output(graph.op("Add", [hidden, out], f"{prefix}.added"), "float32", self._hidden_shape)
@@ -140,17 +140,36 @@ class _DecoderGraph:
         self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *io.present_names(layer)])
         return f"{prefix}.hidden"
 
-    def _normed_heads(self, graph: GraphBuilder, qkv: str, prefix: str) -> tuple[str, str, str]:
-        """Cuts packed heads apart and normalises each query and key head."""
+    @property
+    def _fused_rotation(self) -> bool:
+        """Whether GroupQueryAttention can rotate; its kernel takes tables whose width is a multiple of eight."""
+        return self._spec.rope.dim % 16 == 0
+
+    def _heads(self, graph: GraphBuilder, qkv: str, prefix: str) -> tuple[str, str, str]:
+        """Queries, keys and values as GroupQueryAttention takes them: packed, unless something is done before it."""
         spec = self._spec
-        parts = (f"{prefix}.q", f"{prefix}.k", f"{prefix}.v")
-        graph.ops("Split", [qkv, graph.constant([spec.q_size, spec.kv_size, spec.kv_size])], parts, axis=-1)
-        normed = []
-        for part, norm, size in zip(parts, ("q_norm", "k_norm"), (spec.q_size, spec.kv_size), strict=False):
-            heads = graph.op("Reshape", [part, graph.constant([0, 0, -1, spec.head_dim])], f"{part}.heads")
-            heads = self._norm(graph, heads, f"{prefix}.{norm}")
-            normed.append(graph.op("Reshape", [heads, graph.constant([0, 0, size])], f"{part}.normed"))
-        return normed[0], normed[1], parts[2]
+        if self._fused_rotation and not spec.qk_norm:
+            return qkv, "", ""
+        query, key, value = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
+        sizes = graph.constant([spec.q_size, spec.kv_size, spec.kv_size])
+        graph.ops("Split", [qkv, sizes], [query, key, value], axis=-1)
+        if spec.qk_norm:
+            query = self._norm_heads(graph, query, f"{prefix}.q_norm", spec.q_size)
+            key = self._norm_heads(graph, key, f"{prefix}.k_norm", spec.kv_size)
+        if not self._fused_rotation:
+            query = self._rotate(graph, query, spec.num_heads)
+            key = self._rotate(graph, key, spec.num_kv_heads)
+        return query, key, value
+
+    def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int) -> str:
+        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
+        normed = self._norm(graph, heads, norm)
+        return graph.op("Reshape", [normed, graph.constant([0, 0, size])], f"{value}.normed")
+
+    def _rotate(self, graph: GraphBuilder, value: str, heads: int) -> str:
+        inputs = [value, io.POSITION_IDS, io.COS_CACHE, io.SIN_CACHE]
+        attributes = {"num_heads": heads, "rotary_embedding_dim": self._spec.rope.dim}
+        return graph.op("RotaryEmbedding", inputs, f"{value}.rotated", microsoft=True, **attributes)
 
     def _mlp(self, layer: int, hidden: str, runs: str, result: str) -> str:
         prefix = f"layers.{layer}.mlp"

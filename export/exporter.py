@@ -13,6 +13,7 @@ from edgeinfer.export.architectures import Architecture, TensorPlan, find_archit
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.config import ExportConfig
 from edgeinfer.export.decoder_graph import build_decoder_graph
+from edgeinfer.export.head_padding import pad_heads
 from edgeinfer.export.hf_config import HFConfig, read_config
 from edgeinfer.export.sidecar import read_sidecar
 from edgeinfer.export.weights import write_tensors
@@ -52,6 +53,8 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         spec = family.read(hf_config, _tied(hf_config, family, checkpoint))
         plans = family.tensors(spec)
         _check_tensors(checkpoint, family, plans)
+        parameters = sum(plan.parameters for plan in plans)
+        spec, plans = pad_heads(spec, plans)
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
             tensors = _write_weights(work, checkpoint, plans, config, progress)
@@ -59,7 +62,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
                 tensors.append(_tied_head(tensors))
             graph = build_decoder_graph(spec, {t.name: t for t in tensors}, WEIGHTS)
             (work / MODEL).write_bytes(graph.SerializeToString(deterministic=True))
-            seal(work, _manifest(config.name or source.resolve().name, hf_config, spec, tensors, config))
+            seal(work, _manifest(config.name or source.resolve().name, hf_config, spec, parameters, tensors, config))
     return out
 
 
@@ -112,9 +115,8 @@ def _tied_head(tensors: list[TensorEntry]) -> TensorEntry:
 
 
 def _manifest(
-    name: str, hf_config: HFConfig, spec: DecoderSpec, tensors: list[TensorEntry], config: ExportConfig
+    name: str, hf_config: HFConfig, spec: DecoderSpec, parameters: int, tensors: list[TensorEntry], config: ExportConfig
 ) -> Manifest:
-    counted = [t for t in tensors if not (spec.tied and t.name == "head")]
     options = asdict(config)
     for local in ("name", "force"):
         del options[local]
@@ -124,7 +126,7 @@ def _manifest(
         architecture=hf_config.architecture or hf_config.model_type,
         backend="onnx",
         geometry=spec.geometry,
-        parameters=sum(t.size for t in counted),
+        parameters=parameters,
         capabilities=Capabilities(layer_skip=True, hidden=True, tree=True, row_multiple=_row_multiple(tensors)),
         decoder=spec,
         tensors=tuple(tensors),

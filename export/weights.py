@@ -12,6 +12,7 @@ from edgeinfer.bundle import Blob, TensorEntry
 from edgeinfer.bundle.packing import blocks_per_row, packed_bytes
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.head_padding import pad_values
 from edgeinfer.quant import QuantPolicy, QuantScheme, quantize
 
 __all__ = ["write_tensors"]
@@ -60,7 +61,7 @@ def write_tensors(
     """
     weights = WeightFile(file)
     for plan in plans:
-        scheme = policy.scheme(plan.shape[-1], vocabulary=plan.is_vocabulary) if len(plan.shape) == 2 else None
+        scheme = policy.scheme(plan.name, plan.shape)
         if scheme is not None:
             yield _write_quantized(weights, checkpoint, plan, scheme)
         else:
@@ -70,6 +71,9 @@ def write_tensors(
 def _slabs(checkpoint: Checkpoint, plan: TensorPlan) -> Iterator[NDArray[np.float32]]:
     """Runs of rows of the planned tensor, in order."""
     for source in plan.sources:
+        if source.padding is not None:
+            yield pad_values(checkpoint.read(source.name), source.padding)
+            continue
         step = max(1, _SLAB_VALUES // (source.shape[1] if len(source.shape) > 1 else 1))
         for start in range(0, source.shape[0], step):
             yield checkpoint.read(source.name, start, min(start + step, source.shape[0]))

@@ -35,9 +35,11 @@ class QuantPolicy:
     block_size: int
     symmetric: bool = False
 
-    def scheme(self, k: int, *, vocabulary: bool) -> QuantScheme | None:
-        """The scheme of a matrix with K inputs; None keeps it float32."""
-        bits = self.head_bits if vocabulary else self.bits
+    def scheme(self, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
+        """The scheme of a tensor by its canonical name; None keeps it float32."""
+        if len(shape) != 2:
+            return None
+        bits = self.head_bits if name in ("embed", "head") else self.bits
         if bits == FLOAT_BITS:
             return None
-        return QuantScheme(bits, effective_block(k, self.block_size), self.symmetric or bits == 8)
+        return QuantScheme(bits, effective_block(shape[1], self.block_size), self.symmetric or bits == 8)

@@ -1,4 +1,4 @@
-"""Measures what passes cost on this device: c(m) and the engine's share of a step; knows nothing of text."""
+"""Measures passes on this device: what they cost, the engine's share, how well they predict; knows nothing of text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from numpy.typing import NDArray
+
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.engine import Engine
 
-__all__ = ["DecodeTimes", "decode_times", "pass_times"]
+__all__ = ["DecodeTimes", "TokenScores", "decode_times", "pass_times", "score_tokens"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,24 @@ class DecodeTimes:
 
     session_ms: tuple[float, ...]
     total_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """How a model predicts a given text.
+
+    Attributes:
+        logprobs: natural log-probability of each token but the first. (S - 1,)
+        best: the most likely token after each token. (S,)
+    """
+
+    logprobs: NDArray[np.float64]
+    best: NDArray[np.int64]
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean negative log-probability."""
+        return float(np.exp(-self.logprobs.mean()))
 
 
 class _Greedy:
@@ -86,3 +106,34 @@ def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
     engine.forget()
     # The first token carries the prompt.
     return DecodeTimes(tuple(ns / 1e6 for ns in chooser.session_ns[1:]), total[1:])
+
+
+# Logit rows held at once: 16 rows of a 152k vocabulary are 10 MB.
+_SCORED_ROWS = 16
+
+
+def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
+    """Feeds a text and scores every token under the model; empties the cache.
+
+    Raises:
+        UsageError: fewer than two tokens, or more than the context holds.
+    """
+    if len(tokens) < 2:
+        raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")
+    _require_room(engine, len(tokens))
+    backend, ids = engine.backend, np.array(tokens, np.int64)
+    logprobs, best = np.empty(len(ids) - 1), np.empty(len(ids), np.int64)
+    engine.forget()
+    for start in range(0, len(ids), _SCORED_ROWS):
+        chunk = ids[start : start + _SCORED_ROWS]
+        rows = np.arange(len(chunk))
+        logits = backend.forward(chunk, rows + start, rows).logits  # (R, V)
+        best[start : start + len(chunk)] = logits.argmax(axis=1)
+        shifted = logits.astype(np.float64)
+        shifted -= shifted.max(axis=1, keepdims=True)
+        targets = ids[start + 1 : start + 1 + len(chunk)]
+        chosen = shifted[rows[: len(targets)], targets]
+        sums = np.exp(shifted[: len(targets)]).sum(axis=1)
+        logprobs[start : start + len(targets)] = chosen - np.log(sums)
+    engine.forget()
+    return TokenScores(logprobs, best)

@@ -1,0 +1,1 @@
+"""Benchmark scripts: speed beside peers, memory of exporting and chatting, engine overhead."""

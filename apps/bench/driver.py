@@ -45,7 +45,7 @@ class Worker:
 
     def __init__(self, engine: str, options: Mapping[str, Any], python: str | None = None) -> None:
         self._engine = engine
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
             [python or sys.executable, str(WORKER_SCRIPT)],
             stdin=subprocess.PIPE,
@@ -114,4 +114,5 @@ class Worker:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"exit code {self._process.returncode}"
-        return BackendError(f"The {self._engine} worker stopped: {reason}.", "Run it alone with --engines to see more.")
+        message = f"The {self._engine} worker stopped: {reason.rstrip('.')}."
+        return BackendError(message, "Check that the engine is installed and its model file is whole.")

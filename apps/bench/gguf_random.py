@@ -43,6 +43,7 @@ def write_random_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
     tensors = shape.tensors()
     for name, dimensions in tensors.items():
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
         if len(dimensions) == 1:
             writer.add_tensor_info(target, dimensions, np.dtype(np.float32), 4 * dimensions[0])
             continue

@@ -13,19 +13,19 @@ from pathlib import Path
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["CHAT_TEMPLATE", "SPECIAL_TOKENS", "byte_alphabet", "pseudo_text", "synthesize_vocabulary", "write_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "SPECIAL_TOKENS", "pseudo_text", "synthesize_vocabulary", "write_tokenizer"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pl qu r s sh st t th tr v w z".split()
-_VOWELS = "a e i o u ai ea ou".split()
+_ONSETS = [*"bcdfghjklmnprstvwz", "br", "ch", "dr", "fl", "gr", "kl", "pl", "qu", "sh", "st", "th", "tr"]
+_VOWELS = [*"aeiou", "ai", "ea", "ou"]
 _CODAS = ["", "", "", "n", "r", "s", "t", "l", "nd", "st"]
 
 
-def byte_alphabet() -> list[str]:
+def _byte_alphabet() -> list[str]:
     """The 256 printable characters that stand for bytes in a byte-level BPE, in byte order.
 
     Bytes that print stand for themselves, the others for the characters from U+0100 on (GPT-2's table).
@@ -52,7 +52,7 @@ def synthesize_vocabulary(entries: int, seed: int = 0) -> tuple[dict[str, int], 
     """
     if entries < 256:
         raise UsageError(f"A byte-level vocabulary of {entries} entries is too small.", "It needs at least 256.")
-    alphabet = byte_alphabet()
+    alphabet = _byte_alphabet()
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
     for word in _words(seed):

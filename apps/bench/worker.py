@@ -95,17 +95,15 @@ class LlamaCppEngine:
     def decode_times(self, tokens: int, past: int) -> list[float]:
         """See Engine."""
         self._prefill(past)
-        self._forward([FIRST_TOKEN], logits=True)
-        self._truncate(past)
         token, times = FIRST_TOKEN, []
-        for _ in range(tokens):
+        for _ in range(tokens + 1):
             started = time.perf_counter()
             self._forward([token], logits=True)
             pointer = self._lib.llama_get_logits(self._context)
             token = int(self._np.ctypeslib.as_array(pointer, shape=(self._vocab_size,)).argmax())
             times.append((time.perf_counter() - started) * 1e3)
         self._truncate(past)
-        return times
+        return times[1:]
 
     def _prefill(self, past: int) -> None:
         if self._length == past:

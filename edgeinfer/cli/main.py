@@ -53,26 +53,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A console that lacks a character shows "?" rather than ending the story.
         sys.stdout.reconfigure(errors="replace")
     try:
-        args = build_parser().parse_args(arguments)
-        code: int = args.execute(args)
+        code = _execute(arguments)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader has what it wanted (`| head`). Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _execute(arguments: list[str]) -> int:
+    try:
+        args = build_parser().parse_args(arguments)
+        code: int = args.execute(args)
+        return code
+    except SystemExit as done:  # argparse, after --help or --version
+        return int(done.code or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        raise
     except EdgeInferError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
+        _show_traceback(arguments)
         print_error(str(error))
         return error.exit_code
     except Exception as error:  # the last resort of a program: whatever it is, the user gets one line
-        if "--debug" in arguments:
-            traceback.print_exc()
+        _show_traceback(arguments)
         print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
         return EdgeInferError.exit_code
+
+
+def _show_traceback(arguments: list[str]) -> None:
+    # Not a parsed option: parsing may be what failed.
+    if "--debug" in arguments:
+        traceback.print_exc()
 
 
 if __name__ == "__main__":

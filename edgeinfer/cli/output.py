@@ -51,9 +51,7 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    if title:
-        table.title = Text(title, style="bold")
+    table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
     body = [[Text(cell) for cell in row] for row in rows]
     for index in range(max(map(len, [header, *body]))):
         name = header[index] if header else ""
@@ -61,6 +59,8 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
     for row in body:
         table.add_row(*row)
     console = Console(file=sys.stdout, highlight=False)
+    if title:
+        console.print(title, style="bold", markup=False, soft_wrap=True)
     # A file or pipe has no width: nothing may be cut or folded for the sake of one.
     width = console.width if console.is_terminal else max(console.measure(table).maximum, 1)
     console.print(table, width=width, crop=False)

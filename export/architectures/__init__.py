@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Source, TensorPlan
+from edgeinfer.export.architectures.base import Architecture, HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.llama import LLAMA
 from edgeinfer.export.architectures.mistral import MISTRAL
 from edgeinfer.export.architectures.phi3 import PHI3
@@ -11,7 +11,7 @@ from edgeinfer.export.architectures.qwen2 import QWEN2
 from edgeinfer.export.architectures.qwen3 import QWEN3
 from edgeinfer.export.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["ARCHITECTURES", "Architecture", "Source", "TensorPlan", "find_architecture"]
+__all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 
 ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
 

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.export.hf_config import HFConfig
 
-__all__ = ["Architecture", "Naming", "Source", "TensorPlan", "common_spec"]
+__all__ = ["Architecture", "HeadPadding", "Naming", "Source", "TensorPlan", "common_spec"]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class HeadPadding:
+    """Zeros after each attention head along one axis; see edgeinfer.export.head_padding.
+
+    Attributes:
+        axis: 0 for rows, 1 for columns.
+        width, wide: of a head, before and after.
+        scale: multiplies the values.
+    """
+
+    axis: int
+    heads: int
+    width: int
+    wide: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Source:
-    """A checkpoint tensor and the shape it must have."""
+    """A checkpoint tensor, the shape it must have there, and how it is padded on its way into the bundle."""
 
     name: str
     shape: Shape
+    padding: HeadPadding | None = None
+
+    @property
+    def padded_shape(self) -> Shape:
+        """Shape in the bundle."""
+        if self.padding is None:
+            return self.shape
+        axis, size = self.padding.axis, self.padding.heads * self.padding.wide
+        return (*self.shape[:axis], size, *self.shape[axis + 1 :])
 
 
 @dataclass(frozen=True)
@@ -31,8 +58,13 @@ class TensorPlan:
     @property
     def shape(self) -> Shape:
         """Shape of the whole."""
-        first = self.sources[0].shape
-        return (sum(s.shape[0] for s in self.sources), *first[1:])
+        first = self.sources[0].padded_shape
+        return (sum(s.padded_shape[0] for s in self.sources), *first[1:])
+
+    @property
+    def parameters(self) -> int:
+        """Number of the checkpoint's weights in it; padding does not count."""
+        return sum(math.prod(s.shape) for s in self.sources)
 
     @property
     def is_vocabulary(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ Logits = NDArray[np.floating[Any]]
 
 # Sorting a whole vocabulary costs more than all else here, and a nucleus is nearly always inside this many tokens.
 _NUCLEUS_GUESS = 256
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ class Sampler:
         self._penalties = Penalties.from_config(config, vocab_size)
         self._vocab_size = vocab_size
         self._row = np.empty(vocab_size if self._penalties.active else 0, np.float32)
+        # Arrays of a large vocabulary are fresh pages each time they are allocated, and faulting those in costs more
+        # than the arithmetic; so the ones every draw needs are kept.
+        whole = 0 if config.greedy or 0 < config.top_k < vocab_size else vocab_size
+        self._ids = np.arange(whole)
+        self._weights = np.empty(whole)
+        self._cumulative = np.empty(whole)
+
+    @property
+    def config(self) -> GenerationConfig:
+        """The options in force."""
+        return self._config
 
     @property
     def seed(self) -> int:
@@ -86,6 +99,8 @@ class Sampler:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # (S,), (S,)
         """Token ids that survive truncation, ascending, and their probabilities up to a common factor.
 
+        The arrays are valid until the next call and must not be written to.
+
         Raises:
             BackendError: the logits hold NaN or allow no token.
         """
@@ -96,13 +111,20 @@ class Sampler:
             return np.array([best]), np.ones(1)
         if 0 < config.top_k < len(row):
             ids = _largest(row, config.top_k)
-            values = row[ids]
+            weights = row[ids].astype(np.float64)
+        elif config.top_p == 1 and config.min_p > 0:
+            # Nearly all of the vocabulary goes out here, before the exponential; the slack leaves the edge to min-p.
+            top = float(row[best])
+            floor = top + config.temperature * math.log(config.min_p) - 1e-3 - 1e-6 * abs(top)
+            ids = np.flatnonzero(row >= np.float32(max(floor, _LOWEST)))
+            weights = row[ids].astype(np.float64)
         else:
-            ids, values = np.arange(len(row)), row
+            ids, weights = self._ids, self._weights
+            np.copyto(weights, row)
         # The best value leaves before dividing, so that no temperature, however small, overflows.
-        weights = values.astype(np.float64)
         weights -= float(row[best])
-        weights /= config.temperature
+        with np.errstate(over="ignore"):  # an overflow to -inf is a weight of 0
+            weights /= config.temperature
         np.exp(weights, out=weights)
         if config.top_p < 1:
             keep = _nucleus(weights, config.top_p)
@@ -129,7 +151,8 @@ class Sampler:
         if self._config.greedy:
             return _argmax(self._penalised(logits, counts))
         ids, weights = self.support(logits, counts)
-        cumulative = np.cumsum(weights)
+        whole = len(weights) == len(self._cumulative)
+        cumulative = np.cumsum(weights, out=self._cumulative if whole else None)
         total = cumulative[-1]
         drawn = int(cumulative.searchsorted(uniform(self._seed, position) * total, side="right"))
         # Rounding can lift the product to the total; the last token of non-zero weight owns that edge.

@@ -33,7 +33,7 @@ __all__ = ["GuardedEnvironment"]
 
 # A render of a full 128k-token conversation spends under 20 million: some copies of half a megabyte of text.
 ALLOWANCE = 100_000_000  # units of work; one is about one character built
-STEP_COST = 50  # of a loop iteration or call, so that two million of them exhaust the allowance
+STEP_COST = 200  # of a loop iteration or call, so that half a million of them, about two seconds, exhaust the allowance
 DEADLINE_SECONDS = 5.0
 MAX_ARGUMENT = 100_000  # of an integer given to a built-in method, such as a width; the sandbox's own range() limit
 MAX_INTEGER_BITS = 4096
@@ -77,6 +77,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {name: self._weighing(self.filters[name]) for name in _TEXT_FILTERS}
         # jinja2's markup strings have methods of their own, out of reach of the guards on str.
         self.filters |= dict.fromkeys(("e", "escape", "forceescape"), self._escape) | {"safe": self._text}
+        self.filters["sum"] = self._summing(self.filters["sum"])
         self.filters |= {"tojson": self._tojson, "replace": self._replace, "join": self._join, "indent": self._indent}
         self.binop_table |= {"+": self._add, "*": self._multiply, "**": self._power, "%": self._modulo}
 
@@ -142,7 +143,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             if __obj.__name__ == "join" and args:
                 args = (list(args[0]), *args[1:])
                 __self.spend_on(args)
-                __self.spend(len(__obj.__self__) * len(args[0]))
+                __self.spend(len(str(__obj.__self__)) * len(args[0]))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, str | list | tuple | dict):
             __self.spend(len(result))
@@ -238,6 +239,17 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             return text_filter(*args, **kwargs)
 
         return weighed
+
+    def _summing(self, sum_filter: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter ``sum`` for numbers alone: summing lists copies them over and over."""
+
+        @functools.wraps(sum_filter)
+        def summed(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(value, list | tuple) for value in (*args[2:], *kwargs.values())):
+                raise SecurityError("sum() is for numbers here")
+            return sum_filter(*args, **kwargs)
+
+        return summed
 
     def _text(self, value: object) -> str:
         self.spend_on(value)

@@ -231,9 +231,7 @@ def test_bad_usage_is_one_line_and_2(
     assert model.loaded is None
 
 
-def test_prompt_file_that_is_not_utf8(
-    model: FakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompt_file_that_is_not_utf8(model: FakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "latin1.txt"
     file.write_bytes(b"caf\xe9")
     assert main(["run", "-f", str(file)]) == 2
@@ -252,9 +250,7 @@ def test_prompt_file_that_is_not_utf8(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_exit_codes(
-    model: FakeModel, capsys: pytest.CaptureFixture[str], failure: BaseException, code: int
-) -> None:
+def test_exit_codes(model: FakeModel, capsys: pytest.CaptureFixture[str], failure: BaseException, code: int) -> None:
     model.fails = failure
     assert main(["run", "-p", "Hi"]) == code
     out, err = capsys.readouterr()
@@ -273,30 +269,31 @@ def test_debug_shows_the_traceback(model: FakeModel, capsys: pytest.CaptureFixtu
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--version"], ["--help"], ["run", "--help"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 0
+        assert main(arguments) == 0
     assert f"edgeinfer {edgeinfer.__version__}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "export", "inspect", "plan", "pull"])
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
+    assert main([command, "--help"]) == 0
     assert f"  edgeinfer {command}" in capsys.readouterr().out
 
 
 def command_line(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run(command, env=environment, text=True, check=False, **options)
 
 
 def test_closed_pipe_is_quiet() -> None:
-    program = f"{sys.executable} -m edgeinfer.cli.main run --help | true"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(program, shell=True, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = command_line("run", "--help", stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @needs_builtin
@@ -329,3 +326,19 @@ def test_empty_prompt() -> None:
     done = command_line("run", "-p", "")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+
+
+@needs_builtin
+def test_ctrl_c_in_a_real_process() -> None:
+    # The reference backend is slow enough for the signal to come before the end.
+    arguments = ("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference")
+    command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.endswith(b"\n")
+    assert err == b""

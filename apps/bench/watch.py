@@ -1,0 +1,103 @@
+"""Memory of a child process over its life, sampled from outside so as to add none; knows nothing of models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from edgeinfer.errors import BackendError
+
+__all__ = ["Watched", "run_watched"]
+
+INTERVAL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a finished child printed and used.
+
+    Attributes:
+        stdout: all of it.
+        seconds: from start to end.
+        peak_rss_bytes: most resident memory; on Linux the kernel's own high-water mark, elsewhere the largest sample.
+        anonymous_bytes, file_bytes: split of the largest sample; 0 where the system does not tell.
+        peak_anonymous_bytes: most anonymous memory of any sample.
+    """
+
+    stdout: str
+    seconds: float
+    peak_rss_bytes: int
+    anonymous_bytes: int
+    file_bytes: int
+    peak_anonymous_bytes: int
+
+
+@dataclass(frozen=True)
+class _Sample:
+    rss: int
+    peak: int
+    anonymous: int
+    file: int
+
+
+def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) -> Watched:
+    """Runs a command to its end and watches its memory; children of the command are not counted.
+
+    Raises:
+        BackendError: it ended with an exit code other than 0; the message carries the last line of its stderr.
+    """
+    started = time.perf_counter()
+    samples = []
+    # Files, as a pipe that nobody reads until the end could fill up.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with subprocess.Popen(command, stdout=out, stderr=err, env=env) as process:
+            while process.poll() is None:
+                sample = _sample(process.pid)
+                if sample:
+                    samples.append(sample)
+                time.sleep(INTERVAL_SECONDS)
+        seconds = time.perf_counter() - started
+        stdout, stderr = _text(out), _text(err)
+    if process.returncode != 0:
+        reason = (stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("error: ")
+        raise BackendError(f"The measured process failed: {reason}", "Run its command alone to see more.")
+    if not samples:
+        raise BackendError("The measured process ended before it could be measured.", "Measure something longer.")
+    largest = max(samples, key=lambda sample: sample.rss)
+    return Watched(
+        stdout=stdout,
+        seconds=seconds,
+        peak_rss_bytes=max(sample.peak for sample in samples),
+        anonymous_bytes=largest.anonymous,
+        file_bytes=largest.file,
+        peak_anonymous_bytes=max(sample.anonymous for sample in samples),
+    )
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _sample(pid: int) -> _Sample | None:
+    """The process's memory now, or None if it has just ended."""
+    if sys.platform != "linux":
+        try:
+            rss = psutil.Process(pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            return None
+        return _Sample(rss, rss, 0, 0)
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("Vm", "Rss"))}
+    # A process that has ended but was not yet waited for has no memory left.
+    if "VmRSS" not in sizes:
+        return None
+    return _Sample(sizes["VmRSS"], sizes["VmHWM"], sizes["RssAnon"], sizes["RssFile"] + sizes["RssShmem"])

@@ -1,0 +1,203 @@
+"""The terminal chat: commands, piped input, Ctrl-C, and what survives a mistake."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.terminal.app import TerminalChat
+from edgeinfer.cli.main import main
+from edgeinfer.errors import BackendError, ContextLengthError, UserError
+from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
+
+
+class FakeStream:
+    def __init__(self, text: str, interrupted: bool) -> None:
+        self._text, self._interrupted, self._cancelled = text, interrupted, False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for index, word in enumerate(self._text.split(" ")):
+            if self._cancelled:
+                return
+            yield Chunk(word + " ", (index,))
+            if self._interrupted:
+                signal.raise_signal(signal.SIGINT)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    @property
+    def result(self) -> Result:
+        return Result(
+            text=self._text,
+            token_ids=(1, 2),
+            finish_reason="stop",
+            usage=Usage(5, 2),
+            timings=Timings(1.0, 2.0, 12.0, 4.0, 4.0, 5.0, 250.0, 3),
+            memory=MemoryUse(None, 1_000_000, 2_000_000, 1_000_000, 500_000),
+            speculation=Speculation("off"),
+            model=ModelInfo("toy", "llama", 64, 4.5, "onnx"),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class FakeModel:
+    """A model and its one conversation: answers by counting messages, fails on "fail" and "break"."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def load(self, model: Any = None, **options: Any) -> Self:
+        self.log.append(("load", model, options))
+        return self
+
+    def chat(self, system: str | None = None) -> Self:
+        self.log.append(("chat", system))
+        return self
+
+    def stream(self, text: str, **options: Any) -> FakeStream:
+        if text == "fail":
+            raise ContextLengthError("The conversation is full.", "Use /reset.")
+        if text == "break":
+            raise BackendError("The engine failed.")
+        self.log.append(("stream", text, options))
+        return FakeStream(f"You said {text}", interrupted=text == "interrupt")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+    def save(self, path: str) -> None:
+        self.log.append(("save", path))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.log.append("close")
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    model = FakeModel()
+    monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
+    return model
+
+
+def typing(*lines: str | type[BaseException]) -> Callable[[], str]:
+    """A person at the keyboard, who presses Ctrl-D at the end."""
+    waiting = iter([*lines, EOFError])
+
+    def read() -> str:
+        line = next(waiting)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read
+
+
+def talk(model: FakeModel, *lines: str | type[BaseException], interactive: bool = True) -> str:
+    out = io.StringIO()
+    chat = TerminalChat(
+        cast(edgeinfer.Model, model), options={"seed": 1}, read=typing(*lines), out=out, interactive=interactive
+    )
+    chat.run()
+    return out.getvalue()
+
+
+def test_a_message_is_answered(model: FakeModel) -> None:
+    said = talk(model, "hello", "", "  ")
+    assert "You said hello \n" in said
+    assert model.log == [("chat", None), ("stream", "hello", {"seed": 1})]
+
+
+def test_commands(model: FakeModel) -> None:
+    said = talk(
+        model, "/help", "/stats", "hi", "/stats", "/reset", "/system Be brief.", "/system", "/save a b", "/quit"
+    )
+    assert "/reset          forget" in said
+    assert "There is no reply yet." in said
+    assert "prompt 5 tokens (3 cached), reply 2 tokens" in said
+    assert "250.0 tokens per second" in said
+    assert "Saved to a b." in said
+    assert model.log[2:] == ["reset", ("chat", "Be brief."), ("chat", None), ("save", "a b")]
+
+
+@pytest.mark.parametrize("line", ["/nope", "/save", "fail"])
+def test_a_mistake_does_not_end_the_chat_of_a_person(model: FakeModel, line: str) -> None:
+    assert "error: " in (said := talk(model, line, "hello"))
+    assert "You said hello" in said
+
+
+@pytest.mark.parametrize("line", ["/nope", "/save", "fail"])
+def test_a_mistake_ends_the_chat_of_a_script(model: FakeModel, line: str) -> None:
+    with pytest.raises(UserError):
+        talk(model, line, "hello", interactive=False)
+
+
+def test_a_fault_of_the_engine_ends_the_chat(model: FakeModel) -> None:
+    with pytest.raises(BackendError):
+        talk(model, "break", "hello")
+
+
+def test_ctrl_c_stops_the_reply_and_the_chat_goes_on(model: FakeModel) -> None:
+    said = talk(model, "interrupt", KeyboardInterrupt, "hello")
+    assert "You \n" in said
+    assert "You said interrupt" not in said
+    assert "Ctrl-D or /quit leaves." in said
+    assert "You said hello" in said
+
+
+def test_ctrl_c_ends_the_chat_of_a_script(model: FakeModel) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        talk(model, "interrupt", "hello", interactive=False)
+    with pytest.raises(KeyboardInterrupt):
+        talk(model, KeyboardInterrupt, interactive=False)
+
+
+def test_piped_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nyou\n"))
+    line = "chat -m toy --system Hi --memory 1GB --temp 0.5 --terminal"
+    assert main(line.split()) == 0
+    assert capsys.readouterr() == ("You said hello \nYou said you \n", "")
+    assert model.log == [
+        ("load", "toy", {"memory": 1_000_000_000}),
+        ("chat", "Hi"),
+        ("stream", "hello", {"temperature": 0.5}),
+        ("stream", "you", {"temperature": 0.5}),
+        "close",
+    ]
+
+
+def test_piped_bytes_that_are_not_utf8(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for errors in ("strict", "surrogateescape"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors=errors))
+        assert main(["chat"]) == 2
+        assert capsys.readouterr().err.startswith("error: The input is not UTF-8 text.")
+
+
+def test_builtin_model_chats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (Path(edgeinfer.__file__).parent / "builtin" / "tales" / "edgeinfer.json").is_file():
+        pytest.skip("the built-in model has not been made")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\n/stats\n"))
+    assert main(["chat", "-n", "8"]) == 0
+    assert "reply 8 tokens" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""The tokenizer's contract: special tokens, bad input, bad files, threads."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.runtime.text import Tokenizer, tokenizer
+
+
+@pytest.fixture
+def backend() -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "<|end|>"])
+    backend.add_tokens([AddedToken("<tool>", special=False)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return backend
+
+
+@pytest.fixture
+def path(backend: Any, tmp_path: Path) -> Path:
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_special_tokens(path: Path) -> None:
+    t = Tokenizer.from_file(path)
+    assert (t.vocab_size, t.special_ids) == (259, frozenset({256, 257}))
+    assert (t.token_to_id("<|end|>"), t.token_to_id("nope"), t.id_to_token(258)) == (257, None, "<tool>")
+    assert t.encode("a<|end|>")[0] == 256
+    assert t.encode("a<|end|>", add_special_tokens=False)[1:] == [257]
+    assert t.decode(t.encode("héllo<|end|>")) == "héllo"
+    assert t.decode(t.encode("héllo<|end|>"), skip_special_tokens=False) == "<s>héllo<|end|>"
+
+
+def test_plain_text_cannot_inject_special_tokens(path: Path) -> None:
+    t = Tokenizer.from_file(path)
+    ids = t.encode("a<|end|><s>", add_special_tokens=False, parse_special=False)
+    assert not t.special_ids & set(ids)
+    assert t.decode(ids) == "a<|end|><s>"
+    assert 257 in t.encode("a<|end|>")
+
+
+def test_long_prompts_are_neither_cut_nor_padded(path: Path) -> None:
+    assert len(Tokenizer.from_file(path).encode("a" * 100, add_special_tokens=False)) == 100
+    assert len(Tokenizer.from_file(path).encode("a", add_special_tokens=False)) == 1
+
+
+def test_lone_surrogates_are_a_prompt_error(path: Path) -> None:
+    with pytest.raises(PromptError, match="surrogate at index 2"):
+        Tokenizer.from_file(path).encode("ab\ud800")
+
+
+def test_unknown_ids_decode_to_nothing(path: Path) -> None:
+    assert Tokenizer.from_file(path).decode([10**6]) == ""
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="No tokenizer"):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
+    with pytest.raises(TokenizerError, match="Cannot read"):
+        Tokenizer.from_file(tmp_path)
+
+
+def test_file_over_the_cap(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "MAX_FILE_BYTES", 10)
+    with pytest.raises(TokenizerError, match="too large"):
+        Tokenizer.from_file(path)
+
+
+def change_merges(data: dict[str, Any]) -> None:
+    data["model"]["merges"] = [["zz", "q"]]
+
+
+def change_template(data: dict[str, Any]) -> None:
+    data["post_processor"]["single"][0]["SpecialToken"]["id"] = "nope"
+
+
+def change_normalizer(data: dict[str, Any]) -> None:
+    data["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the library panics
+
+
+@pytest.mark.parametrize("change", [change_merges, change_template, change_normalizer, dict.clear])
+def test_malformed_contents(path: Path, change: Any) -> None:
+    data = json.loads(path.read_text("utf-8"))
+    change(data)
+    path.write_text(json.dumps(data), "utf-8")
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.from_file(path)
+    assert "\n" not in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("contents", [b"", b"[]", b"\xff\xfe", b"{", b"[" * 100_000], ids=range(5))
+def test_files_that_are_no_tokenizer(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(contents)
+    with pytest.raises(TokenizerError):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def test_truncated_file(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(TokenizerError):
+        Tokenizer.from_file(path)
+
+
+def test_threads_do_not_see_each_others_settings(path: Path) -> None:
+    t = Tokenizer.from_file(path)
+
+    def encode(parse: bool) -> bool:
+        return all((257 in t.encode("x<|end|>", parse_special=parse)) == parse for _ in range(300))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(encode, [True, False] * 2))
