@@ -24,6 +24,7 @@ from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.backends import make_backend
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.measure import DecodeTimes, TokenScores, decode_times, pass_times, score_tokens
+from edgeinfer.runtime.memory import release_freed, return_large_frees
 from edgeinfer.runtime.plan import MemoryPlan, make_plan
 from edgeinfer.runtime.text import ChatTemplate, Tokenizer
 
@@ -61,8 +62,11 @@ def load(
     bundle = open_bundle(resolve(model))
     memory_plan = make_plan(bundle, config)
     memory_plan.require_fit()
-    engine = Engine(make_backend(bundle, config, memory_plan), memory_plan.prefill_chunk)
+    return_large_frees()
+    # The tokenizer first: parsing it takes more than it keeps, and what it frees must be gone before the weights come.
     tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
+    release_freed()
+    engine = Engine(make_backend(bundle, config, memory_plan), memory_plan.prefill_chunk)
     manifest = bundle.manifest
     info = ModelInfo(
         name=manifest.name,

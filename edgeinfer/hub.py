@@ -179,7 +179,7 @@ def _listed(manifest: Path) -> list[str]:
         file = PurePosixPath(name)
         if file.suffix not in _BUNDLE_SUFFIXES and file.name != WEIGHTS:
             raise BundleError(f"The bundle lists {name!r}, which is not a kind of data it may hold.", "Do not use it.")
-    return [MANIFEST, *listing.files, *(f"{drafter}/{MANIFEST}" for drafter in listing.drafters)]
+    return [MANIFEST, *listing.files]
 
 
 def _literal(names: list[str]) -> list[str]:

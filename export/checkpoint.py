@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CheckpointError
 
-__all__ = ["Checkpoint", "StoredTensor", "parse_object"]
+__all__ = ["Checkpoint", "StoredTensor", "parse_object", "read_bytes"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -129,12 +128,15 @@ class Checkpoint:
 
     def _open(self, path: Path) -> BinaryIO:
         if path not in self._files:
-            # Unbuffered: reads are large, and a buffer would be copied through.
-            self._files[path] = path.open("rb", buffering=0)
+            try:
+                # Unbuffered: reads are large, and a buffer would be copied through.
+                self._files[path] = path.open("rb", buffering=0)
+            except OSError as error:
+                raise _unreadable(path, error) from error
         return self._files[path]
 
     def _read_shards(self, index: Path) -> None:
-        data = parse_object(index.read_bytes(), str(index))
+        data = parse_object(read_bytes(index), str(index))
         shards = data.get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
             raise CheckpointError(f"{index} has no weight_map from tensors to files.", _AGAIN)
@@ -152,9 +154,12 @@ class Checkpoint:
 
 
 def _fill(file: BinaryIO, out: NDArray[np.uint8], stored: StoredTensor) -> None:
-    view, done = memoryview(out), 0
+    view, done = out.data, 0
     while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
+        try:
+            count = file.readinto(view[done:])  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
+        except OSError as error:
+            raise _unreadable(stored.file, error) from error
         if not count:
             raise CheckpointError(f"{stored.file} ended before a tensor did.", _AGAIN)
         done += count
@@ -169,6 +174,22 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder} has neither {_SINGLE} nor {_INDEX}.", _AGAIN)
 
 
+def read_bytes(path: Path) -> bytes:
+    """Contents of a small file of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.")
+
+
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """Parses bytes that must be a JSON object.
 
@@ -178,22 +199,26 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what[0].upper()}{what[1:]} is not valid JSON: {error}.", _AGAIN) from error
+        raise CheckpointError(f"{what} is not valid JSON: {error}.", _AGAIN) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{what[0].upper()}{what[1:]} is not a JSON object.", _AGAIN)
+        raise CheckpointError(f"{what} is not a JSON object.", _AGAIN)
     return parsed
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Reads and checks the header: eight bytes of length, JSON, then the tensors' bytes without gaps."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            message = f"{path} is truncated or not a safetensors file: {size} bytes, header of {length}."
-            raise CheckpointError(message, _AGAIN)
-        header = file.read(length)
-    entries = parse_object(header, f"the header of {path}")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            valid = length <= min(size - 8, _MAX_HEADER_BYTES)
+            header = file.read(length) if valid else b""
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not valid:
+        message = f"{path} is truncated or not a safetensors file: {size} bytes, header of {length}."
+        raise CheckpointError(message, _AGAIN)
+    entries = parse_object(header, f"The header of {path}")
     entries.pop("__metadata__", None)
     tensors = {name: _read_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     _check_extent(path, tensors, 8 + length, size)
@@ -201,9 +226,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
-    fields = entry if isinstance(entry, dict) else {}
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if dtype not in _ITEM_BYTES or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES or not _naturals(shape) or not _is_pair(offsets):
         raise CheckpointError(f"{path}: the header entry of {name!r} is malformed.", _AGAIN)
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != nbytes:
@@ -212,7 +237,11 @@ def _read_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     return StoredTensor(path, dtype, tuple(shape), base + offsets[0], nbytes)
 
 
-def _naturals(value: Any) -> bool:
+def _is_pair(value: Any) -> TypeGuard[list[int]]:
+    return _naturals(value) and len(value) == 2
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import QuantPolicy
+from edgeinfer.quant import QuantPolicy, default_head_bits
 
 __all__ = ["EXPORTERS", "ExportConfig"]
 
@@ -22,7 +22,8 @@ class ExportConfig:
         bits: of the linear layers; 32 keeps float32.
         group_size: values that share a scale; a layer whose width it does not divide takes the next smaller that does.
         symmetric: no stored zero points: a tenth smaller, a little less exact.
-        head_bits: of embedding and LM head; None decides by their size, see `resolve_head_bits`.
+        head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
+        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
         exporter: "native" builds the graph itself, "optimum" goes through optimum-onnx.
         name: name in the manifest; None takes the folder's.
         force: replace a bundle that is already there.
@@ -32,6 +33,7 @@ class ExportConfig:
     group_size: int = 32
     symmetric: bool = False
     head_bits: int | None = None
+    keep_small: bool = True
     exporter: str = "native"
     name: str | None = None
     force: bool = False
@@ -44,21 +46,14 @@ class ExportConfig:
         if self.name is not None and not self.name.strip():
             raise UsageError("The name is empty.", "Leave it out to take the folder's name.")
 
-    def resolve_head_bits(self, vocabulary_weights: int) -> int:
-        """Bits of embedding and head.
-
-        Where None is given: as the linear layers at 8 and 32 bits, else 8.
+    def policy(self, vocabulary_weights: int) -> QuantPolicy:
+        """The bits each tensor of a model gets.
 
         Args:
             vocabulary_weights: number of weights of the embedding.
         """
-        if self.head_bits is not None:
-            return self.head_bits
-        return max(self.bits, 8)
-
-    def policy(self, vocabulary_weights: int) -> QuantPolicy:
-        """The bits each tensor gets."""
-        return QuantPolicy(self.bits, self.resolve_head_bits(vocabulary_weights), self.group_size, self.symmetric)
+        head_bits = self.head_bits or default_head_bits(self.bits, vocabulary_weights)
+        return QuantPolicy(self.bits, head_bits, self.group_size, self.symmetric, self.keep_small)
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

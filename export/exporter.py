@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from edgeinfer.bundle import MODEL, WEIGHTS, Capabilities, DecoderSpec, Manifest, TensorEntry, seal, write_bundle
-from edgeinfer.errors import CheckpointError
+from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.config import ExportConfig
@@ -50,7 +50,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
-        spec = family.read(hf_config, _tied(hf_config, family, checkpoint))
+        spec = _read_spec(hf_config, family, checkpoint)
         plans = family.tensors(spec)
         _check_tensors(checkpoint, family, plans)
         parameters = sum(plan.parameters for plan in plans)
@@ -66,11 +66,16 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     return out
 
 
-def _tied(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> bool:
-    """As config.json says; where it is silent, a checkpoint without a head is tied."""
-    if hf_config.get("tie_word_embeddings") is None:
-        return family.naming.head not in checkpoint
-    return hf_config.flag("tie_word_embeddings")
+def _read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
+    """The decoder config.json describes; where it does not say whether it is tied, one without a head is."""
+    silent = hf_config.get("tie_word_embeddings") is None
+    tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
+    try:
+        return family.read(hf_config, tied)
+    except BundleError as error:
+        # The description's own checks speak of bundles; here the checkpoint is at fault.
+        hint = "Check that config.json is complete and belongs to this model."
+        raise CheckpointError(f"config.json: {error.message}", hint) from error
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:

@@ -14,9 +14,9 @@ from edgeinfer.bundle import Blob
 
 __all__ = ["GraphBuilder"]
 
-# Operator set 23 has RMSNormalization; IR version 10 is what it needs at least.
+# Operator set 23 is the first with RMSNormalization; onnx 1.18 brought it together with IR version 11.
 _OPSET = 23
-_IR_VERSION = 10
+_IR_VERSION = 11
 _MICROSOFT = "com.microsoft"
 _TYPES = {
     "float32": TensorProto.FLOAT,
@@ -70,7 +70,9 @@ class GraphBuilder:
         self._root._initializers.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
-    def op(self, op_type: str, inputs: Sequence[str], output: str, *, microsoft: bool = False, **attributes: Any) -> str:
+    def op(
+        self, op_type: str, inputs: Sequence[str], output: str, *, microsoft: bool = False, **attributes: Any
+    ) -> str:
         """Adds a node with one output and returns its name; an empty input name is an absent optional input."""
         self.ops(op_type, inputs, [output], microsoft=microsoft, **attributes)
         return output

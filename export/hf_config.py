@@ -9,7 +9,7 @@ from typing import Any
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.checkpoint import parse_object
+from edgeinfer.export.checkpoint import parse_object, read_bytes
 
 __all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
 
@@ -155,7 +155,7 @@ def read_config(folder: Path) -> HFConfig:
     path = folder / _CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")
-    return HFConfig(parse_object(path.read_bytes(), str(path)))
+    return HFConfig(parse_object(read_bytes(path), str(path)))
 
 
 def _wrong(name: str, value: object, expected: str) -> CheckpointError:

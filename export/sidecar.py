@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.checkpoint import parse_object
+from edgeinfer.export.checkpoint import parse_object, read_bytes
 from edgeinfer.export.hf_config import HFConfig
 
 __all__ = ["Sidecar", "read_sidecar"]
@@ -50,7 +50,7 @@ def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
 def _tokenizer(folder: Path) -> bytes:
     path = folder / _TOKENIZER
     if path.is_file():
-        data = path.read_bytes()
+        data = read_bytes(path)
         parse_object(data, str(path))
         return data
     if (folder / "tokenizer.model").is_file():
@@ -64,7 +64,7 @@ def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     path = folder / _TEMPLATE
     if path.is_file():
         try:
-            return path.read_text("utf-8")
+            return read_bytes(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is not UTF-8 text.", "Download the checkpoint again.") from error
     given = tokenizer_config.get("chat_template")
@@ -101,7 +101,7 @@ def _generation(generation: dict[str, Any], config: HFConfig) -> dict[str, Any]:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return parse_object(path.read_bytes(), str(path)) if path.is_file() else {}
+    return parse_object(read_bytes(path), str(path)) if path.is_file() else {}
 
 
 def _json(data: dict[str, Any]) -> bytes:

@@ -1,7 +1,8 @@
-"""Streams checkpoint tensors into `weights.bin`, quantized or not, and lists where they lie; knows nothing of graphs."""
+"""Streams checkpoint tensors into `weights.bin`, quantized or not; knows nothing of graphs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Blob, TensorEntry
 from edgeinfer.bundle.packing import blocks_per_row, packed_bytes
+from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.head_padding import pad_values
@@ -57,7 +59,7 @@ def write_tensors(
     """Writes every planned tensor and yields its entry as soon as its bytes are down.
 
     Raises:
-        CheckpointError: a file of the checkpoint ended early, or a tensor holds NaN or infinity.
+        CheckpointError: a file of the checkpoint ended early, or a tensor holds a value that is not finite.
     """
     weights = WeightFile(file)
     for plan in plans:
@@ -72,11 +74,19 @@ def _slabs(checkpoint: Checkpoint, plan: TensorPlan) -> Iterator[NDArray[np.floa
     """Runs of rows of the planned tensor, in order."""
     for source in plan.sources:
         if source.padding is not None:
-            yield pad_values(checkpoint.read(source.name), source.padding)
+            yield pad_values(_read(checkpoint, source.name, 0, source.shape[0]), source.padding)
             continue
-        step = max(1, _SLAB_VALUES // (source.shape[1] if len(source.shape) > 1 else 1))
+        step = max(1, _SLAB_VALUES // math.prod(source.shape[1:]))
         for start in range(0, source.shape[0], step):
-            yield checkpoint.read(source.name, start, min(start + step, source.shape[0]))
+            yield _read(checkpoint, source.name, start, min(start + step, source.shape[0]))
+
+
+def _read(checkpoint: Checkpoint, name: str, start: int, stop: int) -> NDArray[np.float32]:
+    values = checkpoint.read(name, start, stop)
+    if not np.isfinite(values).all():
+        hint = "The checkpoint is damaged or its training diverged."
+        raise CheckpointError(f"Tensor {name!r} holds values that are not finite.", hint)
+    return values
 
 
 def _write_float(weights: WeightFile, checkpoint: Checkpoint, plan: TensorPlan) -> TensorEntry:
@@ -95,9 +105,7 @@ def _write_float(weights: WeightFile, checkpoint: Checkpoint, plan: TensorPlan) 
     return TensorEntry(plan.name, plan.shape, 32, blob)
 
 
-def _write_quantized(
-    weights: WeightFile, checkpoint: Checkpoint, plan: TensorPlan, scheme: QuantScheme
-) -> TensorEntry:
+def _write_quantized(weights: WeightFile, checkpoint: Checkpoint, plan: TensorPlan, scheme: QuantScheme) -> TensorEntry:
     n, k = plan.shape
     shape = (n, blocks_per_row(k, scheme.block_size), packed_bytes(scheme.block_size, scheme.bits))
     blob = weights.begin("uint8", shape)

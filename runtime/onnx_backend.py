@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import MODEL, Bundle, Geometry, graph
+from edgeinfer.bundle import MODEL, WEIGHTS, Bundle, Geometry, graph
 from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.contracts import (
     CacheSnapshot,
@@ -27,6 +27,7 @@ from edgeinfer.runtime.contracts import (
     check_pass,
 )
 from edgeinfer.runtime.kv import KVBuffers
+from edgeinfer.runtime.memory import release_mapped
 from edgeinfer.runtime.rope import rope_tables
 
 __all__ = ["OnnxBackend"]
@@ -86,6 +87,8 @@ class OnnxBackend:
         self.run_ns = 0
         self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
         self._session = open_session(str(bundle.file(MODEL)), threads)
+        # The weights are packed into copies; the pages they were read from have done their work.
+        release_mapped(bundle.file(WEIGHTS))
         self._run_options = ort.RunOptions()
         self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1)
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)

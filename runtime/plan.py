@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle import Bundle, TensorEntry
+from edgeinfer.bundle import Bundle, Manifest, TensorEntry
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError, ContextLengthError
 from edgeinfer.runtime.memory import process_memory
@@ -16,10 +16,11 @@ from edgeinfer.runtime.memory import process_memory
 __all__ = ["DEFAULT_CONTEXT", "MemoryPlan", "make_plan"]
 
 DEFAULT_CONTEXT = 2048
-# Measured (docs/LOG.md, 2026-11-21): resident bytes of a loaded `tokenizers` object per byte of tokenizer.json.
-_TOKENIZER_FACTOR = 14
-# Session, graph and thread stacks of onnxruntime beyond the import, measured with the smallest bundle.
-_SESSION_BYTES = 24 * 1000**2
+# Constants measured in docs/LOG.md, 2026-11-21. A loaded tokenizer: bytes in all, and per byte of tokenizer.json; what
+# parsing it takes on the way, per byte.
+_TOKENIZER_BYTES, _TOKENIZER_FACTOR, _TOKENIZER_PARSING = 6_000_000, 9, 21
+# Session, graph and touched code of onnxruntime beyond its import.
+_SESSION_BYTES = 28_000_000
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
 _LIVE_WIDTHS = 3
 
@@ -99,25 +100,49 @@ def make_plan(bundle: Bundle, config: LoadConfig) -> MemoryPlan:
         raise ContextLengthError(message, f"Use a context of at most {longest} (-c {longest}).")
     context = config.context or min(DEFAULT_CONTEXT, longest)
     chunk = min(config.prefill_chunk, context)
-    decoder = manifest.decoder
-    widest = 2 * decoder.intermediate_size + decoder.hidden_size if decoder else 8 * geometry.hidden_size
-    scores = chunk * context * 4
     tokenizer = manifest.files["tokenizer.json"].bytes if bundle.has("tokenizer.json") else 0
     terms = {
-        "process": process_memory().rss,
         "session": _SESSION_BYTES,
-        "weights_packed": sum(_packed_bytes(t) for t in manifest.tensors if t.name != "embed"),
-        "weights_mapped": sum(t.nbytes for t in manifest.tensors if t.name == "embed"),
+        **_weights(manifest),
         "kv": geometry.kv_bytes_per_token() * (context + 1),
-        "activations": chunk * widest * 4 * _LIVE_WIDTHS + scores,
-        "logits": 2 * geometry.vocab_size * 4 + chunk * geometry.hidden_size * 8,
-        "tokenizer": tokenizer * _TOKENIZER_FACTOR,
+        "activations": _activations(manifest, chunk, context),
+        "tokenizer": _TOKENIZER_BYTES + _TOKENIZER_FACTOR * tokenizer,
     }
+    # The tokenizer is parsed before anything else is there; only what that takes beyond all the rest counts.
+    parsing = (_TOKENIZER_FACTOR + _TOKENIZER_PARSING) * tokenizer - sum(terms.values())
+    if parsing > 0:
+        terms["tokenizer_parsing"] = parsing
+    return MemoryPlan(context, chunk, config.memory, {"process": _process_bytes()} | terms)
+
+
+def _process_bytes() -> int:
+    """Resident bytes of the process with the libraries that loading will import."""
+    import onnxruntime  # noqa: F401 - measured, not used
+
+    return process_memory().rss
+
+
+def _weights(manifest: Manifest) -> dict[str, int]:
+    """Anonymous bytes of packed weights; file pages that stay mapped: the embedding's rows and all scales."""
     if not manifest.tensors:
-        terms["weights_packed"] = 2 * manifest.weight_bytes
-    return MemoryPlan(context, chunk, config.memory, terms)
+        # An opaque graph: float weights are packed into a copy while the file is mapped.
+        return {"weights_packed": manifest.weight_bytes, "weights_mapped": manifest.weight_bytes}
+    packed = sum(t.nbytes + _scale_bytes(t) for t in manifest.tensors if t.name != "embed")
+    mapped = sum(t.nbytes if t.name == "embed" else _scale_bytes(t) for t in manifest.tensors)
+    return {"weights_packed": packed, "weights_mapped": mapped}
 
 
-def _packed_bytes(tensor: TensorEntry) -> int:
-    """Resident bytes of a weight packed by onnxruntime: itself, and a float32 sum per block of quantized values."""
-    return tensor.nbytes + (tensor.scales.nbytes if tensor.scales is not None else 0)
+def _scale_bytes(tensor: TensorEntry) -> int:
+    """Bytes of the scales; packing adds as much again, a float32 sum per block of quantized values."""
+    return tensor.scales.nbytes if tensor.scales is not None else 0
+
+
+def _activations(manifest: Manifest, chunk: int, context: int) -> int:
+    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits."""
+    geometry, decoder = manifest.geometry, manifest.decoder
+    hidden = geometry.hidden_size
+    widest = 2 * decoder.intermediate_size + hidden if decoder else 8 * hidden
+    # An opaque graph returns the logits of every row.
+    logit_rows = 2 if decoder else chunk
+    floats = chunk * (2 * hidden + _LIVE_WIDTHS * widest + context) + logit_rows * geometry.vocab_size
+    return 4 * floats

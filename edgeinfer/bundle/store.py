@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
+import json
 import os
 import shutil
 import tempfile
@@ -37,6 +39,8 @@ WEIGHTS = "weights.bin"
 MODEL = "model.onnx"
 # A manifest lists a few hundred bytes per tensor; 64 MB would be a hundred thousand tensors.
 _MAX_MANIFEST_BYTES = 64 * 1000**2
+# Larger files hold weights, whose digests are left to `Bundle.verify`: hashing this much takes some 50 ms.
+_MOST_HASHED_BYTES = 64 * 1000**2
 _CHUNK = 1 << 20
 _AGAIN = "Export or download the bundle again."
 
@@ -49,13 +53,14 @@ class Bundle:
     manifest: Manifest
 
     def file(self, name: str) -> Path:
-        """Path of a listed file.
+        """Path of a listed file, compared with its digest; those of weights are left to `verify`.
 
         Raises:
-            BundleError: the bundle does not list it.
+            BundleError: the bundle does not list it, or it differs.
         """
-        if name not in self.manifest.files:
-            raise BundleError(f"{self.path} has no {name}.", _AGAIN)
+        entry = self._entry(name)
+        if name != WEIGHTS and entry.bytes <= _MOST_HASHED_BYTES:
+            self._check_digest(name)
         return self.path / name
 
     def has(self, name: str) -> bool:
@@ -63,13 +68,30 @@ class Bundle:
         return name in self.manifest.files
 
     def read_text(self, name: str) -> str:
-        """Contents of a small text file, checked against its digest."""
-        data = self.file(name).read_bytes()
-        self._compare(name, hashlib.sha256(data).hexdigest())
-        try:
+        """Contents of a small text file, checked against its digest.
+
+        Raises:
+            BundleError: the bundle does not list it, it differs, or is not UTF-8.
+        """
+        self._entry(name)
+        with _reading(self.path / name):
+            data = (self.path / name).read_bytes()
+            self._compare(name, hashlib.sha256(data).hexdigest())
             return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BundleError(f"{name} is not UTF-8 text.", _AGAIN) from error
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """The JSON object in a small file, checked against its digest.
+
+        Raises:
+            BundleError: as `read_text`, or it is not a JSON object.
+        """
+        try:
+            value = json.loads(self.read_text(name))
+        except (ValueError, RecursionError) as error:
+            raise BundleError(f"{name} is not valid JSON: {error}.", _AGAIN) from error
+        if not isinstance(value, dict):
+            raise BundleError(f"{name} is not a JSON object.", _AGAIN)
+        return value
 
     def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compares every file with its digest.
@@ -80,7 +102,7 @@ class Bundle:
         for index, name in enumerate(self.manifest.files):
             if progress is not None:
                 progress(name, index, len(self.manifest.files))
-            self._compare(name, _digest(self.path / name))
+            self._check_digest(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A weight as float32, in its logical shape; quantized ones are multiplied out."""
@@ -98,6 +120,15 @@ class Bundle:
     def _blob(self, blob: Blob) -> NDArray[Any]:
         return np.memmap(self.path / WEIGHTS, blob.dtype, "r", blob.offset, blob.shape)
 
+    def _entry(self, name: str) -> FileEntry:
+        if name not in self.manifest.files:
+            raise BundleError(f"{self.path} has no {name}.", _AGAIN)
+        return self.manifest.files[name]
+
+    def _check_digest(self, name: str) -> None:
+        with _reading(self.path / name):
+            self._compare(name, _digest(self.path / name))
+
     def _compare(self, name: str, digest: str) -> None:
         if digest != self.manifest.files[name].sha256:
             raise BundleError(f"{name} does not match its sha256 in the manifest.", _AGAIN)
@@ -112,39 +143,49 @@ def open_bundle(path: Path | str) -> Bundle:
         BundleError: anything is missing, malformed or out of place.
     """
     root = Path(path)
+    with _reading(root):
+        return _open(root, _roots(root))
+
+
+def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
     source = root / MANIFEST
     if not root.is_dir() or not source.is_file():
         hint = "Point to a directory made by edgeinfer export, or pull one with edgeinfer pull."
         raise BundleError(f"{root} is not a bundle: it has no {MANIFEST}.", hint)
-    if source.stat().st_size > _MAX_MANIFEST_BYTES:
+    if _inside(root, MANIFEST, roots).stat().st_size > _MAX_MANIFEST_BYTES:
         raise BundleError(f"{source} is larger than any manifest.", _AGAIN)
-    try:
+    with _reading(source):
         text = source.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise BundleError(f"{source} is not UTF-8 text.", _AGAIN) from error
     manifest = Manifest.from_json(text)
     for name, entry in manifest.files.items():
-        _check_file(root, name, entry)
+        _check_file(_inside(root, name, roots), name, entry)
     _check_blobs(manifest)
+    bundle = Bundle(root, manifest)
     for name in manifest.drafters:
-        open_bundle(_inside(root, name))
-    return Bundle(root, manifest)
+        # The digest of its manifest, which lists its files' own, ties the drafter to this bundle.
+        _open(bundle.file(f"{name}/{MANIFEST}").parent, roots)
+    return bundle
 
 
-def _inside(root: Path, name: str) -> Path:
+def _roots(root: Path) -> tuple[Path, ...]:
+    """Where a bundle's files may lie: its directory, and in a hub cache, whose snapshots are links, the blob store."""
+    folder = root.resolve()
+    return (folder, folder.parents[1] / "blobs") if folder.parent.name == "snapshots" else (folder,)
+
+
+def _inside(root: Path, name: str, roots: tuple[Path, ...]) -> Path:
     parts = PurePosixPath(name).parts
-    simple = bool(parts) and not PurePosixPath(name).is_absolute() and ".." not in parts and "\\" not in name
+    relative = bool(parts) and not PurePosixPath(name).is_absolute() and ".." not in parts
+    simple = relative and not set(name) & {"\\", "\0"}
     target = root.joinpath(*parts) if simple else root
-    # A hub cache holds bundles as links into a blob store, so a link may lead out of the folder only by its last step.
-    if not simple or not target.parent.resolve().is_relative_to(root.resolve()):
+    if not simple or not any(target.resolve().is_relative_to(allowed) for allowed in roots):
         raise BundleError(f"The bundle names {name!r}, which leaves its directory.", "Do not use this bundle.")
     return target
 
 
-def _check_file(root: Path, name: str, entry: FileEntry) -> None:
-    target = _inside(root, name)
+def _check_file(target: Path, name: str, entry: FileEntry) -> None:
     if not target.is_file():
-        raise BundleError(f"{name} is missing from {root}.", _AGAIN)
+        raise BundleError(f"{target} is missing.", _AGAIN)
     size = target.stat().st_size
     if size != entry.bytes:
         message = f"{name} has {size} bytes, the manifest says {entry.bytes}."
@@ -152,6 +193,7 @@ def _check_file(root: Path, name: str, entry: FileEntry) -> None:
 
 
 def _check_blobs(manifest: Manifest) -> None:
+    """Every weight must lie in the weights file, and the decoder be no larger than its weights."""
     if not manifest.tensors:
         return
     if WEIGHTS not in manifest.files:
@@ -161,6 +203,29 @@ def _check_blobs(manifest: Manifest) -> None:
         for blob in tensor.blobs:
             if blob.offset + blob.nbytes > size:
                 raise BundleError(f"{tensor.name} reaches past the end of {WEIGHTS}.", _AGAIN)
+    decoder = manifest.decoder
+    if decoder is None:
+        raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
+    vocabulary, qkv = (decoder.vocab_size, decoder.hidden_size), decoder.q_size + 2 * decoder.kv_size
+    wanted = itertools.chain(
+        (("embed", vocabulary), ("head", vocabulary)),
+        ((f"layers.{i}.attn.qkv", (qkv, decoder.hidden_size)) for i in range(decoder.num_layers)),
+    )
+    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    for name, shape in wanted:
+        if shapes.get(name) != shape:
+            raise BundleError(f"{name} has shape {shapes.get(name)}, the decoder needs {shape}.", _AGAIN)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns what can go wrong in reading a file of a bundle into a BundleError."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise BundleError(f"{path} is not UTF-8 text.", _AGAIN) from error
+    except OSError as error:
+        raise BundleError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.") from error
 
 
 def _digest(path: Path) -> str:
@@ -173,15 +238,13 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk or a path that cannot be written into a StorageError."""
+    """Turns a full disk or a path that cannot be written into a StorageError; nothing inside may read other files."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"The disk is full: {path}.", "Free some space or choose another place.") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            raise StorageError(f"Cannot write {path}: {error.strerror}.", "Choose a place you may write to.") from error
-        raise
+        raise StorageError(f"Cannot write {path}: {error.strerror}.", "Choose another place.") from error
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -206,21 +269,26 @@ def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path
     Raises:
         StorageError: the place cannot be written, or something is there already.
     """
-    if path.exists() and not replace_existing:
-        raise StorageError(f"{path} exists already.", "Choose another name, or add --force to replace it.")
-    if path.exists() and not (path / MANIFEST).is_file():
-        raise StorageError(f"{path} exists and is not a bundle, so it is not replaced.", "Choose another name.")
     with storage_errors(path):
+        if path.exists() and not replace_existing:
+            raise StorageError(f"{path} exists already.", "Choose another name, or add --force to replace it.")
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise StorageError(f"{path} exists and is not a bundle, so it is not replaced.", "Choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
         try:
+            work = scratch / "new"
+            work.mkdir()
             yield work
             _sync_tree(work)
-            work.chmod(0o755)
-            _swap(work, path)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
+            if path.exists():
+                path.rename(scratch / "old")
+            work.rename(path)
+        finally:
+            # The old bundle stays until the new one is there, also when Ctrl-C comes between the two renames.
+            if (scratch / "old").exists() and not path.exists():
+                (scratch / "old").rename(path)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _sync_tree(root: Path) -> None:
@@ -233,27 +301,11 @@ def _sync_tree(root: Path) -> None:
                 os.close(handle)
 
 
-def _swap(work: Path, path: Path) -> None:
-    """Puts `work` in the place of `path`; the old bundle stays until the new one is there."""
-    if not path.exists():
-        work.rename(path)
-        return
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-    path.rename(old / "bundle")
-    try:
-        work.rename(path)
-    except BaseException:
-        (old / "bundle").rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def seal(root: Path, manifest: Manifest) -> Manifest:
     """Lists every file under `root` with size and digest in the manifest and writes `edgeinfer.json`."""
     files = {}
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST):
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST):
         files[path.relative_to(root).as_posix()] = FileEntry(path.stat().st_size, _digest(path))
     sealed = replace(manifest, files=files)
     (root / MANIFEST).write_text(sealed.to_json(), "utf-8")
     return sealed
-

@@ -1,0 +1,137 @@
+"""Quantized matrices: layout, error against plain rounding, and ONNX Runtime's reading of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from edgeinfer.bundle.packing import blocks_per_row, dequantize, packed_bytes
+from edgeinfer.errors import UsageError
+from edgeinfer.quant import QuantizedMatrix, QuantScheme, quantize
+
+Floats = NDArray[np.float32]
+
+
+def random_matrix(n: int, k: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32)
+
+
+def restored(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:
+    return dequantize(
+        matrix.data, matrix.scales, matrix.zero_points, bits=scheme.bits, block_size=scheme.block_size, k=k
+    )
+
+
+def plain_rounding(weight: Floats, scheme: QuantScheme) -> Floats:
+    """Rounds value by value between each block's extremes."""
+    out = np.empty_like(weight)
+    top = 2**scheme.bits - 1
+    for row in range(weight.shape[0]):
+        for start in range(0, weight.shape[1], scheme.block_size):
+            block = weight[row, start : start + scheme.block_size]
+            low, high = min(block.min(), 0), max(block.max(), 0)
+            step = (high - low) / top or 1
+            zero = round(-low / step)
+            values = np.clip(np.rint(block / step) + zero, 0, top)
+            out[row, start : start + scheme.block_size] = (values - zero) * step
+    return out
+
+
+schemes = st.builds(
+    QuantScheme, bits=st.sampled_from([2, 4, 8]), block_size=st.sampled_from([16, 32, 64]), symmetric=st.booleans()
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scheme=schemes, n=st.integers(1, 9), k=st.integers(1, 200), scale=st.sampled_from([1e-8, 0.02, 1.0, 1e6]))
+def test_layout_and_bounded_error_for_any_shape(scheme: QuantScheme, n: int, k: int, scale: float) -> None:
+    weight = random_matrix(n, k) * np.float32(scale)
+    matrix = quantize(weight, scheme)
+    blocks = blocks_per_row(k, scheme.block_size)
+    assert matrix.data.shape == (n, blocks, packed_bytes(scheme.block_size, scheme.bits))
+    assert matrix.scales.shape == (n, blocks)
+    if scheme.symmetric:
+        assert matrix.zero_points is None
+    else:
+        assert matrix.zero_points is not None
+        assert matrix.zero_points.shape == (n, packed_bytes(blocks, scheme.bits))
+    error = np.square(restored(matrix, scheme, k) - weight).sum()
+    # Even two bits leave less than half of the energy of normal weights, four a few percent.
+    assert error <= {2: 0.5, 4: 0.03, 8: 2e-4}[scheme.bits] * np.square(weight).sum()
+
+
+@pytest.mark.parametrize(("bits", "gain"), [(2, 0.8), (4, 0.95), (8, 0.95)])
+def test_search_beats_plain_rounding(bits: int, gain: float) -> None:
+    scheme = QuantScheme(bits, 32)
+    weight = random_matrix(64, 256) * np.exp(random_matrix(64, 1, 1))
+    searched = np.square(restored(quantize(weight, scheme), scheme, 256) - weight).sum()
+    plain = np.square(plain_rounding(weight, scheme) - weight).sum()
+    assert searched < gain * plain
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zeros_and_representable_values_are_kept(bits: int, symmetric: bool) -> None:
+    scheme = QuantScheme(bits, 32, symmetric)
+    weight = np.zeros((3, 64), np.float32)
+    levels = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=np.float32)
+    weight[1, : len(levels)] = levels[:64] * 0.5
+    kept = restored(quantize(weight, scheme), scheme, 64)
+    assert np.isfinite(kept).all()
+    np.testing.assert_array_equal(kept[[0, 2]], 0)
+    if bits < 8:
+        np.testing.assert_allclose(kept[1], weight[1], atol=1e-6)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    scheme, weight = QuantScheme(4, 32), random_matrix(700, 300)
+    whole, alone = quantize(weight, scheme), quantize(weight[650:651], scheme)
+    np.testing.assert_array_equal(whole.data[650], alone.data[0])
+    np.testing.assert_array_equal(whole.scales[650], alone.scales[0])
+
+
+@pytest.mark.parametrize(("bits", "block"), [(3, 32), (4, 48)])
+def test_impossible_schemes_are_refused(bits: int, block: int) -> None:
+    with pytest.raises(UsageError):
+        QuantScheme(bits, block)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_matmulnbits_multiplies_by_the_dequantized_matrix(bits: int, block: int, symmetric: bool) -> None:
+    scheme, n, k = QuantScheme(bits, block, symmetric), 40, 172
+    weight, x = random_matrix(n, k), random_matrix(3, k, 2)
+    matrix = quantize(weight, scheme)
+    expected = x @ restored(matrix, scheme, k).T
+    actual = run_matmulnbits(x, matrix, scheme, n)
+    assert np.linalg.norm(actual - expected) / np.linalg.norm(expected) < 1e-2
+
+
+def run_matmulnbits(x: Floats, matrix: QuantizedMatrix, scheme: QuantScheme, n: int) -> Floats:
+    arrays = {"data": matrix.data, "scales": matrix.scales, "zeros": matrix.zero_points}
+    initializers = [numpy_helper.from_array(a, name) for name, a in arrays.items() if a is not None]
+    node = helper.make_node(
+        "MatMulNBits",
+        ["x", *(i.name for i in initializers)],
+        ["y"],
+        domain="com.microsoft",
+        K=x.shape[1],
+        N=n,
+        bits=scheme.bits,
+        block_size=scheme.block_size,
+        accuracy_level=4,
+    )
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
+    graph = helper.make_graph([node], "g", value[:1], value[1:], initializers)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    result: Floats = session.run(None, {"x": x})[0]
+    return result

@@ -1,0 +1,300 @@
+"""Logits of both backends against transformers, for every family and every way of cutting passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.reference import ReferenceBackend
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Family
+
+Floats = NDArray[np.float32]
+TOLERANCE = 1e-4
+CAPACITY = 32
+TEXT = [0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 310, 2, 146, 90]
+OTHER = [88, 9, 9, 260, 15, 33, 4]
+# A draft tree: two branches from the context, each forking, not in depth-first order.
+PARENTS = [-1, -1, 0, 1, 0, 2, 3, 2, 5]
+DRAFT = [12, 240, 7, 7, 180, 55, 301, 3, 99]
+MAKERS: dict[str, Callable[..., Backend]] = {
+    "onnx-exact": lambda bundle, capacity: OnnxBackend(bundle, capacity, exact=True),
+    "onnx-plain": lambda bundle, capacity: OnnxBackend(bundle, capacity, exact=False),
+    "reference": ReferenceBackend,
+}
+
+
+@pytest.fixture(params=list(MAKERS))
+def backend(request: pytest.FixtureRequest, family: Family) -> Iterator[Backend]:
+    made = MAKERS[request.param](family.bundle, CAPACITY)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[name for name in MAKERS if name.startswith("onnx")])
+def pair(request: pytest.FixtureRequest, family: Family) -> Iterator[tuple[Backend, Backend]]:
+    """An ONNX backend and the reference backend of the same bundle."""
+    onnx, reference = MAKERS[request.param](family.bundle, CAPACITY), ReferenceBackend(family.bundle, CAPACITY)
+    yield onnx, reference
+    onnx.close()
+    reference.close()
+
+
+def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
+    """A chain in one pass, all logit rows."""
+    rows = np.arange(len(tokens))
+    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows, **options).logits.copy()
+
+
+def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int], **options: Any) -> Floats:  # (S, V)
+    """A chain in passes of these sizes."""
+    assert sum(sizes) == len(tokens)
+    ends = np.cumsum(sizes)
+    return np.concatenate([feed(backend, tokens[e - n : e], **options) for n, e in zip(sizes, ends, strict=True)])
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def path(parents: Sequence[int], node: int) -> list[int]:
+    """Rows from the root of a draft tree to a node."""
+    return ([*path(parents, parents[node])] if parents[node] >= 0 else []) + [node]
+
+
+def feed_tree(backend: Backend, tokens: Sequence[int], parents: Sequence[int]) -> Floats:  # (S, V)
+    positions = backend.length + np.array(depths(parents))
+    rows = np.arange(len(tokens))
+    return backend.forward(np.array(tokens, np.int64), positions, rows, tree=np.array(parents)).logits.copy()
+
+
+def assert_close(actual: Floats, expected: Floats, tolerance: float = TOLERANCE) -> None:
+    assert actual.shape == expected.shape
+    assert float(np.abs(actual - expected).max()) <= tolerance
+
+
+@pytest.mark.parametrize("sizes", [[20], [7, 1, 9, 3], [1] * 20], ids=["one", "uneven", "single"])
+def test_chunks(family: Family, backend: Backend, sizes: list[int]) -> None:
+    assert_close(feed_in(backend, TEXT, sizes), family.expected(TEXT))
+    assert backend.length == len(TEXT)
+
+
+def test_only_the_rows_asked_for(family: Family, backend: Backend) -> None:
+    tokens, expected = np.array(TEXT), family.expected(TEXT)
+    assert backend.forward(tokens[:6], np.arange(6), np.zeros(0, np.int64)).logits.shape == (0, 320)
+    rest = backend.forward(tokens[6:], np.arange(6, 20), np.array([0, 13, 5]))
+    assert_close(rest.logits, expected[[6, 19, 11]])
+
+
+def test_rollback(family: Family, backend: Backend) -> None:
+    feed(backend, TEXT)
+    backend.truncate(9)
+    expected = family.expected(TEXT[:9] + OTHER)
+    assert_close(feed_in(backend, OTHER, [2, 5]), expected[9:])
+    backend.truncate(0)
+    assert_close(feed(backend, OTHER), family.expected(OTHER))
+
+
+def test_draft_tree(family: Family, backend: Backend) -> None:
+    context = TEXT[:8]
+    feed(backend, context)
+    logits = feed_tree(backend, DRAFT, PARENTS)
+    for node in range(len(DRAFT)):
+        branch = [DRAFT[i] for i in path(PARENTS, node)]
+        assert_close(logits[node], family.expected(context + branch)[-1])
+
+
+def test_draft_tree_on_an_empty_cache(family: Family, backend: Backend) -> None:
+    logits = feed_tree(backend, DRAFT, PARENTS)
+    for node in range(len(DRAFT)):
+        assert_close(logits[node], family.expected([DRAFT[i] for i in path(PARENTS, node)])[-1])
+
+
+@pytest.mark.parametrize("node", [8, 6, 4])
+def test_keeping_a_branch(family: Family, backend: Backend, node: int) -> None:
+    context = TEXT[:8]
+    feed(backend, context)
+    feed_tree(backend, DRAFT, PARENTS)
+    branch = path(PARENTS, node)
+    backend.keep(len(context), branch)
+    accepted = context + [DRAFT[i] for i in branch]
+    assert backend.length == len(accepted)
+    assert_close(feed_in(backend, OTHER, [1, 4, 2]), family.expected(accepted + OTHER)[len(accepted) :])
+
+
+def test_keeping_nothing(family: Family, backend: Backend) -> None:
+    feed(backend, TEXT[:8])
+    feed_tree(backend, DRAFT, PARENTS)
+    backend.keep(8, [])
+    assert_close(feed(backend, OTHER), family.expected(TEXT[:8] + OTHER)[8:])
+
+
+def layer_masks(layers: int) -> list[NDArray[np.bool_]]:
+    """Nothing, everything but one part in turn, every other part, and a random half."""
+    parts = 2 * layers
+    one_out = [np.arange(parts) != part for part in range(parts)]
+    random = np.random.default_rng(0).random(parts) < 0.5
+    return [np.zeros(parts, np.bool_), *one_out, np.arange(parts) % 2 == 0, random]
+
+
+def test_masked_layers_match_the_reference(pair: tuple[Backend, Backend]) -> None:
+    onnx, reference = pair
+    for mask in layer_masks(onnx.geometry.num_layers):
+        actual, expected = (feed_in(b, TEXT, [9, 1, 10], layer_mask=mask) for b in pair)
+        assert_close(actual, expected)
+        onnx.truncate(0)
+        reference.truncate(0)
+
+
+def test_masked_trees_match_the_reference(pair: tuple[Backend, Backend]) -> None:
+    mask = np.array([True, True, False, True, True, False])
+    tree, positions = np.array(PARENTS), 5 + np.array(depths(PARENTS))
+    outcomes = []
+    for backend in pair:
+        feed(backend, TEXT[:5], layer_mask=mask)
+        rows = np.arange(len(DRAFT))
+        outcomes.append(backend.forward(np.array(DRAFT), positions, rows, tree=tree, layer_mask=mask).logits)
+    assert_close(*outcomes)
+
+
+def test_a_masked_pass_leaves_the_context_alone(family: Family, backend: Backend) -> None:
+    feed(backend, TEXT[:8])
+    for mask in layer_masks(backend.geometry.num_layers):
+        feed(backend, OTHER, layer_mask=mask)
+        backend.truncate(8)
+    assert_close(feed(backend, TEXT[8:]), family.expected(TEXT)[8:])
+
+
+@pytest.mark.parametrize("exit_layer", [0, 1, 2, 3])
+def test_resuming_from_an_exit_layer(family: Family, backend: Backend, exit_layer: int) -> None:
+    expected = family.expected(TEXT)
+    first = np.arange(2 * backend.geometry.num_layers) < 2 * exit_layer
+    feed(backend, TEXT[:6])
+    tokens, positions, rows = np.array(TEXT[6:13]), np.arange(6, 13), np.arange(7)
+    early = backend.forward(tokens, positions, np.zeros(0, np.int64), layer_mask=first)
+    assert early.hidden is not None
+    hidden = early.hidden.copy()
+    backend.truncate(6)
+    resumed = backend.forward(tokens, positions, rows, layer_mask=~first, hidden=hidden)
+    assert_close(resumed.logits, expected[6:13])
+    # Both halves left their keys and values behind.
+    assert_close(feed(backend, TEXT[13:]), expected[13:])
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2])
+def test_hidden_states_match_the_reference(pair: tuple[Backend, Backend], exit_layer: int) -> None:
+    mask = np.arange(2 * pair[0].geometry.num_layers) < 2 * exit_layer
+    none = np.zeros(0, np.int64)
+    early = [b.forward(np.array(TEXT), np.arange(len(TEXT)), none, layer_mask=mask).hidden for b in pair]
+    assert early[0] is not None and early[1] is not None
+    assert early[0].shape == (len(TEXT), pair[0].geometry.hidden_size)
+    assert_close(early[0], early[1])
+
+
+def test_snapshot_and_restore(family: Family, backend: Backend) -> None:
+    feed(backend, TEXT[:11])
+    snapshot = backend.snapshot()
+    held = CacheSnapshot(
+        snapshot.length, tuple(k.copy() for k in snapshot.keys), tuple(v.copy() for v in snapshot.values)
+    )
+    backend.truncate(3)
+    feed(backend, OTHER * 2)
+    assert all(np.array_equal(a, b) for a, b in zip(snapshot.keys, held.keys, strict=True))
+    backend.restore(snapshot)
+    assert backend.length == 11
+    assert_close(feed_in(backend, TEXT[11:], [1, 8]), family.expected(TEXT)[11:])
+
+
+def test_a_snapshot_moves_to_another_backend(family: Family, pair: tuple[Backend, Backend]) -> None:
+    for source, target in (pair, pair[::-1]):
+        feed(source, TEXT[:11])
+        target.restore(source.snapshot())
+        assert_close(feed(target, TEXT[11:]), family.expected(TEXT)[11:])
+        source.truncate(0)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("sizes", [[300], [250, 5, 1, 1, 43], [100, 100, 56, 44]], ids=["one", "edge", "chunks"])
+def test_the_cache_grows(make_family: Callable[..., Family], maker: str, sizes: list[int]) -> None:
+    family = make_family("llama", max_position_embeddings=1024)
+    text = [int(t) for t in np.random.default_rng(1).integers(0, 320, 300)]
+    expected = family.expected(text)
+    backend = MAKERS[maker](family.bundle, 600)
+    before = backend.nbytes()["kv"]
+    assert_close(feed_in(backend, text, sizes), expected)
+    assert backend.nbytes()["kv"] > before
+    backend.truncate(270)
+    assert_close(feed(backend, text[270:]), expected[270:])
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_restoring_more_than_the_cache_holds(make_family: Callable[..., Family], maker: str) -> None:
+    family = make_family("llama", max_position_embeddings=1024)
+    text = [int(t) for t in np.random.default_rng(2).integers(0, 320, 280)]
+    first, second = (MAKERS[maker](family.bundle, 600) for _ in range(2))
+    feed(first, text[:270])
+    feed(second, text[:3])
+    second.restore(first.snapshot())
+    assert_close(feed_in(second, text[270:], [1, 9]), family.expected(text)[270:])
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
+    family = make_family("llama")
+    backend = MAKERS[maker](family.bundle, 21)
+    assert_close(feed_in(backend, [*TEXT, 1], [20, 1]), family.expected([*TEXT, 1]))
+    with pytest.raises(BackendError, match="does not fit"):
+        feed(backend, [1])
+    backend.truncate(18)
+    assert_close(feed(backend, [*TEXT[18:], 1]), family.expected([*TEXT, 1])[18:])
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_longrope_takes_its_long_factors_above_the_original_context(
+    make_family: Callable[..., Family], maker: str
+) -> None:
+    family = make_family("phi3-longrope")
+    text = TEXT * 2  # longer than the original 32 positions, so transformers takes the long factors for all
+    backend = MAKERS[maker](family.bundle, 64)
+    assert_close(feed_in(backend, text, [25, 1, 14]), family.expected(text))
+
+
+BAD_PASSES: dict[str, dict[str, Any]] = {
+    "empty": {"tokens": [], "positions": [], "rows": []},
+    "positions": {"positions": [0]},
+    "row": {"rows": [3]},
+    "negative row": {"rows": [-1]},
+    "token": {"tokens": [1, 2, 320]},
+    "negative token": {"tokens": [1, -2, 3]},
+    "forward parent": {"tree": [-1, 2, 0]},
+    "own parent": {"tree": [-1, 1, 0]},
+    "short tree": {"tree": [-1, 0]},
+    "mask": {"layer_mask": [True] * 5},
+    "hidden": {"hidden": np.zeros((2, 64), np.float32)},
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("fault", BAD_PASSES)
+def test_impossible_passes_are_refused(make_family: Callable[..., Family], maker: str, fault: str) -> None:
+    family = make_family("llama")
+    backend = MAKERS[maker](family.bundle, CAPACITY)
+    feed(backend, TEXT[:4])
+    asked: dict[str, Any] = {"tokens": [1, 2, 3], "positions": [4, 5, 6], "rows": [2]} | BAD_PASSES[fault]
+    integers = {name: np.array(asked.pop(name), np.int64) for name in ("tokens", "positions", "rows")}
+    rest = {name: np.array(value) for name, value in asked.items()}
+    with pytest.raises(BackendError):
+        backend.forward(*integers.values(), **rest)
+    assert backend.length == 4
+    assert_close(feed(backend, TEXT[4:]), family.expected(TEXT)[4:])
