@@ -6,7 +6,6 @@ and hands them to a `TokenStream`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +108,7 @@ def _load_config(
 
 
 def _eos_ids(bundle: Bundle) -> frozenset[int]:
-    ids = json.loads(bundle.read_text("generation_config.json")).get("eos_token_id", [])
+    ids = bundle.read_object("generation_config.json").get("eos_token_id", [])
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise BundleError("generation_config.json: eos_token_id must be a list of ids.", "Export the bundle again.")
     return frozenset(ids)
@@ -118,7 +117,7 @@ def _eos_ids(bundle: Bundle) -> frozenset[int]:
 def _template(bundle: Bundle) -> ChatTemplate | None:
     if not bundle.has("chat_template.jinja"):
         return None
-    special = json.loads(bundle.read_text("special_tokens.json")) if bundle.has("special_tokens.json") else {}
+    special = bundle.read_object("special_tokens.json") if bundle.has("special_tokens.json") else {}
     return ChatTemplate(bundle.read_text("chat_template.jinja"), special)
 
 

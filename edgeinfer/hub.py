@@ -64,8 +64,9 @@ def resolve(model: str | Path | None) -> Path:
     """
     if model is None:
         return _builtin()
-    if Path(model).expanduser().exists():
-        return Path(model).expanduser()
+    local = _existing(model)
+    if local is not None:
+        return local
     repo_id = _hub_id(model)
     path = _cached(repo_id) or pull(repo_id)
     if not is_bundle(path):
@@ -81,8 +82,7 @@ def find_checkpoint(source: str | Path) -> Path:
         ModelError: no such path, or the source is a bundle already.
         HubError: the repository could not be fetched.
     """
-    local = Path(source).expanduser()
-    path = local if local.exists() else _cached(_hub_id(source)) or pull(_hub_id(source))
+    path = _existing(source) or _cached(_hub_id(source)) or pull(_hub_id(source))
     if is_bundle(path):
         raise ModelError(f"{source} is a bundle already.", f"Run it: edgeinfer run -m {source}")
     return path
@@ -128,6 +128,16 @@ def pull(
             hint = "edgeinfer reads bundles, and checkpoints in safetensors; pickled weights are never loaded."
             raise HubError(f"{repo_id} holds neither a bundle nor a checkpoint in safetensors.", hint)
         return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, **options))
+
+
+def _existing(source: str | Path) -> Path | None:
+    """The path that was given, if something is there."""
+    try:
+        path = Path(source).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be searched, no home
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise ModelError(f"No model at {str(source)!r}: {reason}.", "Check the path and its permissions.") from error
 
 
 def _builtin() -> Path:

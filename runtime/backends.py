@@ -23,13 +23,19 @@ def _onnx(bundle: Bundle, config: LoadConfig, plan: MemoryPlan) -> Backend:
     return OnnxBackend(bundle, plan.context, threads=_threads(config), exact=config.exact)
 
 
+def _onnx_optimum(bundle: Bundle, config: LoadConfig, plan: MemoryPlan) -> Backend:
+    from edgeinfer.runtime.concat_backend import ConcatBackend
+
+    return ConcatBackend(bundle, plan.context, threads=_threads(config))
+
+
 def _reference(bundle: Bundle, config: LoadConfig, plan: MemoryPlan) -> Backend:
     from edgeinfer.runtime.reference import ReferenceBackend
 
     return ReferenceBackend(bundle, plan.context)
 
 
-BACKENDS: dict[str, Maker] = {"onnx": _onnx, "reference": _reference}
+BACKENDS: dict[str, Maker] = {"onnx": _onnx, "onnx-optimum": _onnx_optimum, "reference": _reference}
 
 
 def _threads(config: LoadConfig) -> int:

@@ -8,7 +8,6 @@ least two, and an even number where weights are quantized in blocks of 64 or 128
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,53 +15,26 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, WEIGHTS, Bundle, Geometry, graph
-from edgeinfer.errors import BackendError, BundleError
+from edgeinfer.errors import BundleError
 from edgeinfer.runtime.contracts import (
     CacheSnapshot,
     Floats,
     Ints,
-    PassCancelledError,
     StepOutput,
     ancestors,
     check_pass,
 )
 from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.memory import release_mapped
+from edgeinfer.runtime.ort_session import OrtSession
 from edgeinfer.runtime.rope import rope_tables
 
 __all__ = ["OnnxBackend"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
 _HIDDEN = np.float32(-1e9)
-_TERMINATED = "terminate flag"
 # Shapes of passes whose bindings are kept; a binding is a few kilobytes.
 _MOST_PASSES = 64
-_CPU = ["CPUExecutionProvider"]
-
-
-def open_session(path: str, threads: int) -> ort.InferenceSession:
-    """A CPU session set up for small memory.
-
-    The arena is off because it never returns the activations of the largest pass; memory patterns are off because
-    they plan for fixed shapes.
-
-    Raises:
-        BundleError: the model file cannot be loaded.
-    """
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = False
-    options.enable_mem_pattern = False
-    options.log_severity_level = 3
-    # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        return ort.InferenceSession(path, options, providers=_CPU)
-    except Exception as error:
-        # onnxruntime raises a family of exceptions without a common base of its own.
-        reason = str(error).splitlines()[0]
-        raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
 
 
 class OnnxBackend:
@@ -84,12 +56,10 @@ class OnnxBackend:
         self.geometry = decoder.geometry
         self.capabilities = bundle.manifest.capabilities
         self.capacity = capacity
-        self.run_ns = 0
         self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
-        self._session = open_session(str(bundle.file(MODEL)), threads)
+        self._session = OrtSession(str(bundle.file(MODEL)), threads)
         # The weights are packed into copies; the pages they were read from have done their work.
         release_mapped(bundle.file(WEIGHTS))
-        self._run_options = ort.RunOptions()
         self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1)
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
         self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
@@ -105,6 +75,11 @@ class OnnxBackend:
     def length(self) -> int:
         """Tokens the cache holds."""
         return self._kv.length
+
+    @property
+    def run_ns(self) -> int:
+        """Nanoseconds of the last pass inside onnxruntime."""
+        return self._session.run_ns
 
     def forward(
         self,
@@ -130,21 +105,9 @@ class OnnxBackend:
         self._total[...] = total
         bias = self._bias(padded, total) if tree is None else self._tree_bias(tree, padded, total)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
-        self._run(step)
+        self._session.run(step.binding)
         self._kv.length = start + size
         return StepOutput(step.logits, step.hidden_out[0, :size])
-
-    def _run(self, step: _Pass) -> None:
-        self._run_options.terminate = False
-        begun = time.perf_counter_ns()
-        try:
-            self._session.run_with_iobinding(step.binding, self._run_options)
-        except Exception as error:
-            # onnxruntime raises a family of exceptions without a common base of its own.
-            if _TERMINATED in str(error):
-                raise PassCancelledError("The pass was cancelled.") from error
-            raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
-        self.run_ns = time.perf_counter_ns() - begun
 
     def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
         key = (padded, rows, resumes)
@@ -160,7 +123,7 @@ class OnnxBackend:
 
     def _bind(self, step: _Pass) -> _Pass:
         """Binds all but the attention bias, whose shape changes with every pass."""
-        step.binding = self._session.io_binding()
+        step.binding = self._session.binding()
         inputs = step.inputs | {
             graph.SEQLENS_K: self._seqlens,
             graph.TOTAL_LENGTH: self._total,
@@ -212,7 +175,7 @@ class OnnxBackend:
 
     def cancel(self) -> None:
         """Ends the running pass from another thread."""
-        self._run_options.terminate = True
+        self._session.cancel()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""

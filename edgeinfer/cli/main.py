@@ -6,21 +6,25 @@ Exit codes: 0 done, 2 bad usage, 3 model or bundle, 4 does not fit the budget, 5
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import edgeinfer
 from edgeinfer.cli import chat, export, inspect, plan, pull, run
 from edgeinfer.cli.options import Parser
 from edgeinfer.cli.output import print_error
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, StorageError
 
 __all__ = ["build_parser", "main"]
 
 INTERRUPTED = 130
+# What writing to a full disk, past a quota or past a size limit ends in.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _DESCRIPTION = """\
 Run a language model on this device, inside a memory budget that you state.
@@ -49,23 +53,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None takes the process's own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A console that lacks a character shows "?" rather than ending the story.
-        sys.stdout.reconfigure(errors="replace")
+    _prepare_streams()
     try:
-        code = _execute(arguments)
-        sys.stdout.flush()
-        return code
+        return _execute(arguments)
     except BrokenPipeError:
-        # The reader has what it wanted (`| head`). Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has what it wanted (`| head`).
+        _abandon_stdout()
         return 0
+
+
+def _prepare_streams() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, as `>&-` does: what is said goes nowhere
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+        elif isinstance(stream, io.TextIOWrapper) and name == "stdout":
+            # A console that lacks a character shows "?" rather than ending the story.
+            stream.reconfigure(errors="replace")
+
+
+def _abandon_stdout() -> None:
+    """Lets what stdout did not take go nowhere, or Python would complain once more when it flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _execute(arguments: list[str]) -> int:
     try:
         args = build_parser().parse_args(arguments)
         code: int = args.execute(args)
+        sys.stdout.flush()
         return code
     except SystemExit as done:  # argparse, after --help or --version
         return int(done.code or 0)
@@ -77,10 +93,21 @@ def _execute(arguments: list[str]) -> int:
         _show_traceback(arguments)
         print_error(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _FULL:
+            return _unexpected(arguments, error)
+        # Files are written under `storage_errors`, so it was stdout that did not take all of its text.
+        _abandon_stdout()
+        print_error(f"The output cannot be written: {error.strerror}. Free some space or send it to another place.")
+        return StorageError.exit_code
     except Exception as error:  # the last resort of a program: whatever it is, the user gets one line
-        _show_traceback(arguments)
-        print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
-        return EdgeInferError.exit_code
+        return _unexpected(arguments, error)
+
+
+def _unexpected(arguments: list[str], error: Exception) -> int:
+    _show_traceback(arguments)
+    print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
+    return EdgeInferError.exit_code
 
 
 def _show_traceback(arguments: list[str]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
+from edgeinfer.config import GenerationConfig, LoadConfig, format_size, parse_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +23,13 @@ __all__ = [
     "add_model_option",
     "generation_options",
     "load_options",
+    "read_stream",
+    "read_text",
     "utf8",
 ]
+
+# The longest contexts, ten million tokens, hold less text.
+_MOST_PROMPT_BYTES = 64 * 1000**2
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,14 +168,17 @@ def read_text(path: Path) -> str:
         PromptError: it cannot be read, or is not UTF-8.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            return read_stream(file, str(path))
     except OSError as error:
         raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
-    return decode(data, str(path))
 
 
-def decode(data: bytes, source: str) -> str:
-    """The text of a prompt's bytes, as `read_text`."""
+def read_stream(file: BinaryIO, source: str) -> str:
+    """The text of an open file, as `read_text`; `source` names it."""
+    data = file.read(_MOST_PROMPT_BYTES + 1)
+    if len(data) > _MOST_PROMPT_BYTES:
+        raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")
     try:
         return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:

@@ -26,7 +26,9 @@ def print_error(text: str) -> None:
         console.print("[bold red]error:[/]", end=" ")
         console.print(line, markup=False, soft_wrap=True)
     else:
-        sys.stderr.write(f"error: {line}\n")
+        # Where stderr takes nothing, a full disk perhaps, the exit code still tells.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"error: {line}\n")
 
 
 def print_note(text: str) -> None:

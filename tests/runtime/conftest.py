@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,11 +25,15 @@ class Family:
     model: Any
     bundle: Bundle
 
+    known: dict[tuple[int, ...], NDArray[np.float32]] = field(default_factory=dict, repr=False)
+
     def expected(self, tokens: Sequence[int]) -> NDArray[np.float32]:  # (S, V)
         """Logits of a text in one pass of transformers."""
-        with torch.no_grad():
-            logits: NDArray[np.float32] = self.model(torch.tensor([list(tokens)])).logits[0].numpy()
-        return logits
+        key = tuple(tokens)
+        if key not in self.known:
+            with torch.no_grad():
+                self.known[key] = self.model(torch.tensor([key])).logits[0].numpy()
+        return self.known[key]
 
 
 @pytest.fixture(scope="session")

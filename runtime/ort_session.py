@@ -1,0 +1,80 @@
+"""An ONNX Runtime session on the CPU: opened for small memory, timed, can be ended; knows nothing of its graph."""
+
+from __future__ import annotations
+
+import time
+
+import onnxruntime as ort
+
+from edgeinfer.errors import BackendError, BundleError
+from edgeinfer.runtime.contracts import PassCancelledError
+
+__all__ = ["OrtSession"]
+
+_TERMINATED = "terminate flag"
+_CPU = ["CPUExecutionProvider"]
+
+
+class OrtSession:
+    """A CPU session set up for small memory, whose runs can be ended from another thread.
+
+    The arena is off because it never returns the activations of the largest pass; memory patterns are off because
+    they plan for fixed shapes.
+
+    Args:
+        path: the model file.
+        threads: threads of the linear algebra.
+
+    Attributes:
+        inputs, outputs: names in the order of the graph.
+        run_ns: nanoseconds of the last completed run.
+
+    Raises:
+        BundleError: the model file cannot be loaded.
+    """
+
+    def __init__(self, path: str, threads: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
+        options.log_severity_level = 3
+        # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        try:
+            self._session = ort.InferenceSession(path, options, providers=_CPU)
+        except Exception as error:
+            # onnxruntime raises a family of exceptions without a common base of its own.
+            reason = str(error).splitlines()[0]
+            raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
+        self.inputs = tuple(i.name for i in self._session.get_inputs())
+        self.outputs = tuple(o.name for o in self._session.get_outputs())
+        self.run_ns = 0
+        self._run_options = ort.RunOptions()
+
+    def binding(self) -> ort.IOBinding:
+        """A new, empty binding of inputs and outputs."""
+        return self._session.io_binding()
+
+    def run(self, binding: ort.IOBinding) -> None:
+        """One run over what is bound.
+
+        Raises:
+            PassCancelledError: `cancel` ended it.
+            BackendError: onnxruntime failed.
+        """
+        self._run_options.terminate = False
+        begun = time.perf_counter_ns()
+        try:
+            self._session.run_with_iobinding(binding, self._run_options)
+        except Exception as error:
+            # onnxruntime raises a family of exceptions without a common base of its own.
+            if _TERMINATED in str(error):
+                raise PassCancelledError("The pass was cancelled.") from error
+            raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
+        self.run_ns = time.perf_counter_ns() - begun
+
+    def cancel(self) -> None:
+        """Ends the running run; safe from any thread."""
+        self._run_options.terminate = True

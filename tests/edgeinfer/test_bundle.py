@@ -1,0 +1,284 @@
+"""Bundles on disk: malformed ones are refused with a BundleError, and writing is whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import (
+    MANIFEST,
+    MODEL,
+    WEIGHTS,
+    Blob,
+    Capabilities,
+    DecoderSpec,
+    Manifest,
+    RopeSpec,
+    TensorEntry,
+    open_bundle,
+    seal,
+    write_bundle,
+    write_file,
+)
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import BundleError, StorageError
+
+SPEC = DecoderSpec(
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    max_positions=64,
+    norm_eps=1e-5,
+    rope=RopeSpec("default", 1e4, 4),
+)
+
+
+def make_manifest() -> Manifest:
+    norm = TensorEntry("final_norm", (8,), 32, Blob(0, "float32", (8,)))
+    embed = TensorEntry(
+        "embed",
+        (10, 8),
+        4,
+        Blob(64, "uint8", (10, 1, 16)),
+        32,
+        Blob(256, "float32", (10, 1)),
+        Blob(320, "uint8", (10, 1)),
+    )
+    return Manifest(
+        name="tiny",
+        architecture="LlamaForCausalLM",
+        backend="onnx",
+        geometry=SPEC.geometry,
+        parameters=88,
+        capabilities=Capabilities(layer_skip=True, hidden=True, tree=True),
+        decoder=SPEC,
+        tensors=(norm, embed),
+        exits=(1, 2),
+        export={"bits": 4},
+        quality={"perplexity": 5.5},
+    )
+
+
+def fill(folder: Path) -> None:
+    (folder / MODEL).write_bytes(b"graph")
+    (folder / WEIGHTS).write_bytes(np.arange(8, dtype=np.float32).tobytes() + bytes(298))
+    (folder / "tokenizer.json").write_text('{"a": "é"}', "utf-8")
+    seal(folder, make_manifest())
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    with write_bundle(tmp_path / "tiny") as work:
+        fill(work)
+    return tmp_path / "tiny"
+
+
+def edit(bundle: Path, change: Any) -> None:
+    """Applies a change to the parsed manifest on disk."""
+    data = json.loads((bundle / MANIFEST).read_text())
+    change(data)
+    (bundle / MANIFEST).write_text(json.dumps(data))
+
+
+def test_a_written_bundle_opens_as_it_was(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    assert opened.manifest.decoder == SPEC
+    assert set(opened.manifest.files) == {MODEL, WEIGHTS, "tokenizer.json"}
+    assert opened.read_text("tokenizer.json") == '{"a": "é"}'
+    np.testing.assert_array_equal(opened.tensor("final_norm"), np.arange(8))
+    assert opened.tensor("embed").shape == (10, 8)
+    opened.verify()
+
+
+def test_manifest_survives_json() -> None:
+    manifest = make_manifest()
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def paths(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in parsed JSON."""
+    found = [prefix] if prefix else []
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        found += paths(value, (*prefix, key))
+    return found
+
+
+MANIFEST_PATHS = paths(json.loads(make_manifest().to_json()))
+JUNK = st.sampled_from([None, -1, 0, 3, 1.5, True, "x", "../x", [], [1], {}, {"a": 1}, 2**70, float("nan")])
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=st.sampled_from(MANIFEST_PATHS), value=JUNK, remove=st.booleans())
+def test_a_mutated_manifest_is_read_or_refused(path: tuple[Any, ...], value: Any, remove: bool) -> None:
+    data = json.loads(make_manifest().to_json())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    if remove:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    try:
+        Manifest.from_json(json.dumps(data))
+    except BundleError as error:
+        assert error.message and error.hint
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text())
+def test_any_text_is_refused_with_a_bundle_error(text: str) -> None:
+    with pytest.raises(BundleError):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(surprise=1), "surprise"),
+        (lambda d: d.pop("geometry"), "geometry"),
+        (lambda d: d.update(format_version=99), "99"),
+        (lambda d: d.update(format="other"), "not an edgeinfer manifest"),
+        (lambda d: d["geometry"].update(num_layers=3), "disagree"),
+        (lambda d: d["tensors"].append(d["tensors"][0]), "twice"),
+        (lambda d: d["tensors"][1].update(block_size=24), "24"),
+        (lambda d: d["tensors"][0]["data"].update(offset=290), "past the end"),
+        (lambda d: d["files"][WEIGHTS].update(bytes=5), "330 bytes"),
+    ],
+)
+def test_what_is_wrong_is_named(bundle: Path, change: Any, says: str) -> None:
+    edit(bundle, change)
+    with pytest.raises(BundleError, match=says):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin", "..\\outside.bin", ""])
+def test_paths_that_leave_the_bundle_are_refused(bundle: Path, name: str) -> None:
+    (bundle.parent / "outside.bin").write_bytes(b"secret")
+    edit(bundle, lambda d: d["files"].update({name: {"bytes": 6, "sha256": "0" * 64}}))
+    with pytest.raises(BundleError, match="leaves its directory"):
+        open_bundle(bundle)
+
+
+def test_a_linked_folder_that_leaves_the_bundle_is_refused(bundle: Path) -> None:
+    outside = bundle.parent / "outside"
+    outside.mkdir()
+    (outside / "data.bin").write_bytes(b"secret")
+    (bundle / "inside").symlink_to(outside)
+    edit(bundle, lambda d: d["files"].update({"inside/data.bin": {"bytes": 6, "sha256": "0" * 64}}))
+    with pytest.raises(BundleError, match="leaves its directory"):
+        open_bundle(bundle)
+
+
+def test_a_file_linked_into_a_blob_store_opens(bundle: Path) -> None:
+    store = bundle.parent / "blob"
+    (bundle / WEIGHTS).rename(store)
+    (bundle / WEIGHTS).symlink_to(store)
+    open_bundle(bundle).verify()
+
+
+def test_truncated_weights_are_refused(bundle: Path) -> None:
+    with (bundle / WEIGHTS).open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(BundleError, match=r"weights\.bin has 100 bytes"):
+        open_bundle(bundle)
+
+
+def test_a_missing_file_is_refused(bundle: Path) -> None:
+    (bundle / MODEL).unlink()
+    with pytest.raises(BundleError, match=r"model\.onnx is missing"):
+        open_bundle(bundle)
+
+
+def test_changed_contents_are_found_when_read_or_verified(bundle: Path) -> None:
+    (bundle / "tokenizer.json").write_bytes(b'{"a": "xy"}')
+    opened = open_bundle(bundle)
+    with pytest.raises(BundleError, match="sha256"):
+        opened.read_text("tokenizer.json")
+    with pytest.raises(BundleError, match="sha256"):
+        opened.verify()
+
+
+def test_a_folder_without_a_manifest_is_not_a_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="not a bundle"):
+        open_bundle(tmp_path)
+
+
+def test_names_the_bundle_does_not_have(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    with pytest.raises(BundleError):
+        opened.file("chat_template.jinja")
+    with pytest.raises(BundleError):
+        opened.tensor("head")
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_a_crash_while_replacing_leaves_the_old_bundle(bundle: Path, failure: type[BaseException]) -> None:
+    before = (bundle / MANIFEST).read_bytes()
+    with pytest.raises(failure), write_bundle(bundle, replace_existing=True) as work:
+        (work / MODEL).write_bytes(b"half")
+        raise failure
+    assert (bundle / MANIFEST).read_bytes() == before
+    open_bundle(bundle).verify()
+    assert [p.name for p in bundle.parent.iterdir()] == ["tiny"]
+
+
+def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), write_bundle(tmp_path / "new") as work:
+        (work / MODEL).write_bytes(b"half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replacing_swaps_the_whole_bundle(bundle: Path) -> None:
+    (bundle / "old-only").write_bytes(b"")
+    with write_bundle(bundle, replace_existing=True) as work:
+        fill(work)
+    assert not (bundle / "old-only").exists()
+    assert [p.name for p in bundle.parent.iterdir()] == ["tiny"]
+
+
+def test_what_is_there_is_not_overwritten_unasked(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="exists already"), write_bundle(bundle):
+        pass
+    other = tmp_path / "notes"
+    other.mkdir()
+    with pytest.raises(StorageError, match="not a bundle"), write_bundle(other, replace_existing=True):
+        pass
+
+
+@pytest.mark.parametrize(("code", "says"), [(errno.ENOSPC, "full"), (errno.EACCES, "Cannot write")])
+def test_disk_errors_become_storage_errors(tmp_path: Path, code: int, says: str) -> None:
+    with pytest.raises(StorageError, match=says), write_bundle(tmp_path / "new"):
+        raise OSError(code, os.strerror(code))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="I/O"), storage_errors(tmp_path):
+        raise OSError(errno.EIO, "I/O error")
+
+
+def test_a_place_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError), write_bundle(tmp_path / "file" / "bundle"):
+        pass
+
+
+def test_write_file_replaces_whole(tmp_path: Path) -> None:
+    target = tmp_path / "state.json"
+    write_file(target, b"one")
+    write_file(target, b"two")
+    assert target.read_bytes() == b"two"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+    with pytest.raises(StorageError):
+        write_file(tmp_path / "missing" / "state.json", b"x")

@@ -1,0 +1,238 @@
+"""Bundles that exporting makes, and bad checkpoints that it refuses before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from edgeinfer.bundle import MODEL, WEIGHTS, open_bundle
+from edgeinfer.errors import (
+    CheckpointError,
+    EdgeInferError,
+    StorageError,
+    UnsupportedArchitectureError,
+    UsageError,
+)
+from edgeinfer.export import ExportConfig, export_checkpoint, weights
+from tests.factories import make_checkpoint
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "tiny", "llama-tied", chat_template=TEMPLATE)
+    return tmp_path / "tiny"
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(checkpoint: Path, change: Any) -> None:
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_a_bundle_says_what_it_holds(checkpoint: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    config = ExportConfig(bits=4, keep_small=False)
+    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", config, lambda *step: seen.append(step)))
+    manifest = bundle.manifest
+    bundle.verify()
+    assert (manifest.name, manifest.architecture, manifest.backend) == ("tiny", "LlamaForCausalLM", "onnx")
+    assert manifest.parameters == sum(t.numel() for t in load_file(checkpoint / "model.safetensors").values())
+    assert manifest.exits == (1, 2, 3)
+    assert manifest.capabilities.row_multiple == 1
+    bits = {t.name.removeprefix("layers.0."): t.bits for t in manifest.tensors}
+    assert {bits[n] for n in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")} == {4}
+    assert (bits["embed"], bits["head"], bits["final_norm"]) == (8, 8, 32)
+    assert manifest.tensor("head").data == manifest.tensor("embed").data
+    assert manifest.export["bits"] == 4 and manifest.export["head_bits"] == 8
+    assert [step[1] for step in seen] == list(range(1, len(manifest.tensors)))
+    assert {step[2] for step in seen} == {len(manifest.tensors) - 1}
+    assert all(t.data.offset % 64 == 0 for t in manifest.tensors)
+
+
+def test_the_small_files_are_carried_over(checkpoint: Path, tmp_path: Path) -> None:
+    generation = {"eos_token_id": [1, 5], "temperature": 0.7, "transformers_version": "x"}
+    (checkpoint / "generation_config.json").write_text(json.dumps(generation))
+    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out"))
+    assert bundle.read_text("chat_template.jinja") == TEMPLATE
+    assert json.loads(bundle.read_text("generation_config.json")) == {
+        "bos_token_id": 0,
+        "eos_token_id": [1, 5],
+        "pad_token_id": 0,
+        "temperature": 0.7,
+    }
+    assert json.loads(bundle.read_text("special_tokens.json"))["eos_token"] == "</s>"
+    assert bundle.read_text("tokenizer.json") == (checkpoint / "tokenizer.json").read_text("utf-8")
+
+
+def test_a_template_file_wins_over_the_tokenizers(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "chat_template.jinja").write_text("file")
+    assert open_bundle(export_checkpoint(checkpoint, tmp_path / "out")).read_text("chat_template.jinja") == "file"
+
+
+def test_exporting_twice_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    one, two = (export_checkpoint(checkpoint, tmp_path / name) for name in ("one", "two"))
+    for name in (MODEL, WEIGHTS, "edgeinfer.json"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_the_graph_is_small_and_keeps_its_weights_outside(checkpoint: Path, tmp_path: Path) -> None:
+    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32))
+    model = onnx.load(str(out / MODEL), load_external_data=False)
+    assert model.producer_name == "edgeinfer"
+    assert (out / MODEL).stat().st_size < 50_000
+    outside = [i for i in model.graph.initializer if i.data_location == onnx.TensorProto.EXTERNAL]
+    assert {e.value for i in outside for e in i.external_data if e.key == "location"} == {WEIGHTS}
+    onnx.checker.check_model(str(out / MODEL), full_check=False)
+
+
+@pytest.mark.parametrize(("group_size", "multiple"), [(32, 1), (64, 2)])
+def test_row_multiple_follows_the_blocks(checkpoint: Path, tmp_path: Path, group_size: int, multiple: int) -> None:
+    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, group_size=group_size))
+    assert open_bundle(out).manifest.capabilities.row_multiple == multiple
+
+
+def refused(checkpoint: Path, error: type[EdgeInferError], says: str) -> EdgeInferError:
+    """Exports, and checks that the right error came and nothing was written."""
+    before = sorted(checkpoint.parent.iterdir())
+    with pytest.raises(error, match=says) as caught:
+        export_checkpoint(checkpoint, checkpoint.parent / "out")
+    assert sorted(checkpoint.parent.iterdir()) == before
+    assert caught.value.message and caught.value.hint
+    return caught.value
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda t: t.pop(NAME))
+    refused(checkpoint, CheckpointError, NAME)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda t: t.update({NAME: t[NAME][:50].clone()}))
+    refused(checkpoint, CheckpointError, rf"{NAME}.*\(50, 64\).*\(96, 64\)")
+
+
+def test_weights_nothing_uses_are_named(checkpoint: Path) -> None:
+    edit_tensors(
+        checkpoint, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": t["model.norm.weight"].clone()})
+    )
+    refused(checkpoint, CheckpointError, r"q_proj\.bias")
+
+
+def test_stored_rotary_frequencies_and_a_tied_head_are_ignored(checkpoint: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = tensors["model.norm.weight"].clone()
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit_tensors(checkpoint, change)
+    out = export_checkpoint(checkpoint, checkpoint.parent / "out")
+    assert "head" in {t.name for t in open_bundle(out).manifest.tensors}
+
+
+def test_values_that_are_not_finite_are_named(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda t: t[NAME].view(-1)[3].fill_(float("nan")))
+    refused(checkpoint, CheckpointError, NAME)
+
+
+def test_truncated_weights(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(checkpoint, CheckpointError, "truncated")
+
+
+def test_an_unknown_architecture(checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=["MambaForCausalLM"])
+    refused(checkpoint, UnsupportedArchitectureError, "MambaForCausalLM.*--exporter optimum")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"num_key_value_heads": 3}, "num_heads"), ({"rms_norm_eps": None}, "rms_norm_eps"), ({"vocab_size": 321}, "321")],
+)
+def test_a_config_that_does_not_fit(checkpoint: Path, change: dict[str, Any], says: str) -> None:
+    edit_config(checkpoint, **change)
+    refused(checkpoint, CheckpointError, says)
+
+
+def test_a_malformed_or_missing_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+    refused(checkpoint, CheckpointError, "not valid JSON")
+    (checkpoint / "config.json").unlink()
+    refused(checkpoint, CheckpointError, r"no config\.json")
+
+
+def test_a_missing_tokenizer(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    refused(checkpoint, CheckpointError, r"no tokenizer\.json")
+    (checkpoint / "tokenizer.model").write_bytes(b"")
+    assert "AutoTokenizer" in refused(checkpoint, CheckpointError, "SentencePiece").hint
+
+
+def test_a_full_disk_leaves_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(weights.WeightFile, "append", fail)
+    refused(checkpoint, StorageError, "disk is full")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_place(checkpoint: Path, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with pytest.raises(StorageError):
+        export_checkpoint(checkpoint, locked / "out")
+
+
+def test_an_interrupt_leaves_the_old_bundle(checkpoint: Path, tmp_path: Path) -> None:
+    out = export_checkpoint(checkpoint, tmp_path / "out")
+    before = (out / "edgeinfer.json").read_bytes()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(checkpoint, out, ExportConfig(bits=8, force=True), interrupt)
+    assert (out / "edgeinfer.json").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "tiny"]
+
+
+def test_an_existing_bundle_is_replaced_only_when_told(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "out")
+    with pytest.raises(StorageError, match="exists already"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32, force=True))
+    assert open_bundle(tmp_path / "out").manifest.export["bits"] == 32
+
+
+@pytest.mark.parametrize(
+    "options", [{"bits": 3}, {"group_size": 16}, {"head_bits": 5}, {"exporter": "other"}, {"name": " "}, {"bits": True}]
+)
+def test_impossible_options_are_usage_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ExportConfig(**options)
+
+
+def test_without_onnx_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['onnx'] = None\nimport edgeinfer.export"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "edgeinfer.errors.UsageError" in result.stderr
+    assert "pip install 'edgeinfer[export]'" in result.stderr
