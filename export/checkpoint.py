@@ -101,7 +101,7 @@ class Checkpoint:
         """Rows `start` to `stop` of a tensor as float32; `require` must have accepted the tensor.
 
         Raises:
-            CheckpointError: the file ended early.
+            CheckpointError: the file ended early, or cannot be read.
         """
         stored = self._tensors[name]
         stop = stored.shape[0] if stop is None else stop
@@ -109,8 +109,17 @@ class Checkpoint:
         values = np.empty((stop - start, *stored.shape[1:]), np.float32)
         flat = values.reshape(-1)
         item = _ITEM_BYTES[stored.dtype]
+        try:
+            self._read_into(flat, stored, stored.offset + start * row_items * item)
+        except OSError as error:
+            raise _unreadable(stored.file, error) from error
+        return values
+
+    def _read_into(self, flat: NDArray[np.float32], stored: StoredTensor, offset: int) -> None:
+        """Fills a flat array from a place in a tensor's file, piece by piece."""
+        item = _ITEM_BYTES[stored.dtype]
         file = self._open(stored.file)
-        file.seek(stored.offset + start * row_items * item)
+        file.seek(offset)
         step = _PIECE_BYTES // item
         for begin in range(0, flat.size, step):
             piece = flat[begin : begin + step]
@@ -124,7 +133,6 @@ class Checkpoint:
             else:
                 # bfloat16 is the upper half of a float32.
                 np.left_shift(raw, 16, out=piece.view(np.uint32), dtype=np.uint32)
-        return values
 
     def _open(self, path: Path) -> BinaryIO:
         if path not in self._files:
@@ -140,12 +148,13 @@ class Checkpoint:
         shards = data.get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
             raise CheckpointError(f"{index} has no weight_map from tensors to files.", _AGAIN)
+        present = {entry.name for entry in self.folder.iterdir() if entry.is_file()}
         headers: dict[str, dict[str, StoredTensor]] = {}
         for name, file in shards.items():
             if file not in headers:
                 if PurePosixPath(file).name != file or "\\" in file:
                     raise CheckpointError(f"{index} names {file!r}, which leaves its folder.", "Do not use it.")
-                if not (self.folder / file).is_file():
+                if file not in present:
                     raise CheckpointError(f"{self.folder / file} is missing, {index.name} lists it.", _AGAIN)
                 headers[file] = _read_header(self.folder / file)
             if name not in headers[file]:

@@ -68,6 +68,11 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
 
 def _read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
     """The decoder config.json describes; where it does not say whether it is tied, one without a head is."""
+    layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
+    if layers > count:
+        # Before anything is made for each of what may be any number of layers.
+        message = f"config.json: num_hidden_layers={layers}, but the checkpoint has only {count} tensors."
+        raise CheckpointError(message, "Check that config.json belongs to these weights.")
     silent = hf_config.get("tie_word_embeddings") is None
     tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
     try:

@@ -42,7 +42,7 @@ def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
     files = {_TOKENIZER: _tokenizer(folder), "special_tokens.json": _json(_special_tokens(tokenizer_config))}
     template = _template(folder, tokenizer_config)
     if template is not None:
-        files[_TEMPLATE] = template.encode("utf-8")
+        files[_TEMPLATE] = _utf8(template)
     files["generation_config.json"] = _json(_generation(_optional(folder / "generation_config.json"), config))
     return Sidecar(files)
 
@@ -73,6 +73,14 @@ def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
         named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
         given = named.get("default")
     return given if isinstance(given, str) else None
+
+
+def _utf8(template: str) -> bytes:
+    try:
+        return template.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"The chat template is not Unicode text: lone surrogate at index {error.start}."
+        raise CheckpointError(message, "Correct tokenizer_config.json.") from error
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:

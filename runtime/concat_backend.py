@@ -75,9 +75,7 @@ class ConcatBackend:
         check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
         start, size = self.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
-            raise BackendError(
-                f"This model counts positions itself, so {positions.tolist()} cannot follow row {start}."
-            )
+            raise BackendError(f"Graph counts positions itself: {positions.tolist()} do not follow row {start}.")
         if size > len(self._logits):
             self._logits = np.zeros((size, self.geometry.vocab_size), np.float32)
         logits = self._logits[:size]  # (S, V)

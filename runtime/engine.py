@@ -120,12 +120,14 @@ class Engine:
         self._truncate(cached)
         last = len(prompt)
         logits: Floats = np.zeros(0, np.float32)
-        for start in range(cached, last, self._chunk):
-            if self._cancelled.is_set():
-                raise PassCancelledError("Cancelled between two chunks of the prompt.")
-            end = min(start + self._chunk, last)
-            logits = self._extend(prompt[start:end], want_logits=end == last)
-        self.prefill = Prefill(cached, last - cached, (time.perf_counter() - begun) * 1e3)
+        try:
+            for start in range(cached, last, self._chunk):
+                if self._cancelled.is_set():
+                    raise PassCancelledError("Cancelled between two chunks of the prompt.")
+                end = min(start + self._chunk, last)
+                logits = self._extend(prompt[start:end], want_logits=end == last)
+        finally:
+            self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - begun) * 1e3)
         return logits
 
     def _extend(self, tokens: Sequence[int], *, want_logits: bool) -> Floats:  # (V,), of the last token

@@ -56,7 +56,9 @@ class OnnxBackend:
         self.geometry = decoder.geometry
         self.capabilities = bundle.manifest.capabilities
         self.capacity = capacity
+        # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
         self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
+        self._head_multiple = self.capabilities.row_multiple if exact else 1
         self._session = OrtSession(str(bundle.file(MODEL)), threads)
         # The weights are packed into copies; the pages they were read from have done their work.
         release_mapped(bundle.file(WEIGHTS))
@@ -68,7 +70,7 @@ class OnnxBackend:
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         self._flat_bias = np.zeros(0, np.float32)
-        self._buffers = _Buffers(self.geometry, size=2, rows=1)
+        self._buffers = _Buffers(self.geometry, size=2, rows=2)
         self._passes: dict[tuple[int, int, bool], _Pass] = {}
 
     @property
@@ -98,7 +100,8 @@ class OnnxBackend:
         total = start + padded
         if self._kv.reserve(total):
             self._passes.clear()
-        step = self._pass(padded, len(rows), hidden is not None)
+        padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple
+        step = self._pass(padded, padded_rows, hidden is not None)
         step.fill(tokens, positions, rows, hidden)
         self._layer_mask[:] = self._all_layers if layer_mask is None else layer_mask
         self._seqlens[0] = total - 1
@@ -107,7 +110,7 @@ class OnnxBackend:
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         self._session.run(step.binding)
         self._kv.length = start + size
-        return StepOutput(step.logits, step.hidden_out[0, :size])
+        return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size])
 
     def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
         key = (padded, rows, resumes)
@@ -231,7 +234,8 @@ class _Pass:
         size = len(tokens)
         self._tokens[0, :size] = tokens
         self._positions[0, :size] = positions
-        self._rows[:] = rows
+        self._rows[: len(rows)] = rows
+        self._rows[len(rows) :] = 0
         for extra in range(self._tokens.shape[1] - size):
             self._tokens[0, size + extra] = tokens[-1]
             self._positions[0, size + extra] = positions[-1] + 1 + extra

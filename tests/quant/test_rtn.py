@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -115,6 +117,7 @@ def test_matmulnbits_multiplies_by_the_dequantized_matrix(bits: int, block: int,
 
 
 def run_matmulnbits(x: Floats, matrix: QuantizedMatrix, scheme: QuantScheme, n: int) -> Floats:
+    arrays: dict[str, NDArray[Any] | None]
     arrays = {"data": matrix.data, "scales": matrix.scales, "zeros": matrix.zero_points}
     initializers = [numpy_helper.from_array(a, name) for name, a in arrays.items() if a is not None]
     node = helper.make_node(

@@ -39,6 +39,8 @@ class Family:
 @pytest.fixture(scope="session")
 def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Family]:
     """Makes a family by its variant's name and settings; asked again, gives the one it made."""
+    # Models this small run no faster on more threads, and far slower where other work shares the cores.
+    torch.set_num_threads(1)
 
     @cache
     def make(name: str, **settings: Any) -> Family:

@@ -1,0 +1,248 @@
+"""The way to a bundle for architectures without a builder: Hugging Face Optimum's own ONNX export, float32 only.
+
+Knows what Optimum's decoder graphs look like (edgeinfer.bundle.concat_graph); knows nothing of running them beyond one
+check that the exported graph continues from its cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_graph, seal, write_bundle
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.config import ExportConfig
+from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.sidecar import read_sidecar
+
+__all__ = ["export_optimum"]
+
+# Kept with the name that Manifest.weight_bytes counts and hubs know.
+_WEIGHTS = "model.onnx_data"
+# Constants below this size stay in the graph, where ONNX Runtime folds them.
+_EXTERNAL_BYTES = 1024
+_TASK = "text-generation-with-past"
+_INSTALL = "pip install 'edgeinfer[optimum]'"
+_ELSEWHERE = "Choose a model of a family that edgeinfer or optimum-onnx supports."
+# What families call their longest context; models with ALiBi or recurrence have no table of positions.
+_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
+_STEPS = 3
+# Whole and continued passes differ by float32 rounding, thousands of times smaller than this share of the logits.
+_SAME = 1e-3
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
+
+
+def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
+    """Exports through optimum-onnx; as `edgeinfer.export.export_checkpoint` otherwise.
+
+    The checkpoint is read from disk only, and none of its code is run.
+
+    Raises:
+        UsageError: optimum-onnx is not installed, or fewer than 32 bits are asked for.
+        CheckpointError: files, tensors or configuration of the checkpoint.
+        UnsupportedArchitectureError: Optimum cannot export it, or to a graph that edgeinfer cannot drive.
+        StorageError: `out` exists, or cannot be written.
+    """
+    if config.bits != 32 or config.head_bits not in (None, 32):
+        raise UsageError("The optimum exporter writes float32 weights only.", "Add --bits 32.")
+    main_export = _main_export()
+    report = progress or (lambda *_: None)
+    hf_config = read_config(source)
+    sidecar = read_sidecar(source, hf_config)
+    with Checkpoint(source):
+        pass  # Refuses pickled weights, which Optimum would load.
+    model_config = _model_config(source)
+    with write_bundle(out, replace_existing=config.force) as work:
+        sidecar.write(work)
+        report("exporting with optimum", 0, _STEPS)
+        graph = _export(main_export, source, work)
+        geometry = _geometry(graph, model_config)
+        report("checking the graph", 1, _STEPS)
+        _check_continues(work / MODEL, geometry)
+        report("sealing", 2, _STEPS)
+        manifest = Manifest(
+            name=config.name or source.resolve().name,
+            architecture=hf_config.architecture or hf_config.model_type,
+            backend="onnx-optimum",
+            geometry=geometry,
+            parameters=_parameters(graph),
+            capabilities=Capabilities(layer_skip=False, hidden=False, tree=False, row_multiple=1),
+            export={"bits": config.bits, "exporter": config.exporter},
+        )
+        seal(work, manifest)
+        report("done", _STEPS, _STEPS)
+    return out
+
+
+def _main_export() -> Callable[..., None]:
+    try:
+        import accelerate  # noqa: F401 - without it Optimum stores tied weights twice
+        from optimum.exporters.onnx import main_export
+    except ImportError as error:
+        message = f"The optimum exporter cannot be imported: {error}."
+        raise UsageError(message, f"Give it an environment of its own and run there: {_INSTALL}") from error
+    export: Callable[..., None] = main_export
+    return export
+
+
+def _model_config(source: Path) -> Any:
+    """The configuration as transformers reads it, which gives the sizes of all families the same names."""
+    from optimum.exporters.tasks import TasksManager
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        raise _unsupported(error) from error
+    try:
+        tasks = TasksManager.get_supported_tasks_for_model_type(config.model_type, "onnx", library_name="transformers")
+    except KeyError:
+        tasks = {}
+    if _TASK not in tasks:
+        message = f"Optimum does not export models of type {config.model_type} for text generation."
+        raise UnsupportedArchitectureError(message, _ELSEWHERE)
+    return config.get_text_config()
+
+
+def _export(main_export: Callable[..., None], source: Path, work: Path) -> onnx.ModelProto:
+    """Writes model.onnx and its weights into `work`; returns the graph with the weights left on disk."""
+    # Inside the bundle being written, so that it is on the same disk and vanishes with it on failure.
+    with tempfile.TemporaryDirectory(dir=work) as raw:
+        try:
+            with _quiet():
+                main_export(
+                    str(source),
+                    raw,
+                    task=_TASK,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    do_validation=False,
+                    library_name="transformers",
+                )
+        except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
+            # Whatever its patches of the model's code and torch's tracer trip over.
+            raise _unsupported(error) from error
+        if not (Path(raw) / MODEL).is_file():
+            written = ", ".join(sorted(p.name for p in Path(raw).glob("*.onnx")))
+            raise _unsupported(f"it wrote {written or 'no graph'} instead of one decoder")
+        onnx.save_model(
+            onnx.load(Path(raw) / MODEL),
+            work / MODEL,
+            save_as_external_data=True,
+            location=_WEIGHTS,
+            size_threshold=_EXTERNAL_BYTES,
+        )
+    return onnx.load(work / MODEL, load_external_data=False)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what tells of the libraries' insides: a warning for every Python branch that tracing meets, and logs."""
+    from optimum.utils import logging as optimum_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (optimum_logging, transformers_logging)
+    levels = [library.get_verbosity() for library in libraries]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for library in libraries:
+            library.set_verbosity_error()
+        try:
+            yield
+        finally:
+            for library, level in zip(libraries, levels, strict=True):
+                library.set_verbosity(level)
+
+
+def _unsupported(reason: object) -> UnsupportedArchitectureError:
+    first = next(iter(str(reason).strip().splitlines()), "") or type(reason).__name__
+    return UnsupportedArchitectureError(f"Optimum cannot export this model: {first.rstrip('.')}.", _ELSEWHERE)
+
+
+def _geometry(model: onnx.ModelProto, config: Any) -> Geometry:
+    """Sizes of cache and vocabulary from the graph, the others from the configuration."""
+    shapes = {v.name: _dims(v) for v in (*model.graph.input, *model.graph.output)}
+    inputs, outputs = {v.name for v in model.graph.input}, {v.name for v in model.graph.output}
+    pasts = sorted(name for name in inputs if name.startswith("past_key_values."))
+    layers = len(pasts) // 2
+    optional = {concat_graph.ATTENTION_MASK, concat_graph.POSITION_IDS}
+    wanted = {concat_graph.INPUT_IDS, *concat_graph.past_names(layers)}
+    produced = {concat_graph.LOGITS, *concat_graph.present_names(layers)}
+    heads = {tuple(shapes[name][i] for i in (1, 3)) for name in pasts if len(shapes[name]) == 4}
+    if not layers or inputs - optional != wanted or not produced <= outputs or len(heads) != 1:
+        listed = ", ".join(f"{name}{shapes[name]}" for name in sorted(inputs)[:6])
+        raise UnsupportedArchitectureError(f"Optimum's graph has a cache of another kind: {listed}.", _ELSEWHERE)
+    num_kv_heads, head_dim = heads.pop()
+    vocab_size = shapes[concat_graph.LOGITS][-1] or config.vocab_size
+    return Geometry(vocab_size, config.hidden_size, layers, num_kv_heads, head_dim, _max_positions(config))
+
+
+def _dims(value: onnx.ValueInfoProto) -> list[int]:
+    """Dimensions of an input or output, 0 where they change from pass to pass."""
+    return [d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def _max_positions(config: Any) -> int:
+    """The longest context; at most what a sliding window shows, because Optimum's caches drop what has left it."""
+    longest = next((v for v in (getattr(config, n, None) for n in _LENGTHS) if isinstance(v, int) and v > 0), None)
+    if longest is None:
+        message = "config.json does not say how many tokens the model takes."
+        raise CheckpointError(message, 'Add its training length to config.json: "max_position_embeddings": 2048.')
+    window = getattr(config, "sliding_window", None)
+    return longest if window is None else min(longest, window - 1)
+
+
+def _parameters(model: onnx.ModelProto) -> int:
+    return sum(math.prod(t.dims) for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT)
+
+
+def _check_continues(path: Path, geometry: Geometry) -> None:
+    """Tracing can freeze a branch or a length into the graph: a text in two passes must give what one pass gives.
+
+    Raises:
+        UnsupportedArchitectureError: it does not, or the graph does not run.
+    """
+    size = min(6, geometry.max_positions)
+    tokens = np.arange(1, size + 1) % geometry.vocab_size  # (S,)
+    shape = (1, geometry.num_kv_heads, 0, geometry.head_dim)
+    empty = [np.zeros(shape, np.float32)] * (2 * geometry.num_layers)
+    try:
+        session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        whole, *_ = _run(session, tokens, empty)
+        _, *held = _run(session, tokens[: size // 2], empty)
+        rest, *_ = _run(session, tokens[size // 2 :], held)
+    except Exception as error:
+        # onnxruntime raises a family of exceptions without a common base of its own.
+        raise _unsupported(f"its graph does not run: {error}") from error
+    tolerance = _SAME * float(np.abs(whole).max())
+    if not np.allclose(rest, whole[:, size // 2 :], rtol=0, atol=tolerance):
+        raise _unsupported("its graph computes something else when it continues from its cache")
+
+
+def _run(session: ort.InferenceSession, tokens: Ints, past: list[Floats]) -> list[Floats]:
+    """Logits (1, S, V), then the grown cache, 2 L of (1, H, P + S, h)."""
+    layers, start = len(past) // 2, past[0].shape[2]
+    end = start + len(tokens)
+    feeds = dict(zip(concat_graph.past_names(layers), past, strict=True)) | {
+        concat_graph.INPUT_IDS: tokens[None],
+        concat_graph.ATTENTION_MASK: np.ones((1, end), np.int64),
+        concat_graph.POSITION_IDS: np.arange(start, end)[None],
+    }
+    taken = {i.name for i in session.get_inputs()}
+    names = [concat_graph.LOGITS, *concat_graph.present_names(layers)]
+    outputs: list[Floats] = session.run(names, {name: array for name, array in feeds.items() if name in taken})
+    return outputs

@@ -1,0 +1,366 @@
+"""The decoding loop: what is reused, where it ends, how it is cancelled; over a table and over a real model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.errors import BackendError, ContextLengthError, PromptError
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, PassCancelledError, StepOutput, check_pass
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.reference import ReferenceBackend
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Family
+
+VOCABULARY = 11
+CAPACITY = 40
+PATIENCE_S = 20
+
+
+def next_token(context: Sequence[int]) -> int:
+    """The table: what follows a context, all of it counting."""
+    return (sum((i + 1) * t for i, t in enumerate(context)) + len(context)) % VOCABULARY
+
+
+def continued(prompt: Sequence[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[len(prompt) :]
+
+
+class TableBackend:
+    """Implements the contract over `next_token`; `pause` holds a chosen pass until it is cancelled or let go."""
+
+    name = "table"
+    geometry = Geometry(VOCABULARY, 1, 1, 1, 1, 1000)
+    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
+    capacity = CAPACITY
+    run_ns = 0
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.passes: list[int] = []
+        self.fails_at: int | None = None
+        self.paused_at: int | None = None
+        self.reached = threading.Event()
+        self._cancelled = threading.Event()
+
+    @property
+    def length(self) -> int:
+        return len(self.held)
+
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        rows: Ints,
+        *,
+        tree: Ints | None = None,
+        layer_mask: NDArray[np.bool_] | None = None,
+        hidden: Floats | None = None,
+    ) -> StepOutput:
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
+        self._wait()
+        start = self.length
+        self.held += tokens.tolist()
+        self.passes.append(len(tokens))
+        logits = np.zeros((len(rows), VOCABULARY), np.float32)
+        for i, row in enumerate(rows):
+            logits[i, next_token(self.held[: start + row + 1])] = 1
+        return StepOutput(logits, None)
+
+    def _wait(self) -> None:
+        if len(self.passes) == self.fails_at:
+            self.fails_at = None
+            raise BackendError("The table broke.")
+        if len(self.passes) == self.paused_at:
+            self._cancelled.clear()
+            self.reached.set()
+            if self._cancelled.wait(PATIENCE_S):
+                raise PassCancelledError("The pass was cancelled.")
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self.length
+        del self.held[length:]
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        self.held[start:] = [self.held[start + row] for row in rows]
+
+    def snapshot(self) -> CacheSnapshot:
+        return CacheSnapshot(self.length, (), ())
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def nbytes(self) -> dict[str, int]:
+        return {"kv": 0, "buffers": 0}
+
+    def close(self) -> None:
+        self.held.clear()
+
+
+class Greedy:
+    """Takes the most likely token and notes the positions it is asked for."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+
+    def choose(self, logits: Floats, position: int) -> int:
+        self.positions.append(position)
+        return int(logits.argmax())
+
+
+def generate(
+    engine: Engine, prompt: Sequence[int], count: int | None = 5, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    return [step.token for step in engine.generate(prompt, Greedy(), max_tokens=count, stop_ids=stop_ids)]
+
+
+@pytest.fixture
+def table() -> TableBackend:
+    return TableBackend()
+
+
+@pytest.fixture
+def engine(table: TableBackend) -> Engine:
+    return Engine(table, 4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 11])
+def test_follows_the_model(engine: Engine, size: int) -> None:
+    prompt = list(range(size))
+    assert generate(engine, prompt) == continued(prompt, 5)
+
+
+def test_feeds_the_prompt_in_chunks_and_each_token_once(engine: Engine, table: TableBackend) -> None:
+    generate(engine, list(range(10)), 4)
+    assert table.passes == [4, 4, 2, 1, 1, 1]
+
+
+def test_asks_for_the_token_of_each_absolute_position(engine: Engine) -> None:
+    chooser = Greedy()
+    assert len(list(engine.generate([1, 2, 3], chooser, max_tokens=4, stop_ids=frozenset()))) == 4
+    assert chooser.positions == [3, 4, 5, 6]
+
+
+def test_times_every_step(engine: Engine) -> None:
+    steps = list(engine.generate([1, 2, 3], Greedy(), max_tokens=4, stop_ids=frozenset()))
+    assert all(step.ms >= 0 for step in steps)
+    assert 0 <= engine.prefill.ms <= steps[0].ms
+
+
+@given(requests=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 6)), max_size=6))
+@settings(deadline=None)
+def test_what_came_before_never_changes_a_reply(requests: list[tuple[list[int], int]]) -> None:
+    table = TableBackend()
+    engine = Engine(table, 3)
+    for prompt, count in requests:
+        before = list(table.held)
+        assert generate(engine, prompt, count) == continued(prompt, count)
+        shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), None)
+        shared = min(len(before), len(prompt)) if shared is None else shared
+        assert engine.prefill.cached == min(shared, len(prompt) - 1)
+        assert engine.prefill.cached + engine.prefill.evaluated == len(prompt)
+
+
+def test_a_reply_and_its_continuation_are_reused(engine: Engine, table: TableBackend) -> None:
+    prompt = [3, 1, 4, 1]
+    reply = generate(engine, prompt, 6)
+    table.passes.clear()
+    # The last token was chosen but never fed.
+    longer = [*prompt, *reply, 5]
+    assert generate(engine, longer, 1) == continued(longer, 1)
+    assert (engine.prefill.cached, engine.prefill.evaluated, table.passes) == (9, 2, [2])
+
+
+def test_the_same_prompt_costs_one_token(engine: Engine, table: TableBackend) -> None:
+    prompt = list(range(9))
+    generate(engine, prompt, 1)
+    table.passes.clear()
+    generate(engine, prompt, 1)
+    assert (engine.prefill.cached, table.passes) == (8, [1])
+
+
+def test_forgetting(engine: Engine, table: TableBackend) -> None:
+    prompt = list(range(9))
+    generate(engine, prompt)
+    engine.forget()
+    assert table.length == 0
+    assert generate(engine, prompt) == continued(prompt, 5)
+    assert engine.prefill.cached == 0
+
+
+def test_an_empty_prompt(engine: Engine) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        generate(engine, [])
+
+
+def test_a_prompt_longer_than_the_context_says_both_sizes(engine: Engine, table: TableBackend) -> None:
+    with pytest.raises(ContextLengthError, match="41 tokens, the context holds 40") as caught:
+        generate(engine, [1] * 41)
+    assert caught.value.hint
+    assert not table.passes
+
+
+def test_a_prompt_that_fills_the_context_gets_one_token(engine: Engine) -> None:
+    prompt = [1, 2] * (CAPACITY // 2)
+    assert generate(engine, prompt, None) == continued(prompt, 1)
+    assert not engine.cancelled
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_ends_when_the_context_is_full(engine: Engine, table: TableBackend, limit: int | None) -> None:
+    reply = generate(engine, [1, 2, 3], limit)
+    # The last token needs no place: it is never fed.
+    assert reply == continued([1, 2, 3], CAPACITY - 3 + 1)
+    assert table.length == CAPACITY
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_max_tokens(engine: Engine, count: int) -> None:
+    assert len(generate(engine, [1, 2, 3], count)) == count
+
+
+def test_stop_ids_end_the_reply_and_belong_to_it(engine: Engine) -> None:
+    whole = continued([1, 2, 3], 20)
+    stop = whole[6]
+    assert generate(engine, [1, 2, 3], 20, frozenset({stop})) == whole[: whole.index(stop) + 1]
+
+
+def test_a_reply_left_early_leaves_the_engine_usable(engine: Engine) -> None:
+    steps = engine.generate([1, 2, 3], Greedy(), max_tokens=9, stop_ids=frozenset())
+    assert next(steps).token == continued([1, 2, 3], 1)[0]
+    steps.close()
+    assert generate(engine, [1, 2, 3]) == continued([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_failing_pass_leaves_the_engine_usable(engine: Engine, table: TableBackend, fails_at: int) -> None:
+    prompt = list(range(7))
+    table.fails_at = fails_at
+    with pytest.raises(BackendError, match="broke"):
+        generate(engine, prompt)
+    assert generate(engine, prompt) == continued(prompt, 5)
+
+
+@pytest.mark.parametrize("paused_at", [0, 1, 2, 3, 5], ids=lambda n: f"pass-{n}")
+def test_cancelling_from_another_thread(engine: Engine, table: TableBackend, paused_at: int) -> None:
+    """Passes 0 to 2 are the prompt's, the others decode."""
+    prompt = list(range(10))
+    table.paused_at = paused_at
+
+    def cancel() -> None:
+        assert table.reached.wait(PATIENCE_S)
+        engine.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    reply = generate(engine, prompt, 20)
+    thread.join()
+    assert reply == continued(prompt, max(0, paused_at - 2))
+    assert len(table.passes) == paused_at
+    assert engine.cancelled
+    table.paused_at = None
+    assert generate(engine, prompt) == continued(prompt, 5)
+    assert not engine.cancelled
+
+
+def test_cancelling_between_two_passes(engine: Engine, table: TableBackend) -> None:
+    steps = engine.generate([1, 2, 3], Greedy(), max_tokens=20, stop_ids=frozenset())
+    next(steps)
+    engine.cancel()
+    passes = len(table.passes)
+    assert list(steps) == []
+    assert len(table.passes) == passes
+    assert engine.cancelled
+
+
+def test_a_cancelled_prompt_says_what_it_reused(engine: Engine, table: TableBackend) -> None:
+    generate(engine, [1, 2, 3, 4], 1)
+    table.paused_at = len(table.passes)
+    canceller = threading.Thread(target=lambda: (table.reached.wait(PATIENCE_S), engine.cancel()))
+    canceller.start()
+    assert generate(engine, [9, 9, 9]) == []
+    canceller.join()
+    assert engine.prefill.cached == 0
+    assert engine.prefill.evaluated <= 3
+
+
+@pytest.fixture(params=[OnnxBackend, ReferenceBackend], ids=["onnx", "reference"])
+def real(request: pytest.FixtureRequest, make_family: Callable[..., Family]) -> Iterator[tuple[Family, Backend]]:
+    family = make_family("llama", max_position_embeddings=1024)
+    backend: Backend = request.param(family.bundle, 64)
+    yield family, backend
+    backend.close()
+
+
+def greedy_by_transformers(family: Family, prompt: Sequence[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(family.expected(text)[-1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_greedy_text_is_that_of_transformers(real: tuple[Family, Backend], chunk: int) -> None:
+    family, backend = real
+    engine = Engine(backend, chunk)
+    prompt = [0, 17, 300, 5, 42, 99, 7]
+    assert generate(engine, prompt, 10) == greedy_by_transformers(family, prompt, 10)
+    # A new turn, then a prompt that shares only its beginning.
+    for other in ([*prompt, 8, 9], [*prompt[:3], 77, 78, 79]):
+        assert generate(engine, other, 6) == greedy_by_transformers(family, other, 6)
+        assert engine.prefill.cached == (7 if len(other) == 9 else 3)
+
+
+def test_a_full_context_on_a_real_backend(real: tuple[Family, Backend]) -> None:
+    family, backend = real
+    prompt = [int(t) for t in np.random.default_rng(5).integers(0, 320, 60)]
+    assert generate(Engine(backend, 16), prompt, None) == greedy_by_transformers(family, prompt, 5)
+
+
+def cancel_when(ready: Callable[[], bool], engine: Engine, done: threading.Event) -> threading.Thread:
+    def watch() -> None:
+        while not ready() and not done.wait(0.0005):
+            pass
+        engine.cancel()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("length", [1, 300, 515], ids=["first-chunk", "later-chunk", "decoding"])
+def test_cancelling_a_real_pass(make_family: Callable[..., Family], length: int) -> None:
+    """The cache, which tells how far the engine came, grows by no more than the pass at hand."""
+    family = make_family("llama", max_position_embeddings=1024)
+    backend = OnnxBackend(family.bundle, 1024)
+    engine, done = Engine(backend, 8), threading.Event()
+    prompt = [int(t) for t in np.random.default_rng(6).integers(0, 320, 512)]
+    thread = cancel_when(lambda: backend.length >= length, engine, done)
+    reply = generate(engine, prompt, 500)
+    done.set()
+    thread.join()
+    assert engine.cancelled
+    assert len(reply) < 500
+    if length < 512:
+        assert not reply
+    assert generate(engine, prompt[:20], 4) == greedy_by_transformers(family, prompt[:20], 4)
+    backend.close()
+
+
