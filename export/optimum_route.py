@@ -1,4 +1,4 @@
-"""The way to a bundle for architectures without a builder: Hugging Face Optimum's own ONNX export, float32 only.
+"""The way to a bundle for architectures without a builder: Hugging Face Optimum's own ONNX export.
 
 Knows what Optimum's decoder graphs look like (edgeinfer.bundle.concat_graph); knows nothing of running them beyond one
 check that the exported graph continues from its cache.
@@ -11,6 +11,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_gra
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.config import ExportConfig
+from edgeinfer.export.graph_quant import quantize_graph
 from edgeinfer.export.hf_config import read_config
 from edgeinfer.export.sidecar import read_sidecar
+from edgeinfer.quant import QuantPolicy
 
 __all__ = ["export_optimum"]
 
-# Kept with the name that Manifest.weight_bytes counts and hubs know.
-_WEIGHTS = "model.onnx_data"
 # Constants below this size stay in the graph, where ONNX Runtime folds them.
 _EXTERNAL_BYTES = 1024
 _TASK = "text-generation-with-past"
@@ -52,13 +53,11 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
     The checkpoint is read from disk only, and none of its code is run.
 
     Raises:
-        UsageError: optimum-onnx is not installed, or fewer than 32 bits are asked for.
+        UsageError: optimum-onnx is not installed.
         CheckpointError: files, tensors or configuration of the checkpoint.
         UnsupportedArchitectureError: Optimum cannot export it, or to a graph that edgeinfer cannot drive.
         StorageError: `out` exists, or cannot be written.
     """
-    if config.bits != 32 or config.head_bits not in (None, 32):
-        raise UsageError("The optimum exporter writes float32 weights only.", "Add --bits 32.")
     main_export = _main_export()
     report = progress or (lambda *_: None)
     hf_config = read_config(source)
@@ -68,20 +67,24 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
     model_config = _model_config(source)
     with write_bundle(out, replace_existing=config.force) as work:
         sidecar.write(work)
-        report("exporting with optimum", 0, _STEPS)
-        graph = _export(main_export, source, work)
-        geometry = _geometry(graph, model_config)
-        report("checking the graph", 1, _STEPS)
-        _check_continues(work / MODEL, geometry)
-        report("sealing", 2, _STEPS)
+        # Inside the bundle being written, so that it is on the same disk and vanishes with it on failure.
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            report("exporting with optimum", 0, _STEPS)
+            raw = _export(main_export, source, Path(folder))
+            report("checking the graph", 1, _STEPS)
+            graph = onnx.load(raw, load_external_data=False)
+            geometry, parameters = _geometry(graph, model_config), _parameters(graph)
+            _check_continues(raw, geometry)
+            report("writing weights", 2, _STEPS)
+            _write(raw, work, config.policy(geometry.vocab_size * geometry.hidden_size), geometry.vocab_size)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend="onnx-optimum",
             geometry=geometry,
-            parameters=_parameters(graph),
+            parameters=parameters,
             capabilities=Capabilities(layer_skip=False, hidden=False, tree=False, row_multiple=1),
-            export={"bits": config.bits, "exporter": config.exporter},
+            export={k: v for k, v in asdict(config).items() if k not in ("name", "force")},
         )
         seal(work, manifest)
         report("done", _STEPS, _STEPS)
@@ -118,35 +121,35 @@ def _model_config(source: Path) -> Any:
     return config.get_text_config()
 
 
-def _export(main_export: Callable[..., None], source: Path, work: Path) -> onnx.ModelProto:
-    """Writes model.onnx and its weights into `work`; returns the graph with the weights left on disk."""
-    # Inside the bundle being written, so that it is on the same disk and vanishes with it on failure.
-    with tempfile.TemporaryDirectory(dir=work) as raw:
-        try:
-            with _quiet():
-                main_export(
-                    str(source),
-                    raw,
-                    task=_TASK,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    do_validation=False,
-                    library_name="transformers",
-                )
-        except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
-            # Whatever its patches of the model's code and torch's tracer trip over.
-            raise _unsupported(error) from error
-        if not (Path(raw) / MODEL).is_file():
-            written = ", ".join(sorted(p.name for p in Path(raw).glob("*.onnx")))
-            raise _unsupported(f"it wrote {written or 'no graph'} instead of one decoder")
-        onnx.save_model(
-            onnx.load(Path(raw) / MODEL),
-            work / MODEL,
-            save_as_external_data=True,
-            location=_WEIGHTS,
-            size_threshold=_EXTERNAL_BYTES,
-        )
-    return onnx.load(work / MODEL, load_external_data=False)
+def _export(main_export: Callable[..., None], source: Path, folder: Path) -> Path:
+    """Lets Optimum write its float32 graph into `folder`; returns the graph's path."""
+    try:
+        with _quiet():
+            main_export(
+                str(source),
+                str(folder),
+                task=_TASK,
+                local_files_only=True,
+                trust_remote_code=False,
+                do_validation=False,
+                library_name="transformers",
+            )
+    except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
+        # Whatever its patches of the model's code and torch's tracer trip over.
+        raise _unsupported(error) from error
+    if not (folder / MODEL).is_file():
+        written = ", ".join(sorted(p.name for p in folder.glob("*.onnx")))
+        raise _unsupported(f"it wrote {written or 'no graph'} instead of one decoder")
+    return folder / MODEL
+
+
+def _write(raw: Path, work: Path, policy: QuantPolicy, vocab_size: int) -> None:
+    """Writes the graph and its weights, as small as the policy says."""
+    model = onnx.load(raw)
+    quantize_graph(model, policy, vocab_size)
+    onnx.save_model(
+        model, work / MODEL, save_as_external_data=True, location=concat_graph.WEIGHTS, size_threshold=_EXTERNAL_BYTES
+    )
 
 
 @contextlib.contextmanager

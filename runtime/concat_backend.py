@@ -2,8 +2,8 @@
 
 Knows the graph's inputs and outputs (edgeinfer.bundle.concat_graph); knows nothing of sampling or text. The graph
 concatenates past and new keys itself, so the cache is kept twice and the copies take turns; a cancelled or failed pass
-leaves the copy it read as it was. The graph computes the logits of every row, and rows of passes of different sizes
-agree to float32 rounding, not bit for bit.
+leaves the copy it read as it was. The graph computes the logits of every row. Rows of passes of different sizes agree
+to rounding, not bit for bit: what attention adds up depends on the size of the pass.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
 from edgeinfer.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, check_pass
+from edgeinfer.runtime.memory import release_mapped
 from edgeinfer.runtime.ort_session import OrtSession
 
 __all__ = ["ConcatBackend"]
@@ -43,6 +44,9 @@ class ConcatBackend:
         layers = self.geometry.num_layers
         self._past, self._present = concat_graph.past_names(layers), concat_graph.present_names(layers)
         self._session = OrtSession(str(bundle.file(MODEL)), threads)
+        if bundle.has(concat_graph.WEIGHTS):
+            # Most weights are packed into copies; the pages they were read from have done their work.
+            release_mapped(bundle.file(concat_graph.WEIGHTS))
         _check_names(self._session, self._past, self._present, bundle)
         self._takes_mask = concat_graph.ATTENTION_MASK in self._session.inputs
         self._takes_positions = concat_graph.POSITION_IDS in self._session.inputs

@@ -15,7 +15,10 @@ outputs
 
 from __future__ import annotations
 
-__all__ = ["ATTENTION_MASK", "INPUT_IDS", "LOGITS", "POSITION_IDS", "past_names", "present_names"]
+__all__ = ["ATTENTION_MASK", "INPUT_IDS", "LOGITS", "POSITION_IDS", "WEIGHTS", "past_names", "present_names"]
+
+# The file beside model.onnx that holds the weights; Manifest.weight_bytes counts what begins with "model.".
+WEIGHTS = "model.onnx_data"
 
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"

@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 import edgeinfer
 from edgeinfer.cli import chat, export, inspect, plan, pull, run
@@ -66,7 +65,8 @@ def _prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller, as `>&-` does: what is said goes nowhere
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open to the end
+            # Left open to the end of the process, as the streams it stands for.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", closefd=False))
         elif isinstance(stream, io.TextIOWrapper) and name == "stdout":
             # A console that lacks a character shows "?" rather than ending the story.
             stream.reconfigure(errors="replace")

@@ -164,7 +164,9 @@ def test_times_every_step(engine: Engine) -> None:
     assert 0 <= engine.prefill.ms <= steps[0].ms
 
 
-@given(requests=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 6)), max_size=6))
+@given(
+    requests=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 6)), max_size=6)
+)
 @settings(deadline=None)
 def test_what_came_before_never_changes_a_reply(requests: list[tuple[list[int], int]]) -> None:
     table = TableBackend()
@@ -293,7 +295,12 @@ def test_cancelling_between_two_passes(engine: Engine, table: TableBackend) -> N
 def test_a_cancelled_prompt_says_what_it_reused(engine: Engine, table: TableBackend) -> None:
     generate(engine, [1, 2, 3, 4], 1)
     table.paused_at = len(table.passes)
-    canceller = threading.Thread(target=lambda: (table.reached.wait(PATIENCE_S), engine.cancel()))
+
+    def cancel() -> None:
+        assert table.reached.wait(PATIENCE_S)
+        engine.cancel()
+
+    canceller = threading.Thread(target=cancel)
     canceller.start()
     assert generate(engine, [9, 9, 9]) == []
     canceller.join()
@@ -362,5 +369,3 @@ def test_cancelling_a_real_pass(make_family: Callable[..., Family], length: int)
         assert not reply
     assert generate(engine, prompt[:20], 4) == greedy_by_transformers(family, prompt[:20], 4)
     backend.close()
-
-

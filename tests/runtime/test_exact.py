@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.factories import make_checkpoint
 
 TEXT = np.random.default_rng(3).integers(0, 320, 24)
 # Widths of 128 and 256 take blocks of 32, 64 and 128.
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 EXPORTS = {
     **{f"{bits}-bit-{group}": ExportConfig(bits, group, keep_small=False) for bits in (4, 8) for group in (32, 128)},
     "8-bit-64": ExportConfig(8, 64, keep_small=False),
@@ -45,7 +46,9 @@ def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     return backend.forward(tokens, rows + backend.length, rows).logits.copy()
 
 
-@pytest.fixture(scope="module", params=[(e, t) for e in EXPORTS for t in (1, 2)], ids=lambda p: f"{p[0]}-threads-{p[1]}")
+@pytest.fixture(
+    scope="module", params=[(e, t) for e in EXPORTS for t in (1, 2)], ids=lambda p: f"{p[0]}-threads-{p[1]}"
+)
 def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
     export, threads = request.param
     folder = tmp_path_factory.mktemp("exact")

@@ -1,0 +1,53 @@
+"""Runs the real `edgeinfer` command in a process of its own, for tests of what a user meets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["command", "contents", "edgeinfer", "refuses", "start"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of `edgeinfer` with arguments."""
+    return [sys.executable, "-m", "edgeinfer.cli.main", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """The child's environment: this checkout, warnings as errors, never the network."""
+    return os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "error", "HF_HUB_OFFLINE": "1"}
+
+
+def edgeinfer(
+    *arguments: str | Path, stdin: bytes = b"", before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs the command to its end; `before` is called in the child."""
+    return subprocess.run(
+        command(*arguments), env=environment(), input=stdin, capture_output=True, check=False, preexec_fn=before
+    )
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
+    """Starts the command with its output piped."""
+    return subprocess.Popen(command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def refuses(code: int, says: str, done: subprocess.CompletedProcess[bytes]) -> None:
+    """Checks that a command failed as users are promised: this exit code, one line that holds `says`, no output."""
+    line = done.stderr.decode("utf-8")
+    assert done.returncode == code, line
+    assert says in line
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    assert "error: unexpected " not in line
+    assert done.stdout == b""
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file under a folder with its bytes, every directory with None."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}

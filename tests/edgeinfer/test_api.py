@@ -1,0 +1,251 @@
+"""Loading, planning and asking: budgets, backends, independence of chunking, results as JSON, measuring, closing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.errors import BudgetError, BundleError, ContextLengthError, PromptError, TemplateError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "Once upon a time there was a little dog."
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "ignore_eos": True}
+FIELDS: dict[str, set[str] | None] = {
+    "text": None,
+    "token_ids": None,
+    "finish_reason": None,
+    "usage": {"prompt_tokens", "completion_tokens", "total_tokens"},
+    "timings": {
+        "load_ms",
+        "prompt_ms",
+        "ttft_ms",
+        "per_token_ms",
+        "per_token_p50_ms",
+        "per_token_p95_ms",
+        "tokens_per_second",
+        "cached_prompt_tokens",
+    },
+    "memory": {"budget_bytes", "planned_bytes", "peak_rss_bytes", "anonymous_bytes", "file_bytes", "terms"},
+    "speculation": {
+        "mode",
+        "lossless",
+        "rounds",
+        "drafted",
+        "accepted",
+        "acceptance_rate",
+        "mean_accepted_length",
+        "per_drafter",
+        "speedup_vs_plain",
+    },
+    "model": {"name", "architecture", "parameters", "bits_per_weight", "backend"},
+}
+
+
+def test_a_result_as_json(model: edgeinfer.Model) -> None:
+    result = model.generate(PROMPT, max_tokens=6, ignore_eos=True)
+    data = json.loads(json.dumps(result.to_dict()))
+    assert set(data) == set(FIELDS)
+    for name, fields in FIELDS.items():
+        if fields is not None:
+            assert set(data[name]) == fields
+    assert data["token_ids"] == list(result.token_ids)
+    assert data["usage"]["total_tokens"] == data["usage"]["prompt_tokens"] + 6
+    assert data["model"]["architecture"] == "LlamaForCausalLM"
+    assert data["model"]["backend"] == "onnx"
+    assert data["memory"]["planned_bytes"] == sum(data["memory"]["terms"].values()) == model.plan.planned_bytes
+    assert data["speculation"]["mode"] == "off" and data["speculation"]["lossless"] is True
+
+
+def test_a_plan_as_json(small_bundle: Path) -> None:
+    plan = edgeinfer.plan(small_bundle, memory="2GB", context=100, prefill_chunk=16)
+    data = json.loads(json.dumps(plan.to_dict()))
+    fields = {"fits", "budget_bytes", "minimum_bytes", "planned_bytes", "terms", "choice", "alternatives"}
+    assert set(data) == fields
+    assert (data["fits"], data["budget_bytes"]) == (True, 2 * 10**9)
+    assert data["planned_bytes"] == sum(data["terms"].values())
+    assert (data["choice"]["context"], data["choice"]["prefill_chunk"]) == (100, 16)
+
+
+def test_a_larger_context_takes_more(small_bundle: Path) -> None:
+    small, large = (edgeinfer.plan(small_bundle, context=c).terms["kv"] for c in (64, 512))
+    per_token = 2 * 3 * 2 * 16 * 4
+    assert large - small == (512 - 64) * per_token
+
+
+def test_options_reach_the_model(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, memory="2GB", context=77, threads=2, prefill_chunk=5, exact=False) as model:
+        assert (model.context, model.plan.prefill_chunk, model.plan.budget_bytes) == (77, 5, 2 * 10**9)
+        assert model.generate(PROMPT, max_tokens=3).memory.budget_bytes == 2 * 10**9
+
+
+def test_the_context_defaults_to_what_the_model_allows(model: edgeinfer.Model) -> None:
+    assert model.context == 512
+    assert model.info.name == "small"
+
+
+def test_a_context_larger_than_the_model_allows(small_bundle: Path) -> None:
+    for act in (edgeinfer.load, edgeinfer.plan):
+        with pytest.raises(ContextLengthError, match=r"513.*512") as caught:
+            act(small_bundle, context=513)
+        assert "512" in caught.value.hint
+
+
+@pytest.mark.parametrize("option", [{"context": 0}, {"threads": 0}, {"prefill_chunk": 0}, {"memory": "much"}], ids=str)
+def test_load_options_out_of_range(small_bundle: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        edgeinfer.load(small_bundle, **option)
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_backend(small_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="'quantum'") as caught:
+        edgeinfer.load(small_bundle, backend="quantum")
+    assert "reference" in caught.value.hint
+
+
+def test_a_folder_that_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError):
+        edgeinfer.load(tmp_path)
+
+
+def test_a_budget_too_small_says_where_it_goes(small_bundle: Path) -> None:
+    with pytest.raises(BudgetError) as caught:
+        edgeinfer.load(small_bundle, memory="1MB")
+    error = caught.value
+    assert error.exit_code == 4
+    assert {"kv", "activations"} <= set(error.terms)
+    assert error.minimum_bytes >= sum(error.terms.values()) * 0.5
+    assert "1.0 MB" in error.message
+    assert edgeinfer.plan(small_bundle, memory="1MB").fits is False
+
+
+RUN = """
+import json, sys
+import edgeinfer
+memory = None
+if sys.argv[2] == "tight":
+    try:
+        edgeinfer.load(sys.argv[1], memory=1)
+    except edgeinfer.EdgeInferError as error:
+        memory = error.minimum_bytes
+model = edgeinfer.load(sys.argv[1], memory=memory)
+model.generate("Once upon a time " * 20, max_tokens=60, ignore_eos=True)
+print(json.dumps(model.generate("There was a little dog " * 30, max_tokens=100, ignore_eos=True).to_dict()["memory"]))
+"""
+
+
+@pytest.mark.parametrize("budget", ["none", "tight"])
+def test_a_fresh_process_stays_within_its_plan(small_bundle: Path, budget: str) -> None:
+    """Its own minimum is a budget that loads, and that it keeps."""
+    command = [sys.executable, "-W", "error", "-c", RUN, str(small_bundle), budget]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)
+    assert memory["peak_rss_bytes"] <= memory["planned_bytes"]
+    assert memory["budget_bytes"] is None or memory["planned_bytes"] <= memory["budget_bytes"]
+    assert memory["anonymous_bytes"] + memory["file_bytes"] <= memory["peak_rss_bytes"]
+
+
+def test_an_unknown_option(model: edgeinfer.Model) -> None:
+    with pytest.raises(UsageError, match="'heat'"):
+        model.stream(PROMPT, heat=1)
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt(model: edgeinfer.Model, prompt: str | list[int]) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        model.stream(prompt)
+
+
+def test_a_prompt_longer_than_the_context(model: edgeinfer.Model) -> None:
+    with pytest.raises(ContextLengthError, match="513"):
+        model.stream([5] * 513)
+    assert model.generate([5] * 512).finish_reason == "length"
+
+
+def test_lone_surrogates(model: edgeinfer.Model) -> None:
+    with pytest.raises(PromptError):
+        model.stream("a\udce9b")
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 30, "ignore_eos": True}, SAMPLED], ids=["greedy", "sampled"])
+def test_text_does_not_depend_on_the_prefill_chunk(small_bundle: Path, options: dict[str, Any]) -> None:
+    replies = set()
+    for chunk in (1, 2, 3, 7, 64):
+        with edgeinfer.load(small_bundle, prefill_chunk=chunk, threads=1) as model:
+            replies.add(model.generate(PROMPT * 2, **options).token_ids)
+    assert len(replies) == 1
+
+
+def test_text_does_not_depend_on_what_is_cached(model: edgeinfer.Model, small_bundle: Path) -> None:
+    ids = model.tokenize(PROMPT * 2)
+    for shared in (1, 4, 9):
+        model.generate(ids[:shared] + [7] * 5, max_tokens=4)
+        reply = model.generate(ids, **SAMPLED)
+        assert reply.timings.cached_prompt_tokens == shared
+        with edgeinfer.load(small_bundle, threads=1) as fresh:
+            assert fresh.generate(ids, **SAMPLED).token_ids == reply.token_ids
+
+
+def test_the_reference_backend_agrees(model: edgeinfer.Model, small_bundle: Path) -> None:
+    """Int8 activations cost some agreement, so it is the perplexity that must be near."""
+    ids = model.tokenize(PROMPT)
+    with edgeinfer.load(small_bundle, backend="reference") as reference:
+        assert reference.info.backend == "reference"
+        assert len(reference.generate(ids, max_tokens=3, ignore_eos=True).token_ids) == 3
+        theirs = reference.score(ids).perplexity
+    assert model.score(ids).perplexity == pytest.approx(theirs, rel=0.05)
+
+
+def test_scores_are_log_probabilities(model: edgeinfer.Model) -> None:
+    ids = model.tokenize(PROMPT * 3)
+    scores = model.score(ids)
+    assert scores.logprobs.shape == (len(ids) - 1,) and scores.best.shape == (len(ids),)
+    assert (scores.logprobs < 0).all()
+    assert scores.perplexity == pytest.approx(float(np.exp(-scores.logprobs.mean())))
+    assert int(scores.best[-1]) == model.generate(ids, max_tokens=1, ignore_eos=True).token_ids[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 513])
+def test_what_cannot_be_scored(model: edgeinfer.Model, count: int) -> None:
+    with pytest.raises(UsageError):
+        model.score([5] * count)
+
+
+def test_measuring(model: edgeinfer.Model) -> None:
+    times = model.measure_passes([1, 3], past=9, repeats=2)
+    assert set(times) == {1, 3} and all(len(t) == 2 and min(t) > 0 for t in times.values())
+    decode = model.measure_decode(5, past=9)
+    assert len(decode.session_ms) == len(decode.total_ms) == 5
+    assert all(0 < session <= total for session, total in zip(decode.session_ms, decode.total_ms, strict=True))
+    with pytest.raises(UsageError, match="context"):
+        model.measure_passes([8], past=510, repeats=1)
+
+
+def test_tokens_and_text(model: edgeinfer.Model) -> None:
+    assert model.detokenize(model.tokenize(PROMPT)) == PROMPT
+
+
+def test_closing_ends_a_running_reply(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle) as model:
+        stream = model.stream(PROMPT, max_tokens=20)
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+
+
+def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
+    from edgeinfer.export import ExportConfig, export_checkpoint
+    from tests.factories import make_checkpoint
+
+    make_checkpoint(tmp_path / "checkpoint", "llama")
+    bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(name="plain"))
+    with edgeinfer.load(bundle) as model, pytest.raises(TemplateError, match="plain has no chat template") as caught:
+        model.chat().send("Hello")
+    assert "generate" in caught.value.hint

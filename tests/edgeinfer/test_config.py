@@ -1,0 +1,158 @@
+"""Options of loading and generating: what is accepted, and that all else is refused with a usable message."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgeinfer.config import GenerationConfig, LoadConfig, format_size, parse_size
+from edgeinfer.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("600MB", 600_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("400000000", 400_000_000),
+        ("  64 kb ", 64_000),
+        ("2g", 2_000_000_000),
+        ("1KiB", 1024),
+        ("10B", 10),
+        (12345, 12345),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MB", "0", "-5MB", "5XB", "1e9", "5 M B", "0.0001KB", "nan", -1, 0, True, 1.5, None]
+)
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_size(text)
+    assert repr(text) in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (412_300_000, "412.3 MB"), (2 * 10**9, "2.0 GB")]
+)
+def test_formatted_sizes(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@given(st.integers(1, 10**12))
+def test_a_formatted_size_reads_back_nearly(size: int) -> None:
+    assert abs(parse_size(format_size(size)) - size) <= 0.05 * size + 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"context": 1},
+        {"context": -5},
+        {"memory": 0},
+        {"threads": 0},
+        {"threads": 5000},
+        {"prefill_chunk": 0},
+    ],
+    ids=str,
+)
+def test_load_options_out_of_range(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(UsageError, match=name) as caught:
+        LoadConfig(**option)
+    assert caught.value.hint
+
+
+OUT_OF_RANGE: list[dict[str, Any]] = [
+    {"max_tokens": 0},
+    {"max_tokens": -1},
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"temperature": float("inf")},
+    {"top_k": -1},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"min_p": -0.1},
+    {"min_p": 1.1},
+    {"repetition_penalty": 0.0},
+    {"frequency_penalty": float("nan")},
+    {"presence_penalty": float("inf")},
+    {"logit_bias": {3: float("nan")}},
+    {"stop": ("",)},
+    {"stop": ""},
+    {"seed": -1},
+    {"seed": 2**64},
+    {"speculation": "psychic"},
+]
+WRONG_TYPE: list[dict[str, Any]] = [
+    {"max_tokens": "5"},
+    {"max_tokens": 2.5},
+    {"temperature": "hot"},
+    {"top_k": 1.5},
+    {"seed": "one"},
+    {"seed": 1.5},
+    {"stop": 5},
+    {"stop": (5,)},
+    {"stop_token_ids": 5},
+    {"stop_token_ids": ("a",)},
+    {"logit_bias": [1, 2]},
+    {"logit_bias": {"a": 1.0}},
+    {"logit_bias": {1: "b"}},
+    {"ignore_eos": "no"},
+]
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE, ids=str)
+def test_generation_options_out_of_range(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(UsageError, match=name) as caught:
+        GenerationConfig(**option)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("option", WRONG_TYPE, ids=str)
+def test_generation_options_of_the_wrong_type(option: dict[str, Any]) -> None:
+    """They come from HTTP requests as they are, so they must not end as a TypeError somewhere inside."""
+    (name,) = option
+    with pytest.raises(UsageError, match=name):
+        GenerationConfig(**option)
+
+
+def test_an_unknown_option_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="'heat'") as caught:
+        GenerationConfig().replace(heat=1)
+    assert "temperature" in caught.value.hint
+
+
+def test_replacing_validates_and_leaves_the_original() -> None:
+    config = GenerationConfig(temperature=0.5)
+    assert config.replace(top_k=3) == GenerationConfig(temperature=0.5, top_k=3)
+    with pytest.raises(UsageError):
+        config.replace(top_p=2)
+    assert config == GenerationConfig(temperature=0.5)
+
+
+def test_configurations_are_frozen() -> None:
+    for config in (GenerationConfig(), LoadConfig()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, dataclasses.fields(config)[0].name, 1)
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert GenerationConfig(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert GenerationConfig(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "greedy"), [({}, True), ({"temperature": 1.0}, False), ({"temperature": 1.0, "top_k": 1}, True)]
+)
+def test_greedy(options: dict[str, Any], greedy: bool) -> None:
+    assert GenerationConfig(**options).greedy is greedy

@@ -1,0 +1,218 @@
+"""A full disk, places that cannot be written, and Ctrl-C, met by the real command: nothing half-written stays."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.cli import command, contents, edgeinfer, environment, refuses, start
+from tests.factories import make_checkpoint, make_tokenizer
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX systems")
+
+_ROWS = 1_500_000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(folder, "Llama", max_position_embeddings=2**20, eos_token_id=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def good_bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_checkpoint(checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", ExportConfig(bits=4))
+
+
+@pytest.fixture
+def bundle(good_bundle: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(good_bundle, tmp_path / "bundle")
+
+
+@pytest.fixture(scope="module")
+def vast_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose export takes seconds: a file of holes with a vocabulary of over a million tokens."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "vast"
+    folder.mkdir()
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": _ROWS}), "utf-8")
+    make_tokenizer(folder)
+    data = (checkpoint / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, end = {}, 0
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name == "__metadata__":
+            continue
+        shape = (
+            [_ROWS, entry["shape"][1]] if name in ("lm_head.weight", "model.embed_tokens.weight") else entry["shape"]
+        )
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def with_mount(folder: Path, options: str, script: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a shell script with a file system in memory at `folder`, seen by the script alone, or skips.
+
+    The script gets the folder as $1 and edgeinfer as the rest of its arguments.
+    """
+    mount = f'mount -t tmpfs -o {options} none "$1" || exit 77; '
+    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare(1) to mount a small file system")
+    line = [*namespace, mount + script, "sh", str(folder), *command()]
+    done = subprocess.run(line, env=environment(), capture_output=True, check=False)
+    if done.returncode == 77 or done.stderr.startswith(b"unshare:"):
+        pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
+    return done
+
+
+def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    script = f'folder=$1; shift; "$@" export {checkpoint} $folder/out --bits 32; code=$?; ls -A $folder; exit $code'
+    refuses(5, "The disk is full", with_mount(tmp_path, "size=300k", script))
+
+
+def test_a_full_disk_leaves_the_old_bundle(checkpoint: Path, good_bundle: Path, tmp_path: Path) -> None:
+    script = (
+        f'folder=$1; shift; cp -r {good_bundle} $folder/out; "$@" export {checkpoint} $folder/out --bits 32 --force;'
+        ' code=$?; "$@" inspect $folder/out --verify >$folder/said 2>&1 || exit 99; rm $folder/said;'
+        ' [ "$(ls -A $folder)" = out ] || exit 98; exit $code'
+    )
+    refuses(5, "The disk is full", with_mount(tmp_path, "size=600k", script))
+
+
+def test_a_read_only_file_system(checkpoint: Path, tmp_path: Path) -> None:
+    script = f'mount -o remount,ro "$1"; folder=$1; shift; exec "$@" export {checkpoint} $folder/out'
+    refuses(5, "Read-only file system", with_mount(tmp_path, "size=1m", script))
+
+
+@pytest.mark.parametrize("limit", [0, 10_000, 200_000])
+def test_a_limit_on_file_sizes(checkpoint: Path, bundle: Path, tmp_path: Path, limit: int) -> None:
+    """Portable stand-in for the full disk, which strikes at different files."""
+    import resource
+
+    before = contents(tmp_path)
+    arguments = ("export", checkpoint, bundle, "--bits", "32", "--force")
+    done = edgeinfer(*arguments, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    refuses(5, "File too large", done)
+    assert contents(tmp_path) == before
+
+
+def test_a_place_under_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in ("file/out", "file/deep/out", "x" * 300):
+        refuses(5, "Cannot write", edgeinfer("export", checkpoint, tmp_path / place))
+    refuses(5, "exists already", edgeinfer("export", checkpoint, tmp_path / "file"))
+    refuses(5, "is not a bundle", edgeinfer("export", checkpoint, tmp_path / "file", "--force"))
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+def test_a_directory_of_other_things_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "me.png").write_bytes(b"me")
+    for force in ((), ("--force",)):
+        refuses(5, "exists", edgeinfer("export", checkpoint, tmp_path / "photos", *force))
+    assert contents(tmp_path) == {"photos": None, "photos/me.png": b"me"}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission(checkpoint: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        refuses(5, "Permission denied", edgeinfer("export", checkpoint, tmp_path / "out"))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "arguments", ["run -n 2 -p Once -m", "run --json -n 2 -p Once -m", "inspect", "plan --json -m"]
+)
+def test_output_to_a_full_disk(good_bundle: Path, arguments: str) -> None:
+    with FULL.open("wb") as full:
+        line = command(*arguments.split(), good_bundle)
+        done = subprocess.run(line, env=environment(), stdout=full, stderr=subprocess.PIPE, check=False)
+    done.stdout = b""
+    refuses(5, "The output cannot be written: No space left on device", done)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_the_exit_code_survives_where_the_error_cannot_be_said(good_bundle: Path) -> None:
+    with FULL.open("wb") as full:
+        line = command("run", "-m", good_bundle, "-p", "")
+        assert subprocess.run(line, env=environment(), stderr=full, check=False).returncode == 2
+
+
+@pytest.mark.parametrize(("closed", "prompt", "code"), [("<&-", "-f -", 2), (">&-", "-p Once", 0), ("2>&-", "-f x", 2)])
+def test_closed_streams(good_bundle: Path, closed: str, prompt: str, code: int) -> None:
+    line = f'"$@" run -m {good_bundle} -n 2 {prompt} {closed}'
+    done = subprocess.run(["sh", "-c", line, "sh", *command()], env=environment(), capture_output=True, check=False)
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.count(b"\n") <= 1
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_ctrl_c_while_exporting(vast_checkpoint: Path, bundle: Path, tmp_path: Path, replacing: bool) -> None:
+    out = bundle if replacing else tmp_path / "out"
+    before = contents(tmp_path)
+    with start("export", vast_checkpoint, out, "--force") as process:
+        while not any(p.stat().st_size for p in tmp_path.glob(f".{out.name}.*/new/weights.bin")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == (b"", b"")
+    assert contents(tmp_path) == before
+    assert time.monotonic() - begun < 5
+
+
+def test_ctrl_c_while_generating_keeps_what_was_written(good_bundle: Path) -> None:
+    with start("run", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000") as process:
+        assert process.stdout is not None
+        first = os.read(process.stdout.fileno(), 64)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        rest, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == b""
+    assert first.startswith(b"Once")
+    assert (first + rest).endswith(b"\n")
+    assert time.monotonic() - begun < 3
+
+
+def test_ctrl_c_while_generating_json(good_bundle: Path) -> None:
+    out = b""
+    for delay in (1, 2, 4, 8):
+        with start("run", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000", "--json") as process:
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err == b""
+        if out:  # else the model was still being loaded
+            break
+    result = json.loads(out)
+    assert result["finish_reason"] == "cancelled"
+    assert result["usage"]["completion_tokens"] == len(result["token_ids"]) > 0

@@ -1,0 +1,243 @@
+"""Models without a builder, exported through optimum-onnx and run, against transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.cli.main import main
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.concat_backend import ConcatBackend
+from tests.factories import make_tokenizer
+
+TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
+TOLERANCE = 1e-4
+FLOAT = ExportConfig(bits=32, exporter="optimum")
+# Positions that enter as an input, that the graph counts itself, tied and untied heads, grouped heads.
+SMALL: dict[str, dict[str, Any]] = {
+    "GPT2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "GPTNeoX": {"intermediate_size": 96, "max_position_embeddings": 128},
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 128},
+    "Gemma": {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128},
+    "Bloom": {"seq_length": 64},
+}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+VOCABULARY = {"vocab_size": 320, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def optimum() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what optimum and torch say on import is theirs
+        reason = "needs an environment with the `optimum` extra"
+        pytest.importorskip("accelerate", reason=reason)
+        pytest.importorskip("optimum.exporters.onnx", reason=reason, exc_type=ImportError)
+
+
+def save_random(folder: Path, kind: str, head: str = "ForCausalLM", **settings: Any) -> Any:
+    """Saves a random checkpoint of transformers' class `kind`, every parameter wide enough to move the logits."""
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}{head}"
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | VOCABULARY | SMALL.get(kind, {}) | settings))
+    config.architectures = [name]
+    model = getattr(transformers, name)(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.12 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A random model and its bundle."""
+
+    model: Any
+    bundle: Bundle
+
+    def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:  # (S, V)
+        with torch.no_grad():
+            logits: NDArray[np.float32] = self.model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+        return logits
+
+
+@pytest.fixture(scope="module", params=list(SMALL))
+def exported(request: pytest.FixtureRequest, optimum: None, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_random(folder / "checkpoint", request.param)
+    return Exported(model, open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", FLOAT)))
+
+
+def feed(backend: ConcatBackend, tokens: NDArray[np.int64], rows: list[int]) -> NDArray[np.float32]:  # (R, V)
+    positions = np.arange(backend.length, backend.length + len(tokens))
+    return backend.forward(tokens, positions, np.array(rows, np.int64)).logits.copy()
+
+
+@pytest.mark.optimum
+def test_manifest(exported: Exported) -> None:
+    manifest, config = exported.bundle.manifest, exported.model.config
+    assert manifest.backend == "onnx-optimum"
+    assert manifest.architecture == config.architectures[0]
+    assert manifest.decoder is None
+    assert manifest.tensors == ()
+    assert not (manifest.capabilities.tree or manifest.capabilities.layer_skip or manifest.capabilities.hidden)
+    assert manifest.parameters == pytest.approx(sum(p.numel() for p in exported.model.parameters()), rel=0.01)
+    assert manifest.weight_bytes >= 4 * manifest.parameters
+    geometry = manifest.geometry
+    assert (geometry.vocab_size, geometry.hidden_size, geometry.num_layers) == (320, 64, 3)
+    assert geometry.max_positions == (64 if config.model_type == "bloom" else 128)
+    exported.bundle.verify()
+    assert {"tokenizer.json", "generation_config.json", "model.onnx", "model.onnx_data"} <= set(manifest.files)
+
+
+@pytest.mark.optimum
+@pytest.mark.parametrize("sizes", [[11], [1] * 11, [4, 1, 6], [10, 1]])
+def test_logits_match_transformers(exported: Exported, sizes: list[int]) -> None:
+    expected, backend, start = exported.logits(TOKENS), ConcatBackend(exported.bundle, 16), 0
+    for size in sizes:
+        got = feed(backend, TOKENS[start : start + size], list(range(size)))
+        assert np.abs(got - expected[start : start + size]).max() <= TOLERANCE
+        start += size
+
+
+@pytest.mark.optimum
+def test_logits_match_after_rolling_back(exported: Exported) -> None:
+    expected, backend = exported.logits(TOKENS), ConcatBackend(exported.bundle, 16)
+    feed(backend, TOKENS[:5], [])
+    feed(backend, np.array([9, 8, 7, 6]), [3])
+    backend.truncate(7)
+    backend.truncate(5)
+    got = feed(backend, TOKENS[5:], [0, 5])
+    assert np.abs(got - expected[[5, 10]]).max() <= TOLERANCE
+
+
+@pytest.mark.optimum
+def test_sliding_window_bounds_the_context(optimum: None, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "sliding_window": 9,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    model = save_random(tmp_path / "checkpoint", "Mistral", **settings)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", FLOAT))
+    assert bundle.manifest.geometry.max_positions == 8
+    backend, expected = ConcatBackend(bundle, 8), Exported(model, bundle).logits(TOKENS[:8])
+    feed(backend, TOKENS[:5], [])
+    assert np.abs(feed(backend, TOKENS[5:8], [0, 1, 2]) - expected[5:]).max() <= TOLERANCE
+
+
+@pytest.mark.optimum
+def test_export_and_run_from_the_command_line(
+    optimum: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_random(tmp_path / "checkpoint", "GPT2")
+    out = str(tmp_path / "bundle")
+    assert main(["export", str(tmp_path / "checkpoint"), out, "--exporter", "optimum", "--bits", "32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bundle"] == out
+    assert main(["inspect", out, "--verify"]) == 0
+    assert "GPT2LMHeadModel" in capsys.readouterr().out
+    assert main(["run", "-m", out, "-p", "hi there", "-n", "5", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"]["backend"] == "onnx-optimum"
+    prompt = Tokenizer.from_file(f"{out}/tokenizer.json").encode("hi there").ids
+    wanted = list(prompt)
+    for _ in range(5):
+        wanted.append(int(Exported(model, open_bundle(out)).logits(np.array(wanted))[-1].argmax()))
+    assert result["token_ids"] == wanted[len(prompt) :]
+
+
+@pytest.mark.optimum
+@pytest.mark.parametrize(("kind", "head"), [("Bert", "ForMaskedLM"), ("Mamba", "ForCausalLM")])
+def test_unsupported_models_are_refused(optimum: None, tmp_path: Path, kind: str, head: str) -> None:
+    save_random(tmp_path / "checkpoint", kind, head)
+    with pytest.raises(UnsupportedArchitectureError, match=kind.lower()):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", FLOAT)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.optimum
+def test_code_of_a_checkpoint_is_never_run(optimum: None, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_random(folder, "GPT2")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", "utf-8")
+    with pytest.raises(UnsupportedArchitectureError, match="custom code"):
+        export_checkpoint(folder, tmp_path / "bundle", FLOAT)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.optimum
+def test_pickles_and_missing_lengths_are_refused(optimum: None, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_random(folder, "Bloom")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    del config["seq_length"]
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(CheckpointError, match="max_position_embeddings"):
+        export_checkpoint(folder, tmp_path / "bundle", FLOAT)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle"):
+        export_checkpoint(folder, tmp_path / "bundle", FLOAT)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
+
+
+@pytest.mark.optimum
+@pytest.mark.parametrize("kind", ["GPT2", "GPTNeoX"])
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantized_weights(optimum: None, tmp_path: Path, kind: str, group_size: int, symmetric: bool) -> None:
+    model = save_random(tmp_path / "checkpoint", kind)
+    errors, sizes = [], []
+    for bits in (8, 4, 2):
+        config = ExportConfig(
+            bits=bits, group_size=group_size, symmetric=symmetric, keep_small=False, exporter="optimum"
+        )
+        bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / f"bundle{bits}", config))
+        assert bundle.manifest.export["bits"] == bits
+        sizes.append(bundle.manifest.files["model.onnx_data"].bytes)
+        expected = Exported(model, bundle).logits(TOKENS)
+        got = feed(ConcatBackend(bundle, 16), TOKENS, list(range(len(TOKENS))))
+        errors.append(float(np.abs(got - expected).mean() / expected.std()))
+    assert errors[0] < 0.02
+    assert errors[0] < errors[1] < errors[2] < 1
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optimum") is not None, reason="optimum is installed here")
+def test_missing_optimum_says_how_to_install_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"pip install 'edgeinfer\[optimum\]'"):
+        export_checkpoint(tmp_path, tmp_path / "bundle", FLOAT)
+
+
+def test_native_export_points_to_optimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_random(tmp_path / "checkpoint", "GPT2")
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "bundle")]) == 3
+    message = capsys.readouterr().err
+    assert "GPT2LMHeadModel" in message
+    assert "--exporter optimum" in message

@@ -1,0 +1,268 @@
+"""The backend of concatenating caches, over a hand-made graph whose logits sum what each layer's cache holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, concat_graph, open_bundle, seal
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import BackendError, BundleError, CapabilityError
+from edgeinfer.runtime.backends import make_backend
+from edgeinfer.runtime.concat_backend import ConcatBackend
+from edgeinfer.runtime.contracts import PassCancelledError
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.plan import make_plan
+
+V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
+GEOMETRY = Geometry(V, H * D, L, H, D, CAPACITY)
+RNG = np.random.default_rng(0)
+EMBED = RNG.normal(size=(V, 2 * L * H * D)).astype(np.float32)
+HEAD = RNG.normal(size=(2 * L * H * D, V)).astype(np.float32)
+
+
+def make_graph(*, positions: bool, mask: bool = True) -> onnx.ModelProto:
+    """Keys and values are parts of the embedding; logits are the sums over a token and its past, times a matrix."""
+    nodes = [helper.make_node("Gather", ["embed", "input_ids"], ["hidden"])]  # (1, S, 2 L H D)
+    if positions:
+        nodes += [
+            helper.make_node("Cast", ["position_ids"], ["floats"], to=TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", ["floats", "two"], ["column"]),
+            helper.make_node("Add", ["hidden", "column"], ["placed"]),
+        ]
+    else:
+        nodes.append(helper.make_node("Identity", ["hidden"], ["placed"]))
+    parts = [f"part{i}" for i in range(2 * L)]
+    nodes.append(helper.make_node("Split", ["placed"], parts, axis=2, num_outputs=2 * L))
+    nodes.append(helper.make_node("Neg", ["length"], ["tail"]))
+    nodes.insert(0, helper.make_node("Shape", ["input_ids"], ["length"], start=1, end=2))
+    names = list(zip(parts, concat_graph.past_names(L), concat_graph.present_names(L), strict=True))
+    for part, past, present in names:
+        nodes += [
+            helper.make_node("Reshape", [part, "split_shape"], [f"{part}.split"]),
+            helper.make_node("Transpose", [f"{part}.split"], [f"{part}.new"], perm=[0, 2, 1, 3]),
+            helper.make_node("Concat", [past, f"{part}.new"], [present], axis=2),
+            helper.make_node("CumSum", [present, "two_scalar"], [f"{part}.sums"]),
+            helper.make_node("Slice", [f"{part}.sums", "tail", "far", "two"], [f"{part}.last"]),
+            helper.make_node("Transpose", [f"{part}.last"], [f"{part}.back"], perm=[0, 2, 1, 3]),
+            helper.make_node("Reshape", [f"{part}.back", "join_shape"], [f"{part}.joined"]),
+        ]
+    nodes.append(helper.make_node("Concat", [f"{part}.joined" for part in parts], ["joined"], axis=2))
+    nodes.append(helper.make_node("MatMul", ["joined", "head"], ["logits"]))
+    constants = {
+        "embed": EMBED,
+        "head": HEAD,
+        "two": np.array([2]),
+        "two_scalar": np.array(2),
+        "far": np.array([2**62]),
+        "split_shape": np.array([1, -1, H, D]),
+        "join_shape": np.array([1, -1, H * D]),
+    }
+    inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "S"])]
+    if mask:
+        inputs.append(helper.make_tensor_value_info("attention_mask", TensorProto.INT64, [1, "T"]))
+    if positions:
+        inputs.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, [1, "S"]))
+    inputs += [helper.make_tensor_value_info(p, TensorProto.FLOAT, [1, H, "P", D]) for _, p, _ in names]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, "S", V])]
+    outputs += [helper.make_tensor_value_info(p, TensorProto.FLOAT, [1, H, "T", D]) for _, _, p in names]
+    weights = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "sums", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def make_bundle(folder: Path, graph: onnx.ModelProto, layers: int = L) -> Bundle:
+    folder.mkdir()
+    (folder / MODEL).write_bytes(graph.SerializeToString())
+    geometry = Geometry(V, H * D, layers, H, D, CAPACITY)
+    seal(folder, Manifest("sums", "Sums", "onnx-optimum", geometry, EMBED.size, Capabilities(False, False, False)))
+    return open_bundle(folder)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A bundle of the graph, and what it must compute."""
+
+    bundle: Bundle
+    positions: bool
+
+    def expected(self, tokens: Sequence[int]) -> NDArray[np.float32]:  # (S, V)
+        places = np.arange(len(tokens), dtype=np.float32)[:, None] * self.positions
+        return np.asarray((EMBED[list(tokens)] + places).cumsum(axis=0) @ HEAD, np.float32)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["positions", "counts-itself"])
+def sums(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sums:
+    graph = make_graph(positions=request.param, mask=request.param)
+    return Sums(make_bundle(tmp_path_factory.mktemp("sums") / "bundle", graph), request.param)
+
+
+@pytest.fixture
+def backend(sums: Sums) -> ConcatBackend:
+    return ConcatBackend(sums.bundle, CAPACITY)
+
+
+def feed(backend: ConcatBackend, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:  # (R, V)
+    positions = np.arange(backend.length, backend.length + len(tokens))
+    return backend.forward(np.array(tokens), positions, np.array(rows, np.int64)).logits.copy()
+
+
+def close(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
+    return got.shape == wanted.shape and bool(np.allclose(got, wanted, atol=1e-3))
+
+
+chains = st.lists(st.tuples(st.lists(st.integers(0, V - 1), min_size=1, max_size=5), st.integers(0, CAPACITY)))
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chains)
+def test_any_chain_of_passes_and_cuts(sums: Sums, chain: list[tuple[list[int], int]]) -> None:
+    backend, held = ConcatBackend(sums.bundle, CAPACITY), list[int]()
+    for tokens, cut in chain:
+        if len(held) + len(tokens) > CAPACITY:
+            backend.truncate(0)
+            held.clear()
+        held += tokens
+        got = feed(backend, tokens, range(len(tokens)))
+        assert close(got, sums.expected(held)[-len(tokens) :])
+        if cut <= len(held):
+            backend.truncate(cut)
+            del held[cut:]
+        assert backend.length == len(held)
+
+
+@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
+def test_wanted_rows(sums: Sums, backend: ConcatBackend, rows: list[int]) -> None:
+    assert close(feed(backend, [3, 1, 4], rows), sums.expected([3, 1, 4])[rows].reshape(-1, V))
+
+
+def test_keep_takes_the_first_rows_of_a_pass(sums: Sums, backend: ConcatBackend) -> None:
+    feed(backend, [1, 2], [])
+    feed(backend, [3, 4, 5], [])
+    backend.keep(2, [0, 1])
+    assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 4, 6])[-1:])
+    with pytest.raises(CapabilityError):
+        backend.keep(2, [0, 2])
+
+
+def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> None:
+    extras: list[dict[str, Any]] = [
+        {"tree": np.array([-1, -1])},
+        {"layer_mask": np.ones(2 * L, np.bool_)},
+        {"hidden": np.zeros((2, H * D), np.float32)},
+    ]
+    for extra in extras:
+        with pytest.raises(CapabilityError):
+            backend.forward(np.array([1, 2]), np.arange(2), np.array([1]), **extra)
+    assert backend.length == 0
+
+
+def test_positions_other_than_the_next_ones(sums: Sums, backend: ConcatBackend) -> None:
+    if sums.positions:
+        backend.forward(np.array([1, 2]), np.array([0, 5]), np.array([1]))
+        assert backend.length == 2
+        return
+    with pytest.raises(BackendError, match="positions"):
+        backend.forward(np.array([1, 2]), np.array([0, 5]), np.array([1]))
+    assert backend.length == 0
+
+
+def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
+    feed(backend, [1, 2, 3, 4], [])
+    backend.truncate(3)
+    snapshot = backend.snapshot()
+    assert (snapshot.length, snapshot.keys[0].shape) == (3, (H, 3, D))
+    feed(backend, [5, 5, 5], [])
+    backend.restore(snapshot)
+    assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
+    other = ConcatBackend(sums.bundle, 2)
+    with pytest.raises(BackendError, match="does not fit"):
+        other.restore(snapshot)
+    with pytest.raises(BackendError, match="another model"):
+        other.restore(replace(snapshot, keys=()))
+
+
+def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
+    feed(backend, [1] * CAPACITY, [])
+    with pytest.raises(BackendError, match="does not fit"):
+        feed(backend, [1], [0])
+    with pytest.raises(BackendError, match="truncate"):
+        backend.truncate(CAPACITY + 1)
+
+
+def test_memory_stays_as_planned(backend: ConcatBackend) -> None:
+    before = backend.nbytes()["kv"]
+    assert before == 2 * GEOMETRY.kv_bytes_per_token() * CAPACITY
+    feed(backend, [1] * 8, [])
+    backend.truncate(3)
+    feed(backend, [2], [0])
+    assert backend.nbytes()["kv"] == before
+    assert backend.run_ns > 0
+
+
+def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -> None:
+    feed(backend, [1, 2], [])
+    cancelled = False
+    # The flag is lowered when a pass begins, so it has to be raised again and again until one is caught.
+    stop = threading.Event()
+
+    def cancel() -> None:
+        while not stop.is_set():
+            backend.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    try:
+        for _ in range(2000):
+            try:
+                feed(backend, [3, 4, 5, 6], [])
+            except PassCancelledError:
+                cancelled = True
+                break
+            backend.truncate(2)
+    finally:
+        stop.set()
+        thread.join()
+    assert cancelled
+    assert backend.length == 2
+    assert close(feed(backend, [3], [0]), sums.expected([1, 2, 3])[-1:])
+
+
+def test_the_registry_finds_it(sums: Sums) -> None:
+    config = LoadConfig(context=CAPACITY)
+    backend = make_backend(sums.bundle, config, make_plan(sums.bundle, config))
+    assert isinstance(backend, ConcatBackend)
+    engine = Engine(backend, chunk=3)
+
+    class Greedy:
+        def choose(self, logits: NDArray[np.float32], position: int) -> int:
+            return int(logits.argmax())
+
+    tokens = [1, 2, 3, 4]
+    for step in engine.generate(tokens[:], Greedy(), max_tokens=3, stop_ids=frozenset()):
+        assert step.token == int(sums.expected(tokens)[-1].argmax())
+        tokens.append(step.token)
+    assert len(tokens) == 7
+
+
+def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle", make_graph(positions=True), layers=L + 1)
+    with pytest.raises(BundleError, match="other inputs or outputs"):
+        ConcatBackend(bundle, CAPACITY)
+
+
+def test_a_file_without_a_graph_is_refused(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle", onnx.ModelProto())
+    with pytest.raises(BundleError, match="cannot be loaded"):
+        ConcatBackend(bundle, CAPACITY)
