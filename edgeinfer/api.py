@@ -160,7 +160,7 @@ class Model:
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
         ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._start(ids, config, started)
+        return self._start(ids, config, started, continues=True)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """Continues a prompt and returns the whole reply; arguments and errors as `stream`."""
@@ -193,7 +193,8 @@ class Model:
         if self._template is None:
             raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
         text = self._template.render(messages, add_generation_prompt=True)
-        return self._start(self._parts.tokenizer.encode(text, add_special_tokens=False), config, started, on_finish)
+        ids = self._parts.tokenizer.encode(text, add_special_tokens=False)
+        return self._start(ids, config, started, continues=False, on_finish=on_finish)
 
     def create_chat_completion(
         self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **options: Any
@@ -257,6 +258,8 @@ class Model:
         prompt: list[int],
         config: GenerationConfig,
         started: float,
+        *,
+        continues: bool,
         on_finish: Callable[[Result], None] | None = None,
     ) -> TokenStream:
         self._require_idle()
@@ -267,14 +270,15 @@ class Model:
             if on_finish is not None:
                 on_finish(result)
 
-        self._running = TokenStream(self._parts, prompt, config, on_finish=finished, started=started)
-        return self._running
+        stream = TokenStream(self._parts, prompt, config, on_finish=finished, continues=continues, started=started)
+        self._running = stream
+        return stream
 
     def _require_idle(self) -> None:
-        """Ends a reply that this thread left unfinished; one of another thread is not touched."""
+        """Ends a reply that was left unfinished; one that another thread may be reading is not touched."""
         if self._running is None:
             return
-        if not self._running.mine:
+        if not self._running.abandoned:
             raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
         self._running.close()
 

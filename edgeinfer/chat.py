@@ -96,7 +96,7 @@ class Chat:
         source = Path(path)
         try:
             data = json.loads(source.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{source} cannot be read: {error}.", "Give a file written by Chat.save.") from error
         if not _is_saved_chat(data):
             raise UsageError(f"{source} is not a saved conversation.", "Give a file written by Chat.save.")
@@ -109,6 +109,6 @@ def _is_saved_chat(data: Any) -> bool:
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
         return False
     turns = data.get("turns")
-    if not isinstance(data.get("system"), str | None) or not isinstance(turns, list):
+    if not isinstance(data.get("system", 0), str | None) or not isinstance(turns, list):
         return False
     return all(isinstance(t, dict) and t.get("role") in _ROLES and isinstance(t.get("content"), str) for t in turns)

@@ -42,6 +42,17 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
         raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
@@ -111,10 +122,8 @@ class GenerationConfig:
     speculation: str = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        for name in numbers:
+        self._check_types()
+        for name in _NUMBERS:
             _require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
@@ -122,11 +131,29 @@ class GenerationConfig:
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "positive")
-        _require(all(s for s in self.stop), "stop", self.stop, "free of empty strings")
+        _require(all(self.stop), "stop", self.stop, "free of empty strings")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
-        _require(all(not math.isnan(b) for b in self.logit_bias.values()), "logit_bias", "NaN", "free of NaN")
+        _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias", "NaN", "free of NaN")
         # Every mode listed here must exist; drafters join when they land.
         _require(self.speculation in ("auto", "off"), "speculation", self.speculation, "'auto' or 'off'")
+
+    def _check_types(self) -> None:
+        """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
+        for name in _NUMBERS:
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            _require(_is_integer(value) or (value is None and name != "top_k"), name, value, "a whole number")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        ids, bias = self.stop_token_ids, self.logit_bias
+        strings = isinstance(stop, list | tuple) and all(isinstance(s, str) for s in stop)
+        _require(strings, "stop", stop, "a string or several")
+        _require(isinstance(ids, list | tuple) and all(map(_is_integer, ids)), "stop_token_ids", ids, "token ids")
+        pairs = isinstance(bias, Mapping) and all(_is_integer(i) and _is_number(b) for i, b in bias.items())
+        _require(pairs, "logit_bias", bias, "token ids with numbers")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property
     def greedy(self) -> bool:

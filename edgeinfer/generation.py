@@ -62,6 +62,7 @@ class TokenStream:
         prompt: token ids.
         config: how to generate.
         on_finish: called once with the result.
+        continues: the reply goes on with the prompt's text, so that a tokenizer's leading space is kept.
         started: time.perf_counter() of the request.
     """
 
@@ -72,18 +73,23 @@ class TokenStream:
         config: GenerationConfig,
         *,
         on_finish: Callable[[Result], None],
+        continues: bool,
         started: float,
     ) -> None:
         self._parts = parts
         self._prompt = prompt
-        self._config = config
         self._on_finish = on_finish
         self._started = started
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._step_ms: list[float] = []
         self._result: Result | None = None
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
+        self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
+        self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if continues else ())
+        self._stops = StopMatcher(config.stop)
+        chooser = _Sampling(config, parts.engine.backend.geometry.vocab_size, prompt)
+        self._steps = parts.engine.generate(prompt, chooser, max_tokens=config.max_tokens, stop_ids=self._stop_ids)
         self._chunks = self._run()
 
     @property
@@ -98,9 +104,9 @@ class TokenStream:
         return self._result
 
     @property
-    def mine(self) -> bool:
-        """Whether the calling thread started it."""
-        return self._thread == threading.get_ident()
+    def abandoned(self) -> bool:
+        """Whether nobody else can still be iterating: the calling thread started it, or its thread has ended."""
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def cancel(self) -> None:
         """Stops within the current pass; the next chunk is the last. Safe from any thread."""
@@ -127,21 +133,15 @@ class TokenStream:
         self.close()
 
     def _run(self) -> Generator[Chunk]:
-        parts, config = self._parts, self._config
-        stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
-        chooser = _Sampling(config, parts.engine.backend.geometry.vocab_size, self._prompt)
-        decoder = StreamDecoder(parts.tokenizer, context_ids=self._prompt)
-        stops = StopMatcher(config.stop)
         reason: FinishReason = "length"
         begun = (time.perf_counter() - self._started) * 1e3
-        steps = parts.engine.generate(self._prompt, chooser, max_tokens=config.max_tokens, stop_ids=stop_ids)
         try:
-            for step in steps:
+            for step in self._steps:
                 self._record(step, begun)
-                if step.token in stop_ids:
+                if step.token in self._stop_ids:
                     reason = "stop"
                     break
-                text, matched = stops.push(decoder.push(step.token))
+                text, matched = self._stops.push(self._decoder.push(step.token))
                 self._texts.append(text)
                 if matched:
                     reason = "stop"
@@ -149,18 +149,21 @@ class TokenStream:
                     break
                 yield Chunk(text, (step.token,))
             else:
-                if parts.engine.cancelled:
+                if self._parts.engine.cancelled:
                     reason = "cancelled"
-            yield self._last_chunk(decoder, stops, reason)
+            yield self._last_chunk(reason)
         finally:
-            steps.close()
+            self._steps.close()
+            # Closed early, or an error on its way to the caller: the model must be free again in either case.
+            if self._result is None:
+                self._finish("cancelled")
 
-    def _last_chunk(self, decoder: StreamDecoder, stops: StopMatcher, reason: FinishReason) -> Chunk:
-        text, matched = stops.push(decoder.flush())
+    def _last_chunk(self, reason: FinishReason) -> Chunk:
+        text, matched = self._stops.push(self._decoder.flush())
         if matched:
             reason = "stop"
         else:
-            text += stops.flush()
+            text += self._stops.flush()
         self._texts.append(text)
         self._finish(reason)
         return Chunk(text, (), reason)

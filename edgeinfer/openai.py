@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["chat_completion"]
 
-_SAME = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
+_SAME = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop")
 # Beyond OpenAI's, as llama.cpp's and vLLM's servers accept them.
 _OWN = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "speculation")
 # Accepted where they ask for what happens anyway.
@@ -35,10 +35,13 @@ _IGNORED = ("model", "user", "stream_options")
 
 
 def chat_completion(
-    model: Model, messages: Sequence[Mapping[str, Any]], *, stream: bool, **request: Any
+    model: Model, messages: Sequence[Mapping[str, Any]], /, *, stream: bool, **request: Any
 ) -> dict[str, Any] | Iterator[dict[str, Any]]:
     """Answers one request; see `Model.create_chat_completion`."""
-    usage_wanted = bool((request.get("stream_options") or {}).get("include_usage"))
+    stream_options = request.get("stream_options") or {}
+    if not isinstance(stream_options, dict):
+        raise UsageError(f"stream_options={stream_options!r} is not an object.", "Leave it out, or give include_usage.")
+    usage_wanted = bool(stream_options.get("include_usage"))
     tokens = model.stream_chat(messages, **_options(request))
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.info.name}
     if stream:
@@ -69,13 +72,18 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
                 options[name] = value
         elif name in ("max_tokens", "max_completion_tokens"):
             options["max_tokens"] = value
-        elif name == "stop":
-            options["stop"] = (value,) if isinstance(value, str) else tuple(value or ())
         elif name == "logit_bias":
-            options["logit_bias"] = {int(token): float(bias) for token, bias in (value or {}).items()}
+            options["logit_bias"] = _by_id(value or {})
         else:
             raise UsageError(f"Unknown request field {name!r}.", "See the OpenAI chat completion reference.")
     return options
+
+
+def _by_id(bias: Any) -> Any:
+    """JSON's keys are strings; GenerationConfig judges what is no number."""
+    if not isinstance(bias, dict):
+        return bias
+    return {int(token) if isinstance(token, str) and token.isdecimal() else token: b for token, b in bias.items()}
 
 
 def _chunks(tokens: TokenStream, head: Mapping[str, Any], usage_wanted: bool) -> Iterator[dict[str, Any]]:

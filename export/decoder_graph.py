@@ -57,6 +57,8 @@ class _DecoderGraph:
         graph.input(io.COS_CACHE, "float32", ("P", spec.rope.dim // 2))
         graph.input(io.SIN_CACHE, "float32", ("P", spec.rope.dim // 2))
         graph.input(io.ATTENTION_BIAS, "float32", (1, 1, "S", "T"))
+        if spec.window_size:
+            graph.input(io.WINDOW_BIAS, "float32", (1, 1, "S", "T"))
         graph.input(io.SEQLENS_K, "int32", (1,))
         graph.input(io.TOTAL_LENGTH, "int32", ())
         graph.input(io.LAYER_MASK, "bool", (2 * spec.num_layers,))
@@ -118,16 +120,16 @@ class _DecoderGraph:
         qkv = self._linear(graph, normed, f"{prefix}.qkv")
         query, key, value = self._heads(graph, qkv, prefix)
         past, present = io.past_names(layer), (f"{prefix}.present_key", f"{prefix}.present_value")
-        lengths = [io.SEQLENS_K, io.TOTAL_LENGTH]
+        lengths, window = [io.SEQLENS_K, io.TOTAL_LENGTH], self._spec.window(layer)
         rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS] if self._fused_rotation else ["", "", ""]
         graph.ops(
             "GroupQueryAttention",
-            [query, key, value, *past, *lengths, *rotary, io.ATTENTION_BIAS],
+            [query, key, value, *past, *lengths, *rotary, io.WINDOW_BIAS if window else io.ATTENTION_BIAS],
             [f"{prefix}.heads", *present],
             microsoft=True,
             num_heads=self._spec.num_heads,
             kv_num_heads=self._spec.num_kv_heads,
-            local_window_size=self._spec.window(layer) or -1,
+            local_window_size=window + io.TREE_ROWS if window else -1,
             do_rotary=int(self._fused_rotation),
         )
         out = self._linear(graph, f"{prefix}.heads", f"{prefix}.out")

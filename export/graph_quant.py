@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from edgeinfer.quant import QuantPolicy, quantize
+from edgeinfer.quant import QuantPolicy, QuantScheme, quantize
 
 __all__ = ["quantize_graph"]
 
@@ -59,6 +59,8 @@ def _attribute(node: onnx.NodeProto, name: str, default: object) -> object:
 
 @dataclass
 class _Rewriter:
+    """Rewrites node by node; `added` are the new constants, `done` their names by matrix."""
+
     policy: QuantPolicy
     vocab_size: int
     constants: dict[str, onnx.TensorProto]
@@ -84,21 +86,13 @@ class _Rewriter:
         scheme = self.policy.scheme("head" if n == self.vocab_size else node.name, (n, k))
         if scheme is None:
             return [node]
-        key = f"{name}.rows" if turned else f"{name}.columns"
-        if key not in self.done:
-            values: NDArray[np.float32] = numpy_helper.to_array(tensor)
-            matrix = quantize(values if turned else np.ascontiguousarray(values.T), scheme)
-            stored: dict[str, NDArray[Any]] = {f"{key}.data": matrix.data, f"{key}.scales": matrix.scales}
-            if matrix.zero_points is not None:
-                stored[f"{key}.zero_points"] = matrix.zero_points
-            self.added += [numpy_helper.from_array(array, part) for part, array in stored.items()]
-            self.done[key] = list(stored)
-        bias = list(node.input[2:])
+        stored = self._stored(name, turned, scheme)
+        bias = [i for i in node.input[2:] if i]
         product = f"{node.output[0]}.product" if bias else node.output[0]
         attributes = {"K": k, "N": n, "bits": scheme.bits, "block_size": scheme.block_size}
         matmul = helper.make_node(
             "MatMulNBits",
-            [node.input[0], *self.done[key]],
+            [node.input[0], *stored],
             [product],
             name=node.name,
             domain=_CONTRIB,
@@ -106,6 +100,19 @@ class _Rewriter:
             **attributes,
         )
         return [matmul] + ([helper.make_node("Add", [product, *bias], [node.output[0]])] if bias else [])
+
+    def _stored(self, name: str, turned: bool, scheme: QuantScheme) -> list[str]:
+        """Names of a matrix's quantized values, scales and zero points; quantizes it when it is first met."""
+        key = f"{name}.rows" if turned else f"{name}.columns"
+        if key not in self.done:
+            values: NDArray[np.float32] = numpy_helper.to_array(self.constants[name])
+            matrix = quantize(values if turned else np.ascontiguousarray(values.T), scheme)
+            arrays: dict[str, NDArray[Any]] = {f"{key}.data": matrix.data, f"{key}.scales": matrix.scales}
+            if matrix.zero_points is not None:
+                arrays[f"{key}.zero_points"] = matrix.zero_points
+            self.added += [numpy_helper.from_array(array, part) for part, array in arrays.items()]
+            self.done[key] = list(arrays)
+        return self.done[key]
 
     @staticmethod
     def _plain(node: onnx.NodeProto) -> bool:

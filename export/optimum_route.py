@@ -218,6 +218,7 @@ def _check_continues(path: Path, geometry: Geometry) -> None:
 
     Raises:
         UnsupportedArchitectureError: it does not, or the graph does not run.
+        CheckpointError: the weights give logits that are not finite.
     """
     size = min(6, geometry.max_positions)
     tokens = np.arange(1, size + 1) % geometry.vocab_size  # (S,)
@@ -231,6 +232,9 @@ def _check_continues(path: Path, geometry: Geometry) -> None:
     except Exception as error:
         # onnxruntime raises a family of exceptions without a common base of its own.
         raise _unsupported(f"its graph does not run: {error}") from error
+    if not np.isfinite(whole).all():
+        hint = "The checkpoint is damaged or its training diverged."
+        raise CheckpointError("The model's logits are not finite.", hint)
     tolerance = _SAME * float(np.abs(whole).max())
     if not np.allclose(rest, whole[:, size // 2 :], rtol=0, atol=tolerance):
         raise _unsupported("its graph computes something else when it continues from its cache")

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, CapabilityError
 
-__all__ = ["Backend", "CacheSnapshot", "Floats", "Ints", "PassCancelledError", "StepOutput", "ancestors", "check_pass"]
+__all__ = [
+    "Backend",
+    "CacheSnapshot",
+    "Floats",
+    "Ints",
+    "PassCancelledError",
+    "StepOutput",
+    "ancestors",
+    "check_pass",
+    "in_window",
+]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -93,6 +103,8 @@ class Backend(Protocol):
     ) -> StepOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
+        A tree needs at least one token in the cache, which a prompt always leaves.
+
         Raises:
             CapabilityError: `tree`, `layer_mask` or `hidden` where the capabilities exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
@@ -154,11 +166,19 @@ def check_pass(
         raise BackendError(f"A token id is outside the vocabulary of {backend.geometry.vocab_size}.")
     if tree is not None and (len(tree) != size or not all(-1 <= int(p) < i for i, p in enumerate(tree))):
         raise BackendError("A draft tree must name an earlier row, or -1, as the parent of each row.")
+    if tree is not None and backend.length == 0:
+        raise BackendError("A draft tree needs at least one token in the cache.")
     layers = backend.geometry.num_layers
     if layer_mask is not None and layer_mask.shape != (2 * layers,):
         raise BackendError(f"A layer mask of shape {layer_mask.shape} does not fit {layers} layers.")
     if hidden is not None and hidden.shape != (size, backend.geometry.hidden_size):
         raise BackendError(f"Hidden states of shape {hidden.shape} do not fit a pass of {size} tokens.")
+
+
+def in_window(positions: Ints, total: int, window: int) -> NDArray[np.bool_]:  # (S,) -> (S, T)
+    """Which of the T rows lie less than `window` positions before each of the S new tokens, the last of the rows."""
+    rows = np.concatenate([np.arange(total - len(positions)), positions])
+    return positions[:, None] - rows < window
 
 
 def ancestors(tree: Ints) -> NDArray[np.bool_]:  # (S,) -> (S, S)

@@ -74,11 +74,18 @@ class Engine:
         """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
 
         Raises:
-            PromptError: the prompt is empty.
+            PromptError: the prompt is empty, or holds an id that is no token.
             ContextLengthError: the prompt leaves no room for a token.
         """
         self.check(prompt)
+        # Here, not when iteration begins: a `cancel` in between counts.
         self._cancelled.clear()
+        self.prefill = Prefill(0, 0, 0.0)
+        return self._steps(prompt, chooser, max_tokens, stop_ids)
+
+    def _steps(
+        self, prompt: Sequence[int], chooser: Chooser, max_tokens: int | None, stop_ids: frozenset[int]
+    ) -> Generator[Step]:
         room = self.backend.capacity - len(prompt) + 1
         left = room if max_tokens is None else min(max_tokens, room)
         begun = time.perf_counter()
@@ -112,6 +119,10 @@ class Engine:
         if len(prompt) > self.backend.capacity:
             message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.capacity}."
             raise ContextLengthError(message, "Shorten it, or load the model with a larger context (-c).")
+        vocabulary = self.backend.geometry.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            message = f"The prompt holds a token id outside the model's vocabulary of {vocabulary}."
+            raise PromptError(message, f"Ids go from 0 to {vocabulary - 1}.")
 
     def _take_in(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""

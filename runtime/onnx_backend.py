@@ -23,6 +23,7 @@ from edgeinfer.runtime.contracts import (
     StepOutput,
     ancestors,
     check_pass,
+    in_window,
 )
 from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.memory import release_mapped
@@ -56,6 +57,7 @@ class OnnxBackend:
         self.geometry = decoder.geometry
         self.capabilities = bundle.manifest.capabilities
         self.capacity = capacity
+        self._window = decoder.window_size
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
         self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
         self._head_multiple = self.capabilities.row_multiple if exact else 1
@@ -95,6 +97,8 @@ class OnnxBackend:
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
         check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        if self._window and tree is not None and len(tree) > graph.TREE_ROWS:
+            raise BackendError(f"A draft tree of {len(tree)} rows is larger than {graph.TREE_ROWS}.")
         start, size = self._kv.length, len(tokens)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
@@ -106,8 +110,7 @@ class OnnxBackend:
         self._layer_mask[:] = self._all_layers if layer_mask is None else layer_mask
         self._seqlens[0] = total - 1
         self._total[...] = total
-        bias = self._bias(padded, total) if tree is None else self._tree_bias(tree, padded, total)
-        step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
+        self._bind_biases(step, tree, padded, total)
         self._session.run(step.binding)
         self._kv.length = start + size
         return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size])
@@ -146,18 +149,19 @@ class OnnxBackend:
         step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
         return step
 
-    def _bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
+    def _bind_biases(self, step: _Pass, tree: Ints | None, size: int, total: int) -> None:
+        bias = self._zeros(size, total) if tree is None else _tree_bias(tree, size, total)
+        step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
+        if self._window:
+            near = in_window(step.positions, total, self._window)
+            windowed = np.where(near, bias, _HIDDEN)
+            step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
+
+    def _zeros(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
         if self._flat_bias.size < size * total:
             # Never written, so the zero pages of this buffer are not resident.
             self._flat_bias = np.zeros(size * (self._kv.rows), np.float32)
         return self._flat_bias[: size * total].reshape(1, 1, size, total)
-
-    @staticmethod
-    def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (1, 1, S, T)
-        bias = np.zeros((1, 1, size, total), np.float32)
-        real, start = len(tree), total - size
-        bias[0, 0, :real, start : start + real][~ancestors(tree)] = _HIDDEN
-        return bias
 
     def truncate(self, length: int) -> None:
         """Drops all rows from `length` on."""
@@ -191,6 +195,14 @@ class OnnxBackend:
         del self._session
 
 
+def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'
+    """Hides from each row of a draft tree what is not its ancestor."""
+    bias = np.zeros((1, 1, size, total), np.float32)
+    real, start = len(tree), total - size
+    bias[0, 0, :real, start : start + real][~ancestors(tree)] = _HIDDEN
+    return bias
+
+
 class _Buffers:
     """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes."""
 
@@ -216,6 +228,7 @@ class _Pass:
 
     def __init__(self, buffers: _Buffers, size: int, rows: int, resumes: bool) -> None:
         self._tokens = buffers.tokens[:, :size]
+        self.positions = buffers.positions[0, :size]
         self._positions = buffers.positions[:, :size]
         self._rows = buffers.logit_rows[:rows]
         self._hidden = buffers.hidden_in[:, : size if resumes else 1]

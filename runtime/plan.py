@@ -21,6 +21,8 @@ DEFAULT_CONTEXT = 2048
 _TOKENIZER_BYTES, _TOKENIZER_FACTOR, _TOKENIZER_PARSING = 6_000_000, 9, 21
 # Session, graph and touched code of onnxruntime beyond its import.
 _SESSION_BYTES = 28_000_000
+# What importing and planning itself add to the process between two plans.
+_GROWTH_BYTES = 4_000_000
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
 _LIVE_WIDTHS = 3
 
@@ -48,8 +50,8 @@ class MemoryPlan:
 
     @property
     def minimum_bytes(self) -> int:
-        """The smallest budget this request would fit."""
-        return self.planned_bytes
+        """The smallest budget this request would fit, with room for what the process grows by until it is loaded."""
+        return self.planned_bytes + _GROWTH_BYTES
 
     @property
     def fits(self) -> bool:

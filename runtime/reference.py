@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry
 from edgeinfer.errors import BundleError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, ancestors, check_pass
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, ancestors, check_pass, in_window
 from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.rope import rope_tables
 
@@ -136,17 +136,18 @@ class ReferenceBackend:
         group = spec.num_heads // spec.num_kv_heads
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
         scores = grouped @ keys[:, None, :total].swapaxes(-1, -2) / np.float32(np.sqrt(spec.head_dim))  # (H, g, S, T)
-        scores = np.where(self._windowed(layer, visible), scores, np.float32(-np.inf))
+        scores = np.where(self._windowed(layer, positions, visible), scores, np.float32(-np.inf))
         mixed = softmax(scores) @ values[:, None, :total]  # (H, g, S, h)
         return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
 
-    def _windowed(self, layer: int, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:  # (S, T) -> (S, T)
+    def _windowed(
+        self,
+        layer: int,
+        positions: Ints,  # (S,)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> NDArray[np.bool_]:  # (S, T)
         window = self._spec.window(layer)
-        if not window:
-            return visible
-        size, total = visible.shape
-        distance = np.arange(total - size, total)[:, None] - np.arange(total)
-        return visible & (distance < window)
+        return visible & in_window(positions, visible.shape[1], window) if window else visible
 
     def _mlp(self, layer: int, x: Floats) -> Floats:  # (S, D) -> (S, D)
         prefix = f"layers.{layer}."

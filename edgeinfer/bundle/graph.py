@@ -8,6 +8,8 @@ inputs
   position_ids           int64   (1, S)          rotary position of each new token
   cos_cache, sin_cache   float32 (P, rope.dim/2) rotary tables; made by the runtime for the context it planned
   attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
+  window_bias            float32 (1, 1, S, T)    the same for layers with a sliding window, which it cuts by position;
+                                                 an input only of models that have such layers
   seqlens_k              int32   (1,)            T - 1
   total_sequence_length  int32   ()              T
   layer_mask             bool    (2 L,)          [2i] attention of layer i runs, [2i+1] its MLP runs
@@ -38,7 +40,9 @@ __all__ = [
     "SEQLENS_K",
     "SIN_CACHE",
     "TOTAL_LENGTH",
+    "TREE_ROWS",
     "USE_HIDDEN",
+    "WINDOW_BIAS",
     "past_names",
     "present_names",
 ]
@@ -48,6 +52,7 @@ POSITION_IDS = "position_ids"
 COS_CACHE = "cos_cache"
 SIN_CACHE = "sin_cache"
 ATTENTION_BIAS = "attention_bias"
+WINDOW_BIAS = "window_bias"
 SEQLENS_K = "seqlens_k"
 TOTAL_LENGTH = "total_sequence_length"
 LAYER_MASK = "layer_mask"
@@ -56,6 +61,9 @@ USE_HIDDEN = "use_hidden"
 LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
+# Rows of the cache and positions differ by as much as a draft tree has rows beside a path. The operator's own window,
+# counted in rows, is wider than the model's by this much, so that `window_bias` alone decides.
+TREE_ROWS = 256
 
 
 def past_names(layer: int) -> tuple[str, str]:

@@ -113,6 +113,7 @@ class DecoderSpec:
         _require(self.activation in get_args(Activation), f"activation {self.activation!r} is unknown")
         _require(len(self.windows) in (0, self.num_layers), "windows must name every layer or none")
         _require(all(w >= 0 for w in self.windows), "windows must be 0 or positive")
+        _require(len({w for w in self.windows if w}) <= 1, "all windows must be of one size")
 
     @property
     def q_size(self) -> int:
@@ -123,6 +124,11 @@ class DecoderSpec:
     def kv_size(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def window_size(self) -> int:
+        """Sliding window of the layers that have one, in tokens; 0 when none has."""
+        return max(self.windows, default=0)
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 is full attention."""

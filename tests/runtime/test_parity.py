@@ -126,10 +126,10 @@ def test_draft_tree(family: Family, backend: Backend) -> None:
         assert_close(logits[node], family.expected(context + branch)[-1])
 
 
-def test_draft_tree_on_an_empty_cache(family: Family, backend: Backend) -> None:
-    logits = feed_tree(backend, DRAFT, PARENTS)
-    for node in range(len(DRAFT)):
-        assert_close(logits[node], family.expected([DRAFT[i] for i in path(PARENTS, node)])[-1])
+def test_a_draft_tree_needs_a_context(backend: Backend) -> None:
+    with pytest.raises(BackendError, match="at least one token"):
+        feed_tree(backend, DRAFT, PARENTS)
+    assert backend.length == 0
 
 
 @pytest.mark.parametrize("node", [8, 6, 4])
