@@ -178,7 +178,8 @@ def check_pass(
 def in_window(positions: Ints, total: int, window: int) -> NDArray[np.bool_]:  # (S,) -> (S, T)
     """Which of the T rows lie less than `window` positions before each of the S new tokens, the last of the rows."""
     rows = np.concatenate([np.arange(total - len(positions)), positions])
-    return positions[:, None] - rows < window
+    near: NDArray[np.bool_] = positions[:, None] - rows < window
+    return near
 
 
 def ancestors(tree: Ints) -> NDArray[np.bool_]:  # (S,) -> (S, S)

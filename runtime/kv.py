@@ -91,7 +91,7 @@ class KVBuffers:
         if len(arrays) != 2 * self._geometry.num_layers or any(a.shape != shape for a in arrays):
             raise BackendError("The snapshot belongs to another model.")
         if snapshot.length > self.capacity:
-            raise BackendError(f"A snapshot of {snapshot.length} tokens does not fit a cache of {self.capacity}.")
+            raise BackendError(f"{snapshot.length} rows do not fit a cache of {self.capacity} tokens.")
         self.length = 0
         moved = self.reserve(snapshot.length)
         for mine, copied in zip((*self.keys, *self.values), arrays, strict=True):

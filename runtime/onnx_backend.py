@@ -15,7 +15,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, WEIGHTS, Bundle, Geometry, graph
-from edgeinfer.errors import BundleError
+from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.contracts import (
     CacheSnapshot,
     Floats,

@@ -23,6 +23,8 @@ _TOKENIZER_BYTES, _TOKENIZER_FACTOR, _TOKENIZER_PARSING = 6_000_000, 9, 21
 _SESSION_BYTES = 28_000_000
 # What importing and planning itself add to the process between two plans.
 _GROWTH_BYTES = 4_000_000
+# A cache that grows by concatenation is written anew by every pass, from one copy into the other.
+_CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
 _LIVE_WIDTHS = 3
 
@@ -106,7 +108,7 @@ def make_plan(bundle: Bundle, config: LoadConfig) -> MemoryPlan:
     terms = {
         "session": _SESSION_BYTES,
         **_weights(manifest),
-        "kv": geometry.kv_bytes_per_token() * (context + 1),
+        "kv": geometry.kv_bytes_per_token() * (context + 1) * (1 if manifest.decoder else _CONCAT_COPIES),
         "activations": _activations(manifest, chunk, context),
         "tokenizer": _TOKENIZER_BYTES + _TOKENIZER_FACTOR * tokenizer,
     }
@@ -143,8 +145,11 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits."""
     geometry, decoder = manifest.geometry, manifest.decoder
     hidden = geometry.hidden_size
-    widest = 2 * decoder.intermediate_size + hidden if decoder else 8 * hidden
-    # An opaque graph returns the logits of every row.
-    logit_rows = 2 if decoder else chunk
-    floats = chunk * (2 * hidden + _LIVE_WIDTHS * widest + context) + logit_rows * geometry.vocab_size
-    return 4 * floats
+    if decoder is None:
+        # An opaque graph returns the logits of every row, and its attention holds the scores of every head.
+        heads = -(-hidden // geometry.head_dim)
+        scores = _LIVE_WIDTHS * heads * chunk * context
+        return 4 * (chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size) + scores)
+    widest = 2 * decoder.intermediate_size + hidden
+    biases = 2 if decoder.window_size else 1
+    return 4 * (chunk * (2 * hidden + _LIVE_WIDTHS * widest + biases * context) + 2 * geometry.vocab_size)
