@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import QuantPolicy, default_head_bits
+from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 
 __all__ = ["EXPORTERS", "ExportConfig"]
 
@@ -20,7 +21,8 @@ class ExportConfig:
 
     Attributes:
         bits: of the linear layers; 32 keeps float32.
-        group_size: values that share a scale; a layer whose width it does not divide takes the next smaller that does.
+        group_size: values that share a scale; None decides by the model's size, see edgeinfer.quant.default_group_size.
+            A layer whose width it does not divide takes the next smaller that does.
         symmetric: no stored zero points: a tenth smaller, a little less exact.
         head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
         keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
@@ -30,7 +32,7 @@ class ExportConfig:
     """
 
     bits: int = 4
-    group_size: int = 32
+    group_size: int | None = None
     symmetric: bool = False
     head_bits: int | None = None
     keep_small: bool = True
@@ -40,20 +42,35 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, _BITS)
-        _choice("group_size", self.group_size, _GROUP_SIZES)
+        _choice("group_size", self.group_size, (None, *_GROUP_SIZES))
         _choice("head_bits", self.head_bits, (None, *_BITS))
         _choice("exporter", self.exporter, EXPORTERS)
         if self.name is not None and not self.name.strip():
             raise UsageError("The name is empty.", "Leave it out to take the folder's name.")
 
-    def policy(self, vocabulary_weights: int) -> QuantPolicy:
-        """The bits each tensor of a model gets.
+    def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
+        """The same with everything decided that was left to the model's size.
 
         Args:
+            weights: number of weights of the model.
             vocabulary_weights: number of weights of the embedding.
         """
-        head_bits = self.head_bits or default_head_bits(self.bits, vocabulary_weights)
-        return QuantPolicy(self.bits, head_bits, self.group_size, self.symmetric, self.keep_small)
+        return dataclasses.replace(
+            self,
+            head_bits=self.head_bits or default_head_bits(self.bits, vocabulary_weights),
+            group_size=self.group_size or default_group_size(weights),
+        )
+
+    @property
+    def policy(self) -> QuantPolicy:
+        """The bits each tensor of a model gets; of a resolved configuration only."""
+        assert self.head_bits is not None and self.group_size is not None, "resolve first"
+        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small)
+
+    @property
+    def options(self) -> dict[str, str | int | float | bool | None]:
+        """What the manifest records: all but where and under which name the bundle was written."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("name", "force")}
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from edgeinfer.bundle import MODEL, WEIGHTS, Capabilities, DecoderSpec, Manifest, TensorEntry, seal, write_bundle
@@ -17,6 +17,7 @@ from edgeinfer.export.head_padding import pad_heads
 from edgeinfer.export.hf_config import HFConfig, read_config
 from edgeinfer.export.sidecar import read_sidecar
 from edgeinfer.export.weights import write_tensors
+from edgeinfer.quant import QuantPolicy
 
 __all__ = ["Progress", "export_checkpoint", "export_native"]
 
@@ -55,9 +56,10 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         _check_tensors(checkpoint, family, plans)
         parameters = sum(plan.parameters for plan in plans)
         spec, plans = pad_heads(spec, plans)
+        config = _resolve(config, plans)
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
-            tensors = _write_weights(work, checkpoint, plans, config, progress)
+            tensors = _write_weights(work, checkpoint, plans, config.policy, progress)
             if spec.tied:
                 tensors.append(_tied_head(tensors))
             graph = build_decoder_graph(spec, {t.name: t for t in tensors}, WEIGHTS)
@@ -101,15 +103,18 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
         raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
 
 
+def _resolve(config: ExportConfig, plans: tuple[TensorPlan, ...]) -> ExportConfig:
+    embedding = next(p for p in plans if p.name == "embed")
+    return config.resolve(sum(math.prod(p.shape) for p in plans), math.prod(embedding.shape))
+
+
 def _write_weights(
     work: Path,
     checkpoint: Checkpoint,
     plans: tuple[TensorPlan, ...],
-    config: ExportConfig,
+    policy: QuantPolicy,
     progress: Progress | None,
 ) -> list[TensorEntry]:
-    embedding = next(p for p in plans if p.name == "embed")
-    policy = config.policy(embedding.shape[0] * embedding.shape[1])
     tensors: list[TensorEntry] = []
     with (work / WEIGHTS).open("wb") as file:
         for entry in write_tensors(file, checkpoint, plans, policy):
@@ -127,10 +132,6 @@ def _tied_head(tensors: list[TensorEntry]) -> TensorEntry:
 def _manifest(
     name: str, hf_config: HFConfig, spec: DecoderSpec, parameters: int, tensors: list[TensorEntry], config: ExportConfig
 ) -> Manifest:
-    options = asdict(config)
-    for local in ("name", "force"):
-        del options[local]
-    head_bits = next(t for t in tensors if t.name == "head").bits
     return Manifest(
         name=name,
         architecture=hf_config.architecture or hf_config.model_type,
@@ -141,7 +142,7 @@ def _manifest(
         decoder=spec,
         tensors=tuple(tensors),
         exits=tuple(range(1, spec.num_layers + 1)),
-        export=options | {"head_bits": head_bits},
+        export=config.options,
     )
 
 

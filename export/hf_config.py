@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class HFConfig:
         """A positive integer; required unless a default is given."""
         value = self._values.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
             raise _wrong(name, value, "a positive integer")
         return value
 
@@ -60,7 +61,7 @@ class HFConfig:
     def activation(self) -> Activation:
         """The gate's activation function."""
         name = self._values.get("hidden_act", "silu")
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             raise UnsupportedArchitectureError(f"The activation {name!r} is not supported.", OPTIMUM_HINT)
         return _ACTIVATIONS[name]
 
@@ -165,7 +166,8 @@ def _wrong(name: str, value: object, expected: str) -> CheckpointError:
 def _number(values: dict[str, Any], name: str, default: float | None = None) -> float:
     value = values.get(name)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+    # Compared, not converted: an integer may be too large for a float. NaN compares as false.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise _wrong(name, value, "a positive number")
     return float(value)
 

@@ -11,7 +11,6 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,8 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
             geometry, parameters = _geometry(graph, model_config), _parameters(graph)
             _check_continues(raw, geometry)
             report("writing weights", 2, _STEPS)
-            _write(raw, work, config.policy(geometry.vocab_size * geometry.hidden_size), geometry.vocab_size)
+            config = config.resolve(parameters, geometry.vocab_size * geometry.hidden_size)
+            _write(raw, work, config.policy, geometry.vocab_size)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
@@ -84,7 +84,7 @@ def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Prog
             geometry=geometry,
             parameters=parameters,
             capabilities=Capabilities(layer_skip=False, hidden=False, tree=False, row_multiple=1),
-            export={k: v for k, v in asdict(config).items() if k not in ("name", "force")},
+            export=config.options,
         )
         seal(work, manifest)
         report("done", _STEPS, _STEPS)

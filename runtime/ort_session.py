@@ -39,7 +39,8 @@ class OrtSession:
         options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = False
         options.enable_mem_pattern = False
-        options.log_severity_level = 3
+        # Its errors come as exceptions, which are translated; the log would print them a second time.
+        options.log_severity_level = 4
         # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         try:

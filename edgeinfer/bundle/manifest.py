@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -139,6 +140,9 @@ class Capabilities:
     tree: bool
     row_multiple: int = 1
 
+    def __post_init__(self) -> None:
+        _require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -253,7 +257,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         _require(value in args, f"{where} must be one of {', '.join(map(str, args))}")
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Compared, not converted: an integer may be too large for a float. NaN compares as false.
+        _require(number and abs(value) <= sys.float_info.max, f"{where} must be a finite number")
         return float(value)
     fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     _require(fits, f"{where} must be a {kind.__name__}")

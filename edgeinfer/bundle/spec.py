@@ -69,6 +69,8 @@ class Geometry:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             _require(value > 0, f"{name} must be positive")
+        # Ten times the deepest models: a runtime that makes something for each layer must come to an end.
+        _require(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
 
     def kv_bytes_per_token(self, element_bytes: int = 4) -> int:
         """Bytes of keys and values of one token over all layers."""

@@ -45,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--format", choices=("onnx",), default="onnx", help="model file in the bundle")
     text = "bits of each weight: fewer are smaller and faster, more are closer to the original (default: 4)"
     parser.add_argument("--bits", type=int, choices=(2, 4, 8, 32), help=text)
-    text = "weights that share a scale: fewer are more exact, more are smaller (default: 32)"
+    text = "weights that share a scale: fewer are more exact, more are smaller (default: by size)"
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help=text)
     sign = parser.add_mutually_exclusive_group()
     text = "scale only: a little smaller"
@@ -54,6 +54,8 @@ def add_parser(commands: Subparsers) -> None:
     sign.add_argument("--asymmetric", dest="symmetric", action="store_false", help=text)
     text = "bits of the output layer alone (default: chosen from --bits)"
     parser.add_argument("--head-bits", type=int, choices=(2, 4, 8, 32), help=text)
+    text = "give layers of at most 65536 weights these bits too, instead of more"
+    parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
     text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
     parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
@@ -67,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.export import ExportConfig, export_checkpoint
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    names = ("bits", "group_size", "symmetric", "head_bits", "exporter", "name")
+    names = ("bits", "group_size", "symmetric", "head_bits", "keep_small", "exporter", "name")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     config = ExportConfig(**given, force=args.force)
     source = hub.find_checkpoint(args.source)

@@ -59,6 +59,9 @@ class Runner:
             graph.USE_HIDDEN: np.array([hidden is not None]),
             graph.LOGIT_ROWS: np.array(rows, np.int64),
         }
+        if spec.window_size:
+            distance = np.arange(total - size, total)[:, None] - np.arange(total)
+            inputs[graph.WINDOW_BIAS] = np.where(distance < spec.window_size, 0, -1e9).astype(np.float32)[None, None]
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
         for layer, cache in enumerate(self.caches):
