@@ -74,9 +74,9 @@ def load(
         bits_per_weight=round(manifest.bits_per_weight, 3),
         backend=engine.backend.name,
     )
-    eos_ids = _eos_ids(bundle)
+    begin_ids, eos_ids = _boundary_ids(bundle)
     load_ms = (time.perf_counter() - started) * 1e3
-    return Model(ModelParts(engine, tokenizer, memory_plan, info, eos_ids, load_ms), _template(bundle))
+    return Model(ModelParts(engine, tokenizer, memory_plan, info, begin_ids, eos_ids, load_ms), _template(bundle))
 
 
 def plan(
@@ -107,11 +107,14 @@ def _load_config(
     return LoadConfig(context, budget, threads, exact, prefill_chunk, backend)
 
 
-def _eos_ids(bundle: Bundle) -> frozenset[int]:
-    ids = bundle.read_object("generation_config.json").get("eos_token_id", [])
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise BundleError("generation_config.json: eos_token_id must be a list of ids.", "Export the bundle again.")
-    return frozenset(ids)
+def _boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
+    """The tokens that begin a text, one or none, and those that end a reply."""
+    config = bundle.read_object("generation_config.json")
+    begin, ends = config.get("bos_token_id"), config.get("eos_token_id", [])
+    if not isinstance(ends, list) or not all(isinstance(i, int) for i in [*ends, 0 if begin is None else begin]):
+        message = "generation_config.json: bos_token_id must be an id, eos_token_id a list of ids."
+        raise BundleError(message, "Export the bundle again.")
+    return () if begin is None else (begin,), frozenset(ends)
 
 
 def _template(bundle: Bundle) -> ChatTemplate | None:
@@ -144,6 +147,11 @@ class Model:
     def context(self) -> int:
         """Tokens of prompt plus reply."""
         return self._parts.plan.context
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """The begin token, in a list; empty where the model has none."""
+        return list(self._parts.begin_ids)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TokenStream:
         """Continues a prompt, chunk by chunk.

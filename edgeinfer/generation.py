@@ -32,6 +32,7 @@ class ModelParts:
     tokenizer: Tokenizer
     plan: MemoryPlan
     info: ModelInfo
+    begin_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     load_ms: float
 

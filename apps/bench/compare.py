@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode-tokens", type=int, default=8, help="greedy steps per visit")
     parser.add_argument("--sizes", type=_numbers, default="1,2,3,4,6,8,12,16", help="new tokens per pass")
     parser.add_argument("--engines", default=",".join(ENGINES), help="default: %(default)s")
-    parser.add_argument("--group-sizes", type=_numbers, default="32", help="edgeinfer's: 32, 64, 128, or several")
+    parser.add_argument("--group-sizes", type=_numbers, default="32,128", help="edgeinfer's: 32, 64, 128, or several")
     parser.add_argument("--exact", choices=("on", "off", "both"), default="both", help="edgeinfer's exact mode")
     parser.add_argument("--asymmetric", action="store_true", help="edgeinfer bundles with zero points")
     parser.add_argument("--head-bits", type=int, choices=(4, 8), default=4, help="of edgeinfer's embedding and head")

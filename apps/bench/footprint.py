@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--bits", type=int, choices=(2, 4, 8, 32), default=4)
     for command in (export, chat):
         command.add_argument("--shape", default="qwen2.5-0.5b", help=f"one of {', '.join(SHAPES)}")
-        command.add_argument("--group-size", type=int, choices=(32, 64, 128), default=32)
+        command.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128)
         command.add_argument("--head-bits", type=int, choices=(2, 4, 8), default=4)
         command.add_argument("--work", type=Path, default=default_folder(), help="model files, kept (%(default)s)")
         command.add_argument("--rebuild", action="store_true", help="export the bundle again")
