@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
 from edgeinfer.errors import BackendError, BundleError, CapabilityError
 from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, check_pass
-from edgeinfer.runtime.memory import release_mapped
+from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.ort_session import OrtSession
 
 __all__ = ["ConcatBackend"]
@@ -46,7 +46,7 @@ class ConcatBackend:
         self._session = OrtSession(str(bundle.file(MODEL)), threads)
         if bundle.has(concat_graph.WEIGHTS):
             # Most weights are packed into copies; the pages they were read from have done their work.
-            release_mapped(bundle.file(concat_graph.WEIGHTS))
+            MappedFile(bundle.file(concat_graph.WEIGHTS)).release()
         _check_names(self._session, self._past, self._present, bundle)
         self._takes_mask = concat_graph.ATTENTION_MASK in self._session.inputs
         self._takes_positions = concat_graph.POSITION_IDS in self._session.inputs

@@ -160,9 +160,11 @@ def check_pass(
     if backend.length + size > backend.capacity:
         held = f"the cache holds {backend.length} of {backend.capacity}"
         raise BackendError(f"A pass of {size} tokens does not fit: {held}.")
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < size:
-        raise BackendError(f"Logit rows {rows.tolist()} are outside a pass of {size} tokens.")
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < backend.geometry.vocab_size:
+    # Python's own min and max: on the few numbers of a decoding step they take a tenth of numpy's time.
+    wanted, ids = rows.tolist(), tokens.tolist()
+    if wanted and not 0 <= min(wanted) <= max(wanted) < size:
+        raise BackendError(f"Logit rows {wanted} are outside a pass of {size} tokens.")
+    if not 0 <= min(ids) <= max(ids) < backend.geometry.vocab_size:
         raise BackendError(f"A token id is outside the vocabulary of {backend.geometry.vocab_size}.")
     if tree is not None and (len(tree) != size or not all(-1 <= int(p) < i for i, p in enumerate(tree))):
         raise BackendError("A draft tree must name an earlier row, or -1, as the parent of each row.")

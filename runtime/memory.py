@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ProcessMemory", "process_memory", "release_freed", "release_mapped", "return_large_frees"]
+__all__ = ["MappedFile", "ProcessMemory", "process_memory", "release_freed", "return_large_frees"]
 
 _STATUS = Path("/proc/self/status")
 _SMAPS = Path("/proc/self/smaps")
@@ -85,22 +85,33 @@ def release_freed() -> None:
         libc.malloc_trim(0)
 
 
-def release_mapped(path: Path) -> None:
-    """Drops the resident pages of a file that is mapped and unchanged; who touches them again gets them from the file.
+class MappedFile:
+    """The places where this process has a file mapped and unchanged, found once.
 
-    Does nothing where the system is not Linux.
+    Finds none where the system is not Linux.
     """
-    libc = _glibc()
-    if libc is None:
-        return
-    suffix, span = f" {path.resolve()}", ""
+
+    def __init__(self, path: Path) -> None:
+        self._libc = _glibc()
+        self._spans = _unchanged_spans(path) if self._libc is not None else []
+
+    def release(self) -> None:
+        """Drops the file's resident pages; who touches them again gets them from the system's cache of the file."""
+        for start, length in self._spans:
+            assert self._libc is not None
+            self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
+
+
+def _unchanged_spans(path: Path) -> list[tuple[int, int]]:
+    """Address and length of each mapping of the file that holds no page written to, which would exist nowhere else."""
+    spans, span, suffix = [], "", f" {path.resolve()}"
     for line in _SMAPS.read_text("utf-8", "surrogateescape").splitlines():
         if line[0] in "0123456789abcdef":
             span = line.split()[0] if line.endswith(suffix) else ""
-        # A page that was written to, in a private mapping, exists nowhere else.
         elif span and line.startswith("Anonymous:") and line.split()[1] == "0":
             start, end = (int(address, 16) for address in span.split("-"))
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+            spans.append((start, end - start))
+    return spans
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -26,7 +26,7 @@ from edgeinfer.runtime.contracts import (
     in_window,
 )
 from edgeinfer.runtime.kv import KVBuffers
-from edgeinfer.runtime.memory import release_mapped
+from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.ort_session import OrtSession
 from edgeinfer.runtime.rope import rope_tables
 
@@ -34,6 +34,8 @@ __all__ = ["OnnxBackend"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
 _HIDDEN = np.float32(-1e9)
+# Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them are resident.
+_LOOKUPS = 64
 # Shapes of passes whose bindings are kept; a binding is a few kilobytes.
 _MOST_PASSES = 64
 
@@ -63,7 +65,9 @@ class OnnxBackend:
         self._head_multiple = self.capabilities.row_multiple if exact else 1
         self._session = OrtSession(str(bundle.file(MODEL)), threads)
         # The weights are packed into copies; the pages they were read from have done their work.
-        release_mapped(bundle.file(WEIGHTS))
+        self._weights = MappedFile(bundle.file(WEIGHTS))
+        self._weights.release()
+        self._looked_up = 0
         self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1)
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
         self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
@@ -71,7 +75,7 @@ class OnnxBackend:
         self._layer_mask = self._all_layers.copy()
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
-        self._flat_bias = np.zeros(0, np.float32)
+        self._zeros = np.zeros(0, np.float32)
         self._buffers = _Buffers(self.geometry, size=2, rows=2)
         self._passes: dict[tuple[int, int, bool], _Pass] = {}
 
@@ -113,7 +117,18 @@ class OnnxBackend:
         self._bind_biases(step, tree, padded, total)
         self._session.run(step.binding)
         self._kv.length = start + size
+        self._release_embedding(size)
         return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size])
+
+    def _release_embedding(self, size: int) -> None:
+        """Drops the rows of the embedding that were looked up, before they become the whole table.
+
+        The system maps 64 KB around each row; fetching a page again costs about a microsecond.
+        """
+        self._looked_up += size
+        if self._looked_up >= _LOOKUPS:
+            self._weights.release()
+            self._looked_up = 0
 
     def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
         key = (padded, rows, resumes)
@@ -150,18 +165,18 @@ class OnnxBackend:
         return step
 
     def _bind_biases(self, step: _Pass, tree: Ints | None, size: int, total: int) -> None:
-        bias = self._zeros(size, total) if tree is None else _tree_bias(tree, size, total)
+        bias = self._no_bias(size, total) if tree is None else _tree_bias(tree, size, total)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
             near = in_window(step.positions, total, self._window)
             windowed = np.where(near, bias, _HIDDEN)
             step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
 
-    def _zeros(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
-        if self._flat_bias.size < size * total:
+    def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
+        if self._zeros.size < size * total:
             # Never written, so the zero pages of this buffer are not resident.
-            self._flat_bias = np.zeros(size * (self._kv.rows), np.float32)
-        return self._flat_bias[: size * total].reshape(1, 1, size, total)
+            self._zeros = np.zeros(size * self._kv.rows, np.float32)
+        return self._zeros[: size * total].reshape(1, 1, size, total)
 
     def truncate(self, length: int) -> None:
         """Drops all rows from `length` on."""

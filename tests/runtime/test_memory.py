@@ -1,0 +1,67 @@
+"""Pages of mapped files: released when unchanged, kept when written to; and what the process measures of itself."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.runtime.memory import MappedFile, process_memory, release_freed, return_large_frees
+
+SIZE = 32 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (SIZE // 256))
+    return path
+
+
+def touch(pages: mmap.mmap) -> int:
+    return sum(pages[i] for i in range(0, SIZE, mmap.PAGESIZE))
+
+
+@linux
+def test_pages_of_an_unchanged_file_are_released_and_come_back(path: Path) -> None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        mapped = MappedFile(path)
+        seen = touch(pages)
+        before = process_memory()
+        mapped.release()
+        after = process_memory()
+        assert before.file - after.file > 0.9 * SIZE
+        assert after.rss < before.rss
+        assert touch(pages) == seen
+
+
+@linux
+def test_pages_that_were_written_to_are_kept(path: Path) -> None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
+        pages[5] = 77
+        MappedFile(path).release()
+        assert pages[5] == 77
+
+
+def test_a_file_that_is_not_mapped(path: Path) -> None:
+    MappedFile(path).release()
+
+
+def test_the_process_measures_itself() -> None:
+    memory = process_memory()
+    assert 0 < memory.anonymous <= memory.rss <= memory.peak_rss
+    assert memory.anonymous + memory.file == pytest.approx(memory.rss, rel=0.05)
+
+
+@linux
+def test_large_blocks_go_back_to_the_system_when_freed() -> None:
+    return_large_frees()
+    before = process_memory().anonymous
+    block = bytearray(b"x" * SIZE)
+    assert process_memory().anonymous - before > 0.9 * SIZE
+    del block
+    release_freed()
+    assert process_memory().anonymous - before < 0.2 * SIZE
