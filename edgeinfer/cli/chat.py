@@ -23,11 +23,15 @@ __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Talk to a model in the terminal. Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands.
-Lines piped in are answered one by one.
+Lines piped in are answered one by one. Replies are sampled at temperature 0.7 and top-p 0.9 unless you say otherwise;
+--temp 0 gives the most likely reply, --seed the same reply again.
 
 example:
   edgeinfer chat -m my-bundle --memory 600MB --system "Answer in one sentence."
 """
+
+# The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
+_CONVERSATIONAL = {"temperature": 0.7, "top_p": 0.9}
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -42,7 +46,7 @@ def add_parser(commands: Subparsers) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     system = None if args.system is None else utf8(args.system, "--system")
-    options = generation_options(args)
+    options = _CONVERSATIONAL | generation_options(args)
     with edgeinfer.load(args.model, **load_options(args)) as model:
         TerminalChat(model, system=system, options=options).run()
     return 0

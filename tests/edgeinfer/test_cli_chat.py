@@ -180,8 +180,8 @@ def test_piped_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert model.log == [
         ("load", "toy", {"memory": 1_000_000_000}),
         ("chat", "Hi"),
-        ("stream", "hello", {"temperature": 0.5}),
-        ("stream", "you", {"temperature": 0.5}),
+        ("stream", "hello", {"temperature": 0.5, "top_p": 0.9}),
+        ("stream", "you", {"temperature": 0.5, "top_p": 0.9}),
         "close",
     ]
 
