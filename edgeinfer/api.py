@@ -111,9 +111,10 @@ def _boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
     """The tokens that begin a text, one or none, and those that end a reply."""
     config = bundle.read_object("generation_config.json")
     begin, ends = config.get("bos_token_id"), config.get("eos_token_id", [])
-    if not isinstance(ends, list) or not all(isinstance(i, int) for i in [*ends, 0 if begin is None else begin]):
-        message = "generation_config.json: bos_token_id must be an id, eos_token_id a list of ids."
-        raise BundleError(message, "Export the bundle again.")
+    for name, ids in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            expected = "an id" if name == "bos_token_id" else "a list of ids"
+            raise BundleError(f"generation_config.json: {name} must be {expected}.", "Export the bundle again.")
     return () if begin is None else (begin,), frozenset(ends)
 
 
