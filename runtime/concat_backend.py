@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
 from edgeinfer.errors import BackendError, BundleError, CapabilityError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, check_pass
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, check_pass, check_snapshot
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.ort_session import OrtSession
 
@@ -214,13 +214,7 @@ class _TwoCopies:
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy back."""
-        g = self._geometry
-        shape = (g.num_kv_heads, snapshot.length, g.head_dim)
-        given = (*snapshot.keys, *snapshot.values)
-        if len(given) != 2 * g.num_layers or any(a.shape != shape for a in given):
-            raise BackendError("The snapshot belongs to another model.")
-        if snapshot.length * self._row > self._read[0].size:
-            raise BackendError(f"A snapshot of {snapshot.length} tokens does not fit the cache.")
+        check_snapshot(snapshot, self._geometry, self._read[0].size // self._row)
         copies = [a for pair in zip(snapshot.keys, snapshot.values, strict=True) for a in pair]
         for mine, copied in zip(self._views(self._write, snapshot.length), copies, strict=True):
             mine[0] = copied

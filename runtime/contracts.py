@@ -26,6 +26,7 @@ __all__ = [
     "StepOutput",
     "ancestors",
     "check_pass",
+    "check_snapshot",
     "in_window",
 ]
 
@@ -175,6 +176,20 @@ def check_pass(
         raise BackendError(f"A layer mask of shape {layer_mask.shape} does not fit {layers} layers.")
     if hidden is not None and hidden.shape != (size, backend.geometry.hidden_size):
         raise BackendError(f"Hidden states of shape {hidden.shape} do not fit a pass of {size} tokens.")
+
+
+def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:
+    """Refuses a snapshot that a cache cannot take.
+
+    Raises:
+        BackendError: it belongs to another model, or is longer than the cache.
+    """
+    shape = (geometry.num_kv_heads, snapshot.length, geometry.head_dim)
+    arrays = (*snapshot.keys, *snapshot.values)
+    if len(arrays) != 2 * geometry.num_layers or any(a.shape != shape for a in arrays):
+        raise BackendError("The snapshot belongs to another model.")
+    if snapshot.length > capacity:
+        raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")
 
 
 def in_window(positions: Ints, total: int, window: int) -> NDArray[np.bool_]:  # (S,) -> (S, T)

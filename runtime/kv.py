@@ -9,7 +9,7 @@ import numpy as np
 
 from edgeinfer.bundle import Geometry
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats, check_snapshot
 
 __all__ = ["KVBuffers"]
 
@@ -86,15 +86,10 @@ class KVBuffers:
 
     def restore(self, snapshot: CacheSnapshot) -> bool:
         """Puts a copy back; True when the buffers moved."""
-        shape = (self._geometry.num_kv_heads, snapshot.length, self._geometry.head_dim)
-        arrays = (*snapshot.keys, *snapshot.values)
-        if len(arrays) != 2 * self._geometry.num_layers or any(a.shape != shape for a in arrays):
-            raise BackendError("The snapshot belongs to another model.")
-        if snapshot.length > self.capacity:
-            raise BackendError(f"{snapshot.length} rows do not fit a cache of {self.capacity} tokens.")
+        check_snapshot(snapshot, self._geometry, self.capacity)
         self.length = 0
         moved = self.reserve(snapshot.length)
-        for mine, copied in zip((*self.keys, *self.values), arrays, strict=True):
+        for mine, copied in zip((*self.keys, *self.values), (*snapshot.keys, *snapshot.values), strict=True):
             mine[0, :, : snapshot.length] = copied
         self.length = snapshot.length
         return moved
