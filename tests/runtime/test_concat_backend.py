@@ -187,7 +187,7 @@ def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
     backend.restore(snapshot)
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
     other = ConcatBackend(sums.bundle, 2)
-    with pytest.raises(BackendError, match="does not fit"):
+    with pytest.raises(BackendError, match="do not fit"):
         other.restore(snapshot)
     with pytest.raises(BackendError, match="another model"):
         other.restore(replace(snapshot, keys=()))
