@@ -173,7 +173,7 @@ class Model:
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """Continues a prompt and returns the whole reply; arguments and errors as `stream`."""
-        return _drain(self.stream(prompt, **options))
+        return self.stream(prompt, **options).complete()
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, optionally with a system message."""
@@ -290,9 +290,3 @@ class Model:
         if not self._running.abandoned:
             raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
         self._running.close()
-
-
-def _drain(stream: TokenStream) -> Result:
-    for _ in stream:
-        pass
-    return stream.result

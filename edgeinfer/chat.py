@@ -62,10 +62,7 @@ class Chat:
 
     def send(self, text: str, **options: Any) -> Result:
         """Answers a user message and returns the whole reply; arguments and errors as `stream`."""
-        stream = self.stream(text, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        return self.stream(text, **options).complete()
 
     def reset(self) -> None:
         """Forgets the turns; the system message stays."""

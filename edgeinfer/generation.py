@@ -104,6 +104,12 @@ class TokenStream:
             raise UsageError("The reply is not finished.", "Iterate to the end, or close the stream first.")
         return self._result
 
+    def complete(self) -> Result:
+        """Iterates to the end and returns the whole reply."""
+        for _ in self:
+            pass
+        return self.result
+
     @property
     def abandoned(self) -> bool:
         """Whether nobody else can still be iterating: the calling thread started it, or its thread has ended."""

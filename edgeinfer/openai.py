@@ -46,9 +46,7 @@ def chat_completion(
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.info.name}
     if stream:
         return _chunks(tokens, head, usage_wanted)
-    for _ in tokens:
-        pass
-    result = tokens.result
+    result = tokens.complete()
     message = {"role": "assistant", "content": result.text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(result)}
     return head | {"object": "chat.completion", "choices": [choice]} | _figures(result)

@@ -67,8 +67,7 @@ def execute(args: argparse.Namespace) -> int:
         stream = source.stream(prompt, **options)
         with stream, cancel_on_interrupt(stream) as interrupt:
             if args.json:
-                for _ in stream:
-                    pass
+                stream.complete()
             else:
                 _write(stream, after="" if args.chat else prompt)
             result = stream.result

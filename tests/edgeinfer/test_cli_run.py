@@ -48,6 +48,11 @@ class FakeStream:
     def cancel(self) -> None:
         self._cancelled = True
 
+    def complete(self) -> Result:
+        for _ in self:
+            pass
+        return self.result
+
     @property
     def result(self) -> Result:
         return Result(
