@@ -117,7 +117,9 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Stops within the current pass; the next chunk is the last. Safe from any thread."""
-        self._parts.engine.cancel()
+        # The engine is the model's, not this reply's: once finished, it may be working on another.
+        if self._result is None:
+            self._parts.engine.cancel()
 
     def close(self) -> None:
         """Finishes now; an unfinished reply counts as cancelled."""

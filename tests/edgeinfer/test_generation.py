@@ -238,3 +238,12 @@ def test_a_failing_pass_ends_the_reply_and_no_more(model: edgeinfer.Model, monke
         with pytest.raises(BackendError, match="broke"):
             model.generate(PROMPT, max_tokens=4)
     assert len(model.generate(PROMPT, max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_cancelling_a_finished_reply_does_not_touch_the_next(model: edgeinfer.Model) -> None:
+    finished = model.stream(PROMPT, **SAMPLED)
+    finished.complete()
+    running = model.stream(PROMPT, **SAMPLED)
+    next(running)
+    finished.cancel()
+    assert running.complete().finish_reason == "length"
