@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 BUILTIN = ROOT / "edgeinfer" / "builtin"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
+NATIVE = "edgeinfer/runtime/native"
+KERNEL = "edgeinfer_native"
+COMPILER = any(map(shutil.which, ("cc", "gcc", "clang", "cl")))
 
 
 def sources(*suffixes: str) -> Iterator[tuple[Path, str]]:
@@ -39,30 +42,43 @@ def copy_tree(target: Path, *, with_links: bool) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     for name in ("edgeinfer", *ROOMS):
-        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        unwanted = shutil.ignore_patterns("__pycache__", f"{KERNEL}.*")
+        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=unwanted)
     if not with_links:
         for name in ROOMS:
             (target / "edgeinfer" / name).unlink()
             (target / "edgeinfer" / name).write_text(f"../{name}")
 
 
-def build(kind: str, where: Path, out: Path) -> Path:
+def build(kind: str, where: Path, out: Path, **environment: str) -> Path:
     """Runs a build hook of setuptools in `where`, as an installer without build isolation does."""
+    return run_build(kind, where, out, **environment)[0]
+
+
+def run_build(kind: str, where: Path, out: Path, **environment: str) -> tuple[Path, str]:
+    """What `build` gives, and all that was written on the way."""
     command = [sys.executable, "-c", BUILD.format(f"build_{kind}"), str(out)]
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    process = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=where, env=process, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return out / done.stdout.split()[-1]
+    return out / done.stdout.split()[-1], done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module", params=["links", "text files for links"])
-def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel made from the sdist made from a checkout."""
+def unpacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist made from a checkout, unpacked."""
     work = tmp_path_factory.mktemp("build")
     copy_tree(work / "checkout", with_links=request.param == "links")
     sdist = build("sdist", work / "checkout", work)
     shutil.unpack_archive(sdist, work / "unpacked", filter="data")
-    (unpacked,) = (work / "unpacked").iterdir()
-    return build("wheel", unpacked, work)
+    (folder,) = (work / "unpacked").iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path) -> Path:
+    """The wheel made from the sdist, as a machine without a compiler makes it."""
+    return build("wheel", unpacked, unpacked.parent, CC="false")
 
 
 def names(wheel: Path) -> set[str]:
@@ -74,6 +90,67 @@ def test_every_module_is_in_the_wheel_and_nothing_outside_edgeinfer(wheel: Path)
     expected = {name for _, name in sources(".py")}
     assert {name for name in names(wheel) if name.endswith(".py")} == expected
     assert all(name.startswith("edgeinfer/") for name in names(wheel))
+
+
+def test_the_sdist_carries_the_kernels_sources(unpacked: Path) -> None:
+    present = {path.name for path in (unpacked / "runtime" / "native").iterdir()}
+    assert {path.name for path in (ROOT / "runtime" / "native").glob("*.[ch]")} <= present
+    assert not any(name.startswith(KERNEL) for name in present)
+
+
+def test_a_wheel_without_the_kernel_is_for_all_platforms(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not any(KERNEL in name for name in names(wheel))
+
+
+def test_a_build_without_a_compiler_says_so_in_one_line(unpacked: Path, tmp_path: Path) -> None:
+    written = run_build("wheel", unpacked, tmp_path, CC="false")[1]
+    lines = [line for line in written.splitlines() if "native kernel" in line]
+    assert len(lines) == 1
+    assert "no C compiler works here: the native kernel is left out" in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="there is no C compiler here")
+def test_a_wheel_with_the_kernel_is_for_one_platform_and_runs(tmp_path: Path) -> None:
+    copy_tree(tmp_path / "checkout", with_links=True)
+    wheel = build("wheel", tmp_path / "checkout", tmp_path)
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [name for name in archive.namelist() if KERNEL in name]
+        info = next(name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        assert "Root-Is-Purelib: false" in archive.read(info).decode()
+        archive.extractall(tmp_path / "installed")
+    assert [Path(name).parent.as_posix() for name in libraries] == [NATIVE]
+    isa = (
+        "from edgeinfer.runtime.native.library import native_kernel as k; from edgeinfer.runtime.native.binding import"
+        " Binding; print(k().path, k().isa, *Binding(k().path).isas())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-W", "error", "-c", isa]
+    done = subprocess.run(command, cwd=Path("/"), env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    path, chosen, *usable = done.stdout.split()
+    assert path == str(tmp_path / "installed" / libraries[0])
+    assert chosen == usable[0]
+    assert usable[-1] == "portable"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="there is no C compiler here")
+def test_an_editable_install_has_the_kernel_beside_its_sources(tmp_path: Path) -> None:
+    copy_tree(tmp_path / "checkout", with_links=True)
+    build("editable", tmp_path / "checkout", tmp_path)
+    built = list((tmp_path / "checkout" / "runtime" / "native").glob(f"{KERNEL}.*"))
+    assert len(built) == 1
+    # A compiler that went away leaves no library of other sources behind.
+    build("editable", tmp_path / "checkout", tmp_path, CC="false")
+    assert not built[0].exists()
+
+
+def test_the_built_library_is_no_part_of_the_repository() -> None:
+    assert f"/runtime/native/{KERNEL}.*" in (ROOT / ".gitignore").read_text("utf-8").splitlines()
 
 
 def test_data_is_in_the_wheel(wheel: Path) -> None:

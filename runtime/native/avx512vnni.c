@@ -1,0 +1,207 @@
+/* The AVX-512 VNNI path: 16 columns to a register, up to 8 rows per reading of the weights; knows only its tiles.
+ *
+ * vpdpbusd adds four products of unsigned weights and signed activations per lane, exactly.
+ */
+#include "lowbit.h"
+#include "values.h"
+
+static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums);
+
+#include "kernel.inc.h"
+
+#if defined(__AVX512VNNI__) || (defined(_MSC_VER) && defined(__AVX512F__))
+#include <immintrin.h>
+
+#if defined(_MSC_VER)
+#define INLINE static __forceinline
+#define NOINLINE static __declspec(noinline)
+#else
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#endif
+
+/* Rows whose integer sums, two registers each, stay in registers beside the weights. */
+enum { PANEL = 8 };
+/* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
+ * itself: it is told AHEAD bytes early. With fewer rows telling it of every line only costs; at 2 bits one line per
+ * block is worth a quarter (docs/LOG.md, 2026-11-21). */
+enum { FETCH_FROM = 7, AHEAD = 2048 };
+/* Formats, by how a step of 64 bytes becomes weights. */
+enum { BITS2, BITS4, BITS8, HIGH8 };
+
+typedef struct {
+    const uint8_t *data, *low, *zeros;
+    const uint16_t *scales;
+    const int8_t *values;
+    const float *row_scales;
+    const int32_t *row_sums;
+    int64_t m, blocks; /* m of all rows: the stride between blocks */
+} tile_view;
+
+INLINE int slot_bits(int format) { return format == BITS2 ? 2 : 4; }
+
+/* Rows whose sums fit the registers even once per slot of the weights' bytes. */
+INLINE int few(int format) { return format == BITS2 ? 1 : 2; }
+
+/* How far left of its place slot s is multiplied. A shift less per 64 bytes is time where few rows share it, and they
+ * have registers to sum each slot apart; the sums are shifted back, exactly. */
+INLINE int slot_shift(int format, int count, int s) {
+    return count <= few(format) && format != BITS8 ? s * slot_bits(format) : 0;
+}
+
+/* Weights of 16 columns: slot s holds 4 consecutive k of the s-th part of the block. */
+INLINE void unpack(int format, int count, const uint8_t *data, const uint8_t *low, __m512i *out) {
+    __m512i v = _mm512_loadu_si512(data);
+    if (format == BITS8) {
+        /* 0xca picks the second operand's bits where the first is set, the third's elsewhere. */
+        const __m512i mask = _mm512_set1_epi8(15);
+        __m512i l = _mm512_loadu_si512(low);
+        out[0] = _mm512_ternarylogic_epi32(mask, l, _mm512_slli_epi16(v, 4), 0xca);
+        out[1] = _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(l, 4), v, 0xca);
+        return;
+    }
+    for (int s = 0; s < 8 / slot_bits(format); s++) {
+        int left = slot_shift(format, count, s);
+        const __m512i mask = _mm512_set1_epi8((char)(((1 << slot_bits(format)) - 1) << left));
+        __m512i shifted = left == s * slot_bits(format) ? v : _mm512_srli_epi16(v, (unsigned)(s * slot_bits(format)));
+        out[s] = _mm512_and_si512(shifted, mask);
+    }
+}
+
+INLINE __m512i four(const int8_t *values) {
+    int32_t word;
+    memcpy(&word, values, sizeof word);
+    return _mm512_set1_epi32(word);
+}
+
+/* Scales of a block's 32 columns, in the units of values.h. */
+INLINE __m512 column_scales(int format, const tile_view *t, int64_t b, int g) {
+    const uint16_t *scales = t->scales + b * LOWBIT_TILE + g * LOWBIT_GROUP;
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
+    __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    return format == HIGH8 ? _mm512_mul_ps(values, _mm512_set1_ps(0.5f)) : values;
+}
+
+/* A block's zero points times a row's sum of activations. */
+INLINE __m512i offsets(int format, const tile_view *t, int64_t b, int g, int32_t row_sum) {
+    if (!t->zeros) {
+        int32_t middle = format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128 - 15;
+        return _mm512_set1_epi32(middle * row_sum);
+    }
+    const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + g * LOWBIT_GROUP;
+    __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+    if (format == HIGH8) zeros = _mm512_sub_epi32(_mm512_slli_epi32(zeros, 1), _mm512_set1_epi32(15));
+    return _mm512_mullo_epi32(zeros, _mm512_set1_epi32(row_sum));
+}
+
+/* The integer products of one block and `count` rows. */
+INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t *low, const int8_t *values,
+                      int block, __m512i dots[PANEL][2]) {
+    const int slots = 8 / slot_bits(format), span = block / slots;
+    /* Few rows have few chains of additions: each slot then has its own. */
+    const int chains = count <= few(format) ? slots : 1;
+    __m512i sums[PANEL][2][4];
+    for (int r = 0; r < count; r++)
+        for (int s = 0; s < chains; s++) sums[r][0][s] = sums[r][1][s] = _mm512_setzero_si512();
+    for (int v = 0; v < span; v += 4) {
+        __m512i weights[2][4];
+        for (int g = 0; g < 2; g++) {
+            int at = v * LOWBIT_TILE + g * 64;
+            unpack(format, count, data + at, low + (format == BITS8 ? at : 0), weights[g]);
+            if (count >= FETCH_FROM) _mm_prefetch((const char *)(data + at + AHEAD), _MM_HINT_T0);
+            if (count >= FETCH_FROM && format == BITS8) _mm_prefetch((const char *)(low + at + AHEAD), _MM_HINT_T0);
+        }
+        for (int s = 0; s < slots; s++)
+            for (int r = 0; r < count; r++) {
+                __m512i a = four(values + r * block + s * span + v);
+                for (int g = 0; g < 2; g++)
+                    sums[r][g][s % chains] = _mm512_dpbusd_epi32(sums[r][g][s % chains], weights[g][s], a);
+            }
+    }
+    for (int r = 0; r < count; r++)
+        for (int g = 0; g < 2; g++) {
+            dots[r][g] = sums[r][g][0];
+            for (int s = 1; s < chains; s++) {
+                unsigned shift = (unsigned)slot_shift(format, count, s);
+                dots[r][g] = _mm512_add_epi32(dots[r][g], _mm512_srai_epi32(sums[r][g][s], shift));
+            }
+        }
+}
+
+/* Adds the products of a tile and `count` <= PANEL rows to their sums. */
+INLINE void panel(int format, int block, int count, const tile_view *t, int64_t first, float *sums) {
+    const int64_t step = block * (format == BITS2 ? 8 : 16);
+    for (int64_t b = 0; b < t->blocks; b++) {
+        int64_t at = b * t->m + first;
+        __m512i dots[PANEL][2];
+        if (format == BITS2) _mm_prefetch((const char *)(t->data + b * step + AHEAD), _MM_HINT_T0);
+        dot_block(format, count, t->data + b * step, format == BITS8 ? t->low + b * step : NULL,
+                  t->values + at * block, block, dots);
+        for (int g = 0; g < 2; g++) {
+            __m512 scales = column_scales(format, t, b, g);
+            for (int r = 0; r < count; r++) {
+                float *sum = sums + r * LOWBIT_TILE + g * LOWBIT_GROUP;
+                __m512i dot = format == HIGH8 ? _mm512_slli_epi32(dots[r][g], 5) : dots[r][g];
+                dot = _mm512_sub_epi32(dot, offsets(format, t, b, g, t->row_sums[at + r]));
+                __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(t->row_scales[at + r]));
+                _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, _mm512_loadu_ps(sum)));
+            }
+        }
+    }
+}
+
+/* One function per format, block and number of rows: the compiler then addresses all rows from one register and keeps
+ * every sum in its own. */
+typedef void panel_function(const tile_view *t, int64_t first, float *sums);
+
+#define ONE(format, block, count)                                                                             \
+    NOINLINE void panel_##format##_##block##_##count(const tile_view *t, int64_t first, float *sums) {         \
+        panel(format, block, count, t, first, sums);                                                           \
+    }
+#define ALL_COUNTS(what, format, block)                                                                       \
+    what(format, block, 1) what(format, block, 2) what(format, block, 3) what(format, block, 4)                \
+    what(format, block, 5) what(format, block, 6) what(format, block, 7) what(format, block, 8)
+#define ALL_BLOCKS(what, format)                                                                              \
+    ALL_COUNTS(what, format, 32) ALL_COUNTS(what, format, 64) ALL_COUNTS(what, format, 128)
+ALL_BLOCKS(ONE, BITS2)
+ALL_BLOCKS(ONE, BITS4)
+ALL_BLOCKS(ONE, BITS8)
+ALL_BLOCKS(ONE, HIGH8)
+
+#define NAME(format, block, count) panel_##format##_##block##_##count,
+#define OF_FORMAT(format)                                                                                     \
+    {{ALL_COUNTS(NAME, format, 32)}, {ALL_COUNTS(NAME, format, 64)}, {ALL_COUNTS(NAME, format, 128)}}
+static panel_function *const panel_functions[4][3][PANEL] = {
+    [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8)};
+
+static int format_of(const lowbit_matrix *w) {
+    if (w->bits == 2) return BITS2;
+    if (w->bits == 4) return BITS4;
+    return lowbit_high_only(w) ? HIGH8 : BITS8;
+}
+
+/* The first panel streams the tile from memory, the others find it in the cache. */
+static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums) {
+    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
+    const tile_view t = {
+        .data = w->data + tile * step,
+        .low = w->low ? w->low + tile * step : NULL,
+        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
+        .scales = w->scales + tile * blocks * LOWBIT_TILE,
+        .values = rows->values,
+        .row_scales = rows->scales,
+        .row_sums = rows->sums,
+        .m = rows->m,
+        .blocks = blocks,
+    };
+    panel_function *const *functions = panel_functions[format_of(w)][w->block == 32 ? 0 : w->block == 64 ? 1 : 2];
+    for (; count > 0; first += PANEL, count -= PANEL, sums += PANEL * LOWBIT_TILE)
+        functions[smaller(count, PANEL) - 1](&t, first, sums);
+}
+
+const lowbit_isa lowbit_avx512vnni = {"avx512vnni", quantize, multiply};
+#else
+const lowbit_isa lowbit_avx512vnni = {"avx512vnni", NULL, NULL};
+#endif

@@ -1,0 +1,164 @@
+"""The C functions of the kernel library with Python types; knows nothing of where the library lies or if it is right.
+
+The other side is exports.c; the structures are those of lowbit.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["VERSION", "Binding", "PackedMatrix"]
+
+# Of exports.c; a library of another version is not used.
+VERSION = 1
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix (N, K) in the layout of lowbit.h; arrays are flat and contiguous.
+
+    Attributes:
+        data: the values; of 8-bit matrices the high plane.
+        low: the low plane; without it an 8-bit matrix is read by its high plane alone.
+        scales: bits of bfloat16.
+        zeros: None is the middle of the range.
+        paired: two matrices of N / 2 rows, gate and up, share the tiles.
+    """
+
+    n: int
+    k: int
+    bits: int
+    block: int
+    data: Bytes
+    scales: NDArray[np.uint16]
+    low: Bytes | None = None
+    zeros: Bytes | None = None
+    paired: bool = False
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("block", ctypes.c_int32),
+        ("paired", ctypes.c_int32),
+        ("data", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+    )
+
+
+class _Input(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float))
+
+
+class _Output(ctypes.Structure):
+    _fields_ = (
+        ("y", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("swiglu", ctypes.c_int32),
+    )
+
+
+class Binding:
+    """A loaded library.
+
+    Attributes:
+        version: nothing may be called where it is not VERSION.
+
+    Raises:
+        OSError: it cannot be loaded, or is not ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        try:
+            self.version = int(self._library.edgeinfer_version())
+            if self.version == VERSION:
+                self._declare()
+        except AttributeError as error:
+            raise OSError(f"{path} is not a library of edgeinfer") from error
+
+    def _declare(self) -> None:
+        c = self._library
+        c.edgeinfer_isa_name.restype = ctypes.c_char_p
+        c.edgeinfer_select.argtypes = [ctypes.c_char_p]
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        c.edgeinfer_multiply.argtypes = [ctypes.c_char_p, pointer, pointer, count, pointer, count]
+        c.edgeinfer_row.argtypes = [pointer, count, pointer]
+        c.edgeinfer_probe_dots.argtypes, c.edgeinfer_probe_dots.restype = [count], count
+        c.edgeinfer_probe_read.argtypes, c.edgeinfer_probe_read.restype = [pointer, ctypes.c_size_t], ctypes.c_uint64
+
+    def isas(self) -> tuple[str, ...]:
+        """Instruction sets that this machine can run, best first; the last is "portable"."""
+        names, index = [], 0
+        while name := self._library.edgeinfer_isa_name(index):
+            if self._library.edgeinfer_isa_usable(index):
+                names.append(name.decode())
+            index += 1
+        return tuple(names)
+
+    def select(self, isa: str) -> None:
+        """Sets the instruction set of sessions that are made from now on, in the whole process."""
+        done = self._library.edgeinfer_select(isa.encode())
+        assert done, isa
+
+    def multiply(
+        self,
+        isa: str,
+        matrix: PackedMatrix,
+        x: Floats,  # (M, K)
+        *,
+        norm: Floats | None = None,  # (K,)
+        epsilon: float = 1e-6,
+        bias: Floats | None = None,  # (N,)
+        residual: Floats | None = None,  # (M, width)
+        swiglu: bool = False,
+        jobs: int = 1,
+    ) -> Floats:  # (M, width), width is N, with swiglu N / 2
+        """Rows times a matrix, in `jobs` pieces one after the other; arguments as of the operator LinearLowBit."""
+        rows = np.ascontiguousarray(x, np.float32)
+        y = np.full((len(rows), matrix.n // 2 if swiglu else matrix.n), np.nan, np.float32)
+        given = _Input(_address(rows), _address(norm), epsilon)
+        output = _Output(_address(y), _address(bias), _address(residual), swiglu)
+        packed = _matrix(matrix)
+        pointers = [ctypes.byref(struct) for struct in (packed, given, output)]
+        done = self._library.edgeinfer_multiply(isa.encode(), *pointers[:2], len(rows), pointers[2], jobs)
+        assert done, (isa, matrix.n, matrix.k, matrix.bits, matrix.block)
+        return y
+
+    def row(self, matrix: PackedMatrix, index: int) -> Floats:  # (K,)
+        """One row, dequantized."""
+        y = np.full(matrix.k, np.nan, np.float32)
+        done = self._library.edgeinfer_row(ctypes.byref(_matrix(matrix)), index, _address(y))
+        assert done, index
+        return y
+
+    def probe_dots(self, rounds: int) -> int:
+        """Does nothing but multiply-adds, with the selected instruction set; returns how many, 0 where it cannot."""
+        return int(self._library.edgeinfer_probe_dots(rounds))
+
+    def probe_read(self, words: NDArray[np.uint64]) -> int:  # (W,)
+        """Reads words and returns their sum."""
+        return int(self._library.edgeinfer_probe_read(_address(words), words.size))
+
+
+def _address(array: NDArray[np.generic] | None) -> int | None:
+    assert array is None or array.flags.c_contiguous
+    return None if array is None else array.ctypes.data
+
+
+def _matrix(m: PackedMatrix) -> _Matrix:
+    arrays = (_address(a) for a in (m.data, m.low, m.scales, m.zeros))
+    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, *arrays)

@@ -1,0 +1,82 @@
+/* What Python calls through ctypes: which instruction sets there are, and products outside any session.
+ *
+ * Knows nothing of ONNX Runtime. edgeinfer.runtime.native.library holds the other side of these declarations.
+ */
+#include "exports.h"
+
+#include <string.h>
+
+#include "exchange.h"
+#include "matrix.h"
+#include "scratch.h"
+
+/* Raised when a function here, an operator's inputs or the layout of matrices change. */
+enum { EDGEINFER_NATIVE_VERSION = 1 };
+
+static void *selected;
+
+const lowbit_isa *lowbit_selected(void) {
+    if (!selected)
+        for (size_t i = 0; !selected; i++)
+            if (lowbit_usable(lowbit_isa_at(i))) exchange(&selected, (void *)(uintptr_t)lowbit_isa_at(i));
+    return selected;
+}
+
+static const lowbit_isa *find_isa(const char *name) {
+    for (size_t i = 0; lowbit_isa_at(i); i++)
+        if (strcmp(lowbit_isa_at(i)->name, name) == 0) return lowbit_isa_at(i);
+    return NULL;
+}
+
+EDGEINFER_EXPORT int32_t edgeinfer_version(void) { return EDGEINFER_NATIVE_VERSION; }
+
+/* Name of an instruction set, best first; NULL past the end. */
+EDGEINFER_EXPORT const char *edgeinfer_isa_name(int32_t index) {
+    const lowbit_isa *isa = index >= 0 ? lowbit_isa_at((size_t)index) : NULL;
+    return isa ? isa->name : NULL;
+}
+
+EDGEINFER_EXPORT int32_t edgeinfer_isa_usable(int32_t index) {
+    const lowbit_isa *isa = index >= 0 ? lowbit_isa_at((size_t)index) : NULL;
+    return isa && lowbit_usable(isa);
+}
+
+/* Sets the instruction set of kernels that are made from now on; 0 if this machine cannot run it. */
+EDGEINFER_EXPORT int32_t edgeinfer_select(const char *name) {
+    const lowbit_isa *isa = find_isa(name);
+    if (!isa || !lowbit_usable(isa)) return 0;
+    exchange(&selected, (void *)(uintptr_t)isa);
+    return 1;
+}
+
+/* Quantizes m rows and multiplies them, in `jobs` pieces one after the other, with the instruction set of that name.
+ * Returns 0 if it is not usable, the matrix is impossible or memory is short. */
+EDGEINFER_EXPORT int32_t edgeinfer_multiply(const char *name, const lowbit_matrix *w, const lowbit_input *input,
+                                            int64_t m, const lowbit_output *output, int64_t jobs) {
+    const lowbit_isa *isa = find_isa(name);
+    if (!isa || !lowbit_usable(isa) || matrix_fault(w) || m < 1 || jobs < 1) return 0;
+    void *memory = scratch_take(scratch_rows_bytes(m, w->k, w->block));
+    if (!memory) return 0;
+    lowbit_rows rows = scratch_rows(memory, m, w->k, w->block);
+    int64_t tiles = lowbit_tiles(w);
+    for (int64_t job = 0; job < jobs; job++) isa->quantize(input, &rows, m * job / jobs, m * (job + 1) / jobs);
+    for (int64_t job = 0; job < jobs; job++)
+        isa->multiply(w, &rows, output, tiles * job / jobs, tiles * (job + 1) / jobs);
+    scratch_give(memory);
+    return 1;
+}
+
+/* One row of a matrix, dequantized; 0 if there is no such row. */
+EDGEINFER_EXPORT int32_t edgeinfer_row(const lowbit_matrix *w, int64_t n, float *out) {
+    if (matrix_fault(w) || n < 0 || n >= w->n) return 0;
+    lowbit_row(w, n, out);
+    return 1;
+}
+
+/* Multiply-adds done in `rounds` rounds of the selected instruction set's own instruction; 0 where it has none. */
+EDGEINFER_EXPORT int64_t edgeinfer_probe_dots(int64_t rounds) { return lowbit_probe_dots(lowbit_selected(), rounds); }
+
+/* Reads `count` words and returns their sum. */
+EDGEINFER_EXPORT uint64_t edgeinfer_probe_read(const uint64_t *words, size_t count) {
+    return lowbit_probe_read(words, count);
+}

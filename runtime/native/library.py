@@ -1,0 +1,123 @@
+"""Finds the kernel library beside this file and tells whether it can be trusted; knows nothing of models.
+
+`EDGEINFER_NATIVE=0` switches the kernel off, `EDGEINFER_NATIVE_ISA` names the instruction set to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.runtime.native.binding import VERSION, Binding
+from edgeinfer.runtime.native.selftest import agrees_with_portable, portable_is_right
+
+__all__ = ["LIBRARY", "NativeKernel", "load_kernel", "native_kernel", "switched_off"]
+
+_SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
+LIBRARY = Path(__file__).with_name("edgeinfer_native" + _SUFFIXES.get(sys.platform, ".so"))
+_BUILD = "Install edgeinfer where a C compiler is found, or go on without: it is slower, not different."
+_REBUILD = "Install edgeinfer again on this machine, or go on without: it is slower, not different."
+
+_log = logging.getLogger("edgeinfer")
+
+
+@dataclass(frozen=True)
+class NativeKernel:
+    """A kernel library that passed its self-test, and the instruction set it runs on."""
+
+    path: Path
+    isa: str
+
+
+def switched_off() -> bool:
+    """Whether the environment says that the kernel is not to be used."""
+    return os.environ.get("EDGEINFER_NATIVE") == "0"
+
+
+def native_kernel() -> NativeKernel:
+    """The kernel of this machine, found and tested once.
+
+    Raises:
+        NativeUnavailableError: it was not built, does not fit this machine, fails its self-test or is switched off.
+        UsageError: EDGEINFER_NATIVE_ISA names an instruction set that is not there.
+    """
+    if switched_off():
+        hint = "Remove the variable to use the kernel."
+        raise NativeUnavailableError("EDGEINFER_NATIVE=0 switches the native kernel off.", hint)
+    return load_kernel(LIBRARY, os.environ.get("EDGEINFER_NATIVE_ISA"))
+
+
+def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
+    """Loads and tests a kernel library, and selects the instruction set for sessions that are made from now on.
+
+    Args:
+        isa: the instruction set to use; None takes the best that passes.
+
+    Raises:
+        NativeUnavailableError, UsageError: as `native_kernel`.
+    """
+    binding = _open(path)
+    names = binding.isas()
+    if isa is not None and isa not in names:
+        message = f"EDGEINFER_NATIVE_ISA={isa} is not an instruction set of this machine."
+        raise UsageError(message, f"Choose one of {', '.join(names)}, or remove the variable.")
+    chosen = _first_right(path, (isa,) if isa is not None else names)
+    binding.select(chosen)
+    return NativeKernel(path, chosen)
+
+
+@functools.cache
+def _open(path: Path) -> Binding:
+    if not path.is_file():
+        raise NativeUnavailableError("The native kernel was not built.", _BUILD)
+    _check_format(path)
+    try:
+        binding = Binding(path)
+    except OSError as error:
+        raise NativeUnavailableError(f"The native kernel cannot be loaded: {error}.", _REBUILD) from error
+    if binding.version != VERSION:
+        message = f"The native kernel has version {binding.version}, this edgeinfer needs {VERSION}."
+        raise NativeUnavailableError(message, _REBUILD)
+    return binding
+
+
+@functools.cache
+def _first_right(path: Path, isas: tuple[str, ...]) -> str:
+    """The first instruction set whose results are right."""
+    binding = _open(path)
+    if not portable_is_right(binding):
+        message = "The native kernel fails its self-test: its portable path is wrong."
+        raise NativeUnavailableError(message, _REBUILD)
+    for isa in isas:
+        if isa == "portable" or agrees_with_portable(binding, isa):
+            return isa
+        _log.warning("The native kernel fails its self-test on %s; the next instruction set is used.", isa)
+    raise NativeUnavailableError(f"The native kernel fails its self-test on {', '.join(isas)}.", _REBUILD)
+
+
+def _check_format(path: Path) -> None:
+    """Refuses what Linux would load until it crashes: it maps a shortened library without looking at its length."""
+    if sys.platform != "linux":
+        return
+    data = path.read_bytes()
+    # /proc/self/exe is a program that this machine runs: class, byte order and processor must be the same.
+    with Path("/proc/self/exe").open("rb") as file:
+        own = file.read(20)
+    if data[:4] != b"\x7fELF" or len(data) < 64:
+        raise NativeUnavailableError(f"{path} is not a library.", _REBUILD)
+    if (data[4:6], data[18:20]) != (own[4:6], own[18:20]):
+        raise NativeUnavailableError("The native kernel was built for another processor.", _REBUILD)
+    # Elf64_Ehdr: e_phoff at 32, e_phentsize and e_phnum at 54; Elf64_Phdr: p_offset at 8, p_filesz at 32.
+    (table,), (size, count) = struct.unpack_from("=Q", data, 32), struct.unpack_from("=HH", data, 54)
+    ends = [table + size * count]
+    if ends[0] <= len(data):
+        parts = (struct.unpack_from("=Q16xQ", data, table + i * size + 8) for i in range(count))
+        ends += [offset + length for offset, length in parts]
+    if max(ends) > len(data):
+        raise NativeUnavailableError("The native kernel's file is incomplete.", _REBUILD)

@@ -1,0 +1,108 @@
+/* Low-bit matrices times float rows: the contract between the kernels of every instruction set and their callers.
+ *
+ * Knows nothing of ONNX Runtime, threads or files. No allocation and no global state in the kernels.
+ *
+ * Layout of a matrix W (N, K), quantized in blocks of B values along K. Columns of the product (rows of W) come in
+ * tiles of 32; N is padded to whole tiles and K to whole blocks, with zeros. A byte holds
+ * P = 8 / bits values of one column (planes of 8-bit matrices count as 4 bits), B / P values of K apart, the first in
+ * the lowest bits. With t = n / 32, c = n % 32, b = k / B, j = k % B, S = B / P, r = j % S:
+ *     byte  (t * blocks + b) * 32 * S + r / 4 * 128 + c * 4 + r % 4
+ *     shift j / S * bits
+ * so 128 bytes are 32 columns by 4 consecutive k: two registers of 512 bits, four of 256 or eight of 128. A tile is
+ * one run of bytes, read from first to last: two runs side by side halve what one core gets from memory.
+ * An 8-bit value is 16 * high + low; the two 4-bit planes lie apart, so that the high one can be read alone: it then
+ * stands for 16 * high + 7.5, the middle of the values it may be part of.
+ * Scales are bfloat16 and zero points uint8, both (tiles, blocks, 32). Without zero points the zero is 2^(bits-1).
+ * A paired matrix holds two of N/2 rows each, gate and up: columns 0 to 15 of tile t are rows 16 t.. of the
+ * first, columns 16 to 31 the same rows of the second.
+ *
+ * Arithmetic, the same in every path to the last bit: activations are quantized to int8 by block (scale = max / 127,
+ * nearest, ties to even); per block, the integer dot product less zero * sum is exact; then in order of the blocks
+ *     y = fma((float)dot, weight_scale * activation_scale, y)
+ * so a row's result does not depend on other rows, the split over threads or the instruction set.
+ */
+#ifndef EDGEINFER_LOWBIT_H
+#define EDGEINFER_LOWBIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { LOWBIT_TILE = 32, LOWBIT_GROUP = 16 };
+
+typedef struct {
+    int64_t n, k;           /* logical sizes: outputs, inputs */
+    int32_t bits;           /* 2, 4 or 8 */
+    int32_t block;          /* 32, 64 or 128 */
+    int32_t paired;         /* gate and up share tiles; n counts both */
+    const uint8_t *data;    /* the values; of 8-bit matrices the high plane. 64-byte aligned for speed only */
+    const uint8_t *low;     /* low plane; NULL reads an 8-bit matrix by its high plane alone */
+    const uint16_t *scales; /* bfloat16 (tiles, blocks, 32) */
+    const uint8_t *zeros;   /* (tiles, blocks, 32), or NULL: the middle */
+} lowbit_matrix;
+
+/* Rows of activations, quantized. Blocks come first, so that a tile reads what it needs of all rows in one run. */
+typedef struct {
+    int64_t m, k;
+    int32_t block;
+    int8_t *values; /* (blocks, m, block), the last block padded with zeros; 64-byte aligned */
+    float *scales;  /* (blocks, m) */
+    int32_t *sums;  /* (blocks, m): sums of the int8 values */
+} lowbit_rows;
+
+/* What is done with the product. */
+typedef struct {
+    float *y;              /* (m, width): width is n, or n / 2 with swiglu */
+    const float *bias;     /* (n) or NULL */
+    const float *residual; /* (m, width) or NULL: added last; may be y itself */
+    int32_t swiglu;        /* paired matrices: silu(gate) * up */
+} lowbit_output;
+
+/* How rows become activations. */
+typedef struct {
+    const float *x;      /* (m, k) */
+    const float *weight; /* (k) or NULL: root-mean-square normalisation before quantizing */
+    float epsilon;
+} lowbit_input;
+
+typedef struct {
+    const char *name;
+    /* Quantizes rows first..last-1 of `in` into `rows`. */
+    void (*quantize)(const lowbit_input *in, const lowbit_rows *rows, int64_t first, int64_t last);
+    /* Computes tiles first..last-1 for all rows. */
+    void (*multiply)(const lowbit_matrix *w, const lowbit_rows *rows, const lowbit_output *out, int64_t first,
+                     int64_t last);
+} lowbit_isa;
+
+static inline int64_t lowbit_blocks(int64_t k, int32_t block) { return (k + block - 1) / block; }
+
+static inline int64_t lowbit_tiles(const lowbit_matrix *w) {
+    int64_t per_tile = w->paired ? LOWBIT_GROUP : LOWBIT_TILE;
+    return ((w->paired ? w->n / 2 : w->n) + per_tile - 1) / per_tile;
+}
+
+/* Bytes of one tile and block of a plane: 32 columns. */
+static inline int64_t lowbit_step(const lowbit_matrix *w) { return (int64_t)w->block * (w->bits == 2 ? 8 : 16); }
+
+/* One row of W, dequantized: (k). */
+void lowbit_row(const lowbit_matrix *w, int64_t n, float *out);
+
+/* Instruction sets compiled into this library, best first; the last is portable. NULL past the end. */
+const lowbit_isa *lowbit_isa_at(size_t index);
+/* Whether this machine can run it. */
+int lowbit_usable(const lowbit_isa *isa);
+
+extern const lowbit_isa lowbit_portable;
+
+/* Multiply-adds done in `rounds` rounds of the path's multiply instruction; 0 where it has none. */
+int64_t lowbit_probe_dots(const lowbit_isa *isa, int64_t rounds);
+/* Reads `count` words and returns their sum. */
+uint64_t lowbit_probe_read(const uint64_t *words, size_t count);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,35 @@
+/* Sizes of a matrix's parts and whether they make sense; knows nothing of where the bytes come from. */
+#ifndef EDGEINFER_MATRIX_H
+#define EDGEINFER_MATRIX_H
+
+#include "lowbit.h"
+
+/* Beyond any model, and small enough that no product of two sizes overflows. */
+#define MATRIX_MOST ((int64_t)1 << 28)
+
+/* What is wrong with the sizes of a matrix, for people; NULL if nothing. */
+static inline const char *matrix_fault(const lowbit_matrix *w) {
+    if (w->n < 1 || w->n > MATRIX_MOST || w->k < 1 || w->k > MATRIX_MOST) return "N and K must be between 1 and 2^28";
+    if (w->bits != 2 && w->bits != 4 && w->bits != 8) return "bits must be 2, 4 or 8";
+    if (w->block != 32 && w->block != 64 && w->block != 128) return "block_size must be 32, 64 or 128";
+    if (w->paired && w->n % 2) return "a paired matrix needs an even N";
+    return NULL;
+}
+
+/* Scales, and zero points where there are any: one of each block of each column, padding included. */
+static inline int64_t matrix_scales(const lowbit_matrix *w) {
+    return lowbit_tiles(w) * lowbit_blocks(w->k, w->block) * LOWBIT_TILE;
+}
+
+/* Bytes of the values; of 8-bit matrices those of one plane. */
+static inline int64_t matrix_plane(const lowbit_matrix *w) {
+    return lowbit_tiles(w) * lowbit_blocks(w->k, w->block) * lowbit_step(w);
+}
+
+/* Bytes that a product reads of one tile: values and scales. */
+static inline int64_t matrix_tile_bytes(const lowbit_matrix *w) {
+    int64_t blocks = lowbit_blocks(w->k, w->block);
+    return blocks * (lowbit_step(w) * (w->low ? 2 : 1) + LOWBIT_TILE * (w->zeros ? 3 : 2));
+}
+
+#endif

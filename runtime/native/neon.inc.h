@@ -1,0 +1,272 @@
+/* What the two NEON paths share: unpacking, scales, panels of rows; knows nothing of how products are summed.
+ *
+ * A path defines, includes this file, and then defines the four functions declared below:
+ *     PAIRS        whether two rows are multiplied by one instruction
+ *     BIAS8        what arrange takes off 8-bit weights
+ *     activations  8 consecutive values of a row, or of two
+ */
+#include <arm_neon.h>
+
+#include "lowbit.h"
+#include "values.h"
+
+static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums);
+
+#include "kernel.inc.h"
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#include <intrin.h>
+#define INLINE static __forceinline
+#define UNROLL
+#define FENCE() _ReadWriteBarrier()
+#else
+#define INLINE static inline __attribute__((always_inline))
+/* Keeps the compiler, not the processor, from loading early what there is no register for. */
+#define FENCE() __asm__ volatile("" ::: "memory")
+/* Sums stay in registers only where every index of theirs is a constant. */
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+/* Rows multiplied together: with 16 columns, or two of them with 32, their integer sums fill 16 of 32 registers. Up to
+ * this many rows run over the packed weights as they stream in; more find each block unpacked in the cache. */
+enum { PANEL = 4 };
+/* Registers of 4 columns in a tile. */
+enum { QUADS = LOWBIT_TILE / 4 };
+/* Formats, by how a register of bytes becomes weights. */
+enum { BITS2, BITS4, BITS8, HIGH8 };
+
+/* One tile of a matrix and all rows. */
+typedef struct {
+    const uint8_t *data, *low, *zeros;
+    const uint16_t *scales;
+    const int8_t *values;
+    const float *row_scales;
+    const int32_t *row_sums;
+    int64_t m, blocks; /* of all rows: the strides between blocks */
+    int32_t block;
+} tile_view;
+
+/* Scales, zero points and the power of two that products are multiplied by, of one block, in the units of values.h. */
+typedef struct {
+    float32x4_t scales[QUADS];
+    int32x4_t zeros[QUADS];
+    int shift;
+} block_view;
+
+/* One row's values, or with `pairs` those of the row after it, too. */
+INLINE activations fetch(int pairs, const int8_t *row, const int8_t *next);
+/* Makes of 4 columns by 4 consecutive k and the same columns by the next 4 what accumulate takes. */
+INLINE void arrange(int format, int pairs, uint8x16_t *weights);
+/* Adds the products to the sums of a row, or with `pairs` to those of two. */
+INLINE void accumulate(int pairs, const uint8x16_t *weights, activations a, int32x4_t *even, int32x4_t *odd);
+/* Makes of the sums of two rows one register of 4 columns for each. */
+INLINE void collect(int32x4_t *even, int32x4_t *odd);
+
+/* Arrays of consecutive k whose values share bytes. */
+INLINE int slots(int format) { return format == BITS2 ? 4 : 2; }
+
+INLINE void unpack(int format, uint8x16_t data, uint8x16_t low, uint8x16_t *out) {
+    if (format == BITS2) {
+        const uint8x16_t mask = vdupq_n_u8(3);
+        out[0] = vandq_u8(data, mask);
+        out[1] = vandq_u8(vshrq_n_u8(data, 2), mask);
+        out[2] = vandq_u8(vshrq_n_u8(data, 4), mask);
+        out[3] = vshrq_n_u8(data, 6);
+    } else if (format == BITS8) {
+        out[0] = vsliq_n_u8(low, data, 4);
+        out[1] = vsriq_n_u8(data, low, 4);
+    } else {
+        out[0] = vandq_u8(data, vdupq_n_u8(15));
+        out[1] = vshrq_n_u8(data, 4);
+    }
+}
+
+/* Packed weights of 4 columns by 8 consecutive k from `k` on, of each slot. */
+INLINE void packed_weights(int format, int pairs, const uint8_t *data, const uint8_t *low, int k, int quad,
+                           uint8x16_t weights[4][2]) {
+    UNROLL for (int half = 0; half < 2; half++) {
+        int at = (k + 4 * half) * LOWBIT_TILE + quad * 16;
+        uint8x16_t bytes = vld1q_u8(data + at), out[4];
+        unpack(format, bytes, format == BITS8 ? vld1q_u8(low + at) : bytes, out);
+        UNROLL for (int s = 0; s < slots(format); s++) weights[s][half] = out[s];
+    }
+    UNROLL for (int s = 0; s < slots(format); s++) arrange(format, pairs, weights[s]);
+}
+
+/* Where the arranged weights of a quad of an unpacked block are: 8 k by 8 k, then quad by quad. */
+INLINE int unpacked_at(int k, int quad) { return k * LOWBIT_TILE + quad * 32; }
+
+/* Products of one block, `count` rows and `quads` quads. With `parts` of 1 data is an unpacked block, else a packed
+ * one in as many slots. */
+INLINE void dot_block(int format, int parts, int pairs, int count, int quads, const uint8_t *data, const uint8_t *low,
+                      const int8_t *values, int32_t block, int quad, int32x4_t dots[PANEL][QUADS]) {
+    const int step = pairs ? 2 : 1, span = block / parts;
+    UNROLL for (int r = 0; r < PANEL; r++)
+        UNROLL for (int q = 0; q < quads; q++) dots[r][q] = vdupq_n_s32(0);
+    for (int k = 0; k < span; k += 8) {
+        activations a[PANEL][4];
+        UNROLL for (int r = 0; r < count; r += step)
+            UNROLL for (int s = 0; s < parts; s++) {
+                const int8_t *row = values + r * block + s * span + k;
+                a[r][s] = fetch(pairs, row, r + 1 < count ? row + block : row);
+            }
+        UNROLL for (int q = 0; q < quads; q++) {
+            uint8x16_t weights[4][2];
+            if (parts == 1) {
+                weights[0][0] = vld1q_u8(data + unpacked_at(k, quad + q));
+                weights[0][1] = vld1q_u8(data + unpacked_at(k, quad + q) + 16);
+            } else {
+                packed_weights(format, pairs, data, low, k, quad + q, weights);
+            }
+            UNROLL for (int s = 0; s < parts; s++)
+                UNROLL for (int r = 0; r < count; r += step)
+                    accumulate(pairs, weights[s], a[r][s], &dots[r][q], &dots[r + step - 1][q]);
+            FENCE();
+        }
+    }
+    if (!pairs) return;
+    UNROLL for (int r = 0; r < count; r += 2)
+        UNROLL for (int q = 0; q < quads; q++) collect(&dots[r][q], &dots[r + 1][q]);
+}
+
+/* Adds one block's products, less zero * sum, scaled, to the sums of `count` rows. */
+INLINE void add_block(int count, int quads, const tile_view *t, const block_view *view, int64_t at, int quad,
+                      int32x4_t dots[PANEL][QUADS], float *sums) {
+    const int32x4_t shift = vdupq_n_s32(view->shift);
+    UNROLL for (int r = 0; r < count; r++) {
+        float scale = t->row_scales[at + r];
+        int32_t sum = t->row_sums[at + r];
+        UNROLL for (int q = 0; q < quads; q++) {
+            float *total = sums + r * LOWBIT_TILE + (quad + q) * 4;
+            int32x4_t whole = vmlsq_n_s32(vshlq_s32(dots[r][q], shift), view->zeros[quad + q], sum);
+            float32x4_t scales = vmulq_n_f32(view->scales[quad + q], scale);
+            vst1q_f32(total, vfmaq_f32(vld1q_f32(total), vcvtq_f32_s32(whole), scales));
+        }
+    }
+}
+
+/* All 32 columns of a block for `count` <= PANEL rows. */
+INLINE void panel(int format, int parts, int pairs, int count, const tile_view *t, const block_view *view, int64_t b,
+                  const uint8_t *data, const uint8_t *low, int64_t first, float *sums) {
+    const int quads = count > 2 ? QUADS / 2 : QUADS;
+    int64_t at = b * t->m + first;
+    const int8_t *values = t->values + at * t->block;
+    for (int quad = 0; quad < QUADS; quad += quads) {
+        int32x4_t dots[PANEL][QUADS];
+        dot_block(format, parts, pairs, count, quads, data, low, values, t->block, quad, dots);
+        add_block(count, quads, t, view, at, quad, dots, sums);
+    }
+}
+
+INLINE void view_block(int format, const tile_view *t, int64_t b, block_view *out) {
+    const int32_t taken = format == BITS8 ? BIAS8 : format == HIGH8 ? 15 : 0;
+    const int32_t middle = format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128;
+    out->shift = format == HIGH8 ? 5 : 0;
+    for (int q = 0; q < QUADS; q++) {
+        uint32x4_t wide = vshll_n_u16(vld1_u16(t->scales + b * LOWBIT_TILE + q * 4), 16);
+        float32x4_t scales = vreinterpretq_f32_u32(wide);
+        out->scales[q] = format == HIGH8 ? vmulq_n_f32(scales, 0.5f) : scales;
+        out->zeros[q] = vdupq_n_s32(middle - taken);
+    }
+    for (int q = 0; q < QUADS && t->zeros; q += 2) {
+        uint16x8_t zeros = vmovl_u8(vld1_u8(t->zeros + b * LOWBIT_TILE + q * 4));
+        if (format == HIGH8) zeros = vshlq_n_u16(zeros, 1);
+        int32x4_t low = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(zeros)));
+        int32x4_t high = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(zeros)));
+        out->zeros[q] = vsubq_s32(low, vdupq_n_s32(taken));
+        out->zeros[q + 1] = vsubq_s32(high, vdupq_n_s32(taken));
+    }
+}
+
+/* Few rows: straight from the packed weights. */
+INLINE void stream(int format, int count, const tile_view *t, int64_t first, float *sums) {
+    const int64_t step = (int64_t)t->block / slots(format) * LOWBIT_TILE;
+    for (int64_t b = 0; b < t->blocks; b++) {
+        block_view view;
+        view_block(format, t, b, &view);
+        panel(format, slots(format), PAIRS && count > 1, count, t, &view, b, t->data + b * step,
+              format == BITS8 ? t->low + b * step : NULL, first, sums);
+    }
+}
+
+/* One unpacked block for any number of rows. */
+static void unpacked_rows(const tile_view *t, const block_view *view, int64_t b, const uint8_t *weights,
+                          int64_t first, int64_t count, float *sums) {
+#define ROWS(n) panel(BITS4, 1, PAIRS, n, t, view, b, weights, NULL, first, sums)
+    for (; count >= PANEL; count -= PANEL, first += PANEL, sums += PANEL * LOWBIT_TILE) ROWS(PANEL);
+    if (count == 1) ROWS(1);
+    if (count == 2) ROWS(2);
+    if (count == 3) ROWS(3);
+#undef ROWS
+}
+
+/* More rows: each block unpacked once. */
+INLINE void resident(int format, const tile_view *t, int64_t first, int64_t count, float *sums) {
+    const int span = t->block / slots(format);
+    _Alignas(64) uint8_t unpacked[128 * LOWBIT_TILE];
+    for (int64_t b = 0; b < t->blocks; b++) {
+        const int64_t start = b * span * LOWBIT_TILE;
+        for (int k = 0; k < span; k += 8)
+            for (int q = 0; q < QUADS; q++) {
+                uint8x16_t weights[4][2];
+                packed_weights(format, PAIRS, t->data + start, format == BITS8 ? t->low + start : NULL, k, q, weights);
+                UNROLL for (int s = 0; s < slots(format); s++) {
+                    vst1q_u8(unpacked + unpacked_at(s * span + k, q), weights[s][0]);
+                    vst1q_u8(unpacked + unpacked_at(s * span + k, q) + 16, weights[s][1]);
+                }
+            }
+        block_view view;
+        view_block(format, t, b, &view);
+        unpacked_rows(t, &view, b, unpacked, first, count, sums);
+    }
+}
+
+INLINE void any_rows(int format, const tile_view *t, int64_t first, int64_t count, float *sums) {
+    if (count == 1) stream(format, 1, t, first, sums);
+    if (count == 2) stream(format, 2, t, first, sums);
+    if (count == 3) stream(format, 3, t, first, sums);
+    if (count == 4) stream(format, 4, t, first, sums);
+    if (count > PANEL) resident(format, t, first, count, sums);
+}
+
+static void rows_bits2(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(BITS2, t, first, count, sums);
+}
+
+static void rows_bits4(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(BITS4, t, first, count, sums);
+}
+
+static void rows_bits8(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(BITS8, t, first, count, sums);
+}
+
+static void rows_high8(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(HIGH8, t, first, count, sums);
+}
+
+static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums) {
+    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
+    const tile_view t = {
+        .data = w->data + tile * step,
+        .low = w->low ? w->low + tile * step : NULL,
+        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
+        .scales = w->scales + tile * blocks * LOWBIT_TILE,
+        .values = rows->values,
+        .row_scales = rows->scales,
+        .row_sums = rows->sums,
+        .m = rows->m,
+        .blocks = blocks,
+        .block = w->block,
+    };
+    if (w->bits == 2)
+        rows_bits2(&t, first, count, sums);
+    else if (w->bits == 4)
+        rows_bits4(&t, first, count, sums);
+    else if (lowbit_high_only(w))
+        rows_high8(&t, first, count, sums);
+    else
+        rows_bits8(&t, first, count, sums);
+}

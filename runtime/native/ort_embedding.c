@@ -1,0 +1,78 @@
+/* The operator EmbeddingLowBit: rows of a matrix, dequantized; knows nothing of formats.
+ *
+ * inputs: ids (any shape) int64 | data, low, scales, zeros: the matrix (lowbit.h), for instance that of the LM head.
+ * attributes: N, K, bits, block_size, paired. Output: (ids..., K).
+ */
+#include <stdlib.h>
+
+#include "matrix.h"
+#include "ort_support.h"
+
+enum { IDS };
+/* Values that a thread dequantizes in about the time that it takes to read a job's share of a matrix. */
+enum { VALUE_BYTES = 64 };
+
+typedef struct {
+    ort_kernel base;
+    lowbit_matrix matrix; /* without its bytes */
+} embedding;
+
+typedef struct {
+    lowbit_matrix matrix;
+    const int64_t *ids;
+    float *y;
+    int64_t count, jobs;
+} lookup;
+
+static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
+    embedding *made = calloc(1, sizeof *made);
+    if (!made) return api->CreateStatus(ORT_FAIL, "EmbeddingLowBit: out of memory");
+    OrtStatus *status = ort_open(&made->base, op, api, info);
+    if (!status) status = ort_open_matrix(&made->base, info, &made->matrix);
+    if (status) return free(made), status;
+    *kernel = made;
+    return NULL;
+}
+
+static void lookup_job(void *data, size_t index) {
+    const lookup *l = data;
+    int64_t job = (int64_t)index;
+    for (int64_t i = l->count * job / l->jobs; i < l->count * (job + 1) / l->jobs; i++)
+        lowbit_row(&l->matrix, l->ids[i], l->y + i * l->matrix.k);
+}
+
+static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
+    const embedding *op = kernel;
+    const ort_kernel *base = &op->base;
+    lookup l = {.matrix = op->matrix};
+    const void *ids;
+    ort_shape shape;
+    ORT_TRY(ort_read_shaped(base, context, IDS, &shape, &ids));
+    if (shape.rank == ORT_MOST_SIZES) return ort_fail(base, "ids has %zu dimensions", shape.rank);
+    l.ids = ids, l.count = shape.elements;
+    for (int64_t i = 0; i < l.count; i++)
+        if (l.ids[i] < 0 || l.ids[i] >= l.matrix.n)
+            return ort_fail(base, "id %lld is outside a matrix of %lld rows", (long long)l.ids[i],
+                            (long long)l.matrix.n);
+    ORT_TRY(ort_read_matrix(base, context, &l.matrix));
+    shape.sizes[shape.rank++] = l.matrix.k;
+    ORT_TRY(ort_write(base, context, &shape, &l.y));
+    l.jobs = ort_jobs(l.count, l.count * l.matrix.k * VALUE_BYTES);
+    return ort_parallel(base, context, lookup_job, l.jobs, &l);
+}
+
+static void ORT_CALL destroy(void *kernel) { free(kernel); }
+
+const ort_operator ort_embedding = {
+    .base = ORT_BASE(create, compute, destroy),
+    .name = "EmbeddingLowBit",
+    .input_count = 5,
+    .inputs =
+        {
+            {"ids", ORT_INT64, ORT_REQUIRED},
+            {"data", ORT_UINT8, ORT_REQUIRED},
+            {"low", ORT_UINT8, ORT_OPTIONAL},
+            {"scales", ORT_UINT16, ORT_REQUIRED},
+            {"zeros", ORT_UINT8, ORT_OPTIONAL},
+        },
+};

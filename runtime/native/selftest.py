@@ -1,0 +1,130 @@
+"""Whether the kernel computes what it should on this machine: tiny cases of every format; knows nothing of files.
+
+The portable path is compared with numpy, an instruction set with the portable path, to the last bit: a compiler or a
+processor that rounds otherwise is found before anything is computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.native.binding import Binding, PackedMatrix
+
+__all__ = ["agrees_with_portable", "portable_is_right"]
+
+_TILE = 32
+# No whole tiles, no whole blocks, and as many rows as the paths with the largest panels take at a time.
+_N, _K, _M = 34, 100, 8
+_EPSILON = 1e-5
+# Bits, block, paired.
+_FORMATS = (
+    (2, 32, True),
+    (4, 32, False),
+    (4, 64, True),
+    (4, 128, False),
+    (2, 128, False),
+    (8, 64, False),
+    (8, 32, True),
+)
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class _Case:
+    matrix: PackedMatrix
+    x: Floats  # (M, K)
+    norm: Floats | None  # (K,)
+    bias: Floats | None  # (N,)
+
+
+def agrees_with_portable(binding: Binding, isa: str) -> bool:
+    """Whether an instruction set gives the bits of the portable path, for every number of rows."""
+    return all(_same(binding, isa, case) for case in _cases())
+
+
+def portable_is_right(binding: Binding) -> bool:
+    """Whether the portable path gives what numpy does, up to the rounding of sums."""
+    return all(_close(binding, case) for case in _cases())
+
+
+def _same(binding: Binding, isa: str, case: _Case) -> bool:
+    def multiply(isa: str, m: int) -> Floats:
+        given, fused = case.x[:m], case.matrix.paired
+        return binding.multiply(isa, case.matrix, given, norm=case.norm, epsilon=_EPSILON, bias=case.bias, swiglu=fused)
+
+    wanted = multiply("portable", _M)
+    return all(np.array_equal(multiply(isa, m), wanted[:m]) for m in range(1, _M + 1))
+
+
+def _close(binding: Binding, case: _Case) -> bool:
+    x = case.x
+    if case.norm is not None:
+        x = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(_EPSILON)) * case.norm
+    wanted = _quantized(x, case.matrix.block) @ _dequantized(case.matrix).T  # (M, N)
+    if case.bias is not None:
+        wanted = wanted + case.bias
+    got = binding.multiply("portable", case.matrix, case.x, norm=case.norm, epsilon=_EPSILON, bias=case.bias)
+    # Normalised values a rounding apart may be quantized to neighbouring integers.
+    tolerance = 2e-2 if case.norm is not None else 1e-5
+    return bool(np.abs(got - wanted).max() <= tolerance * np.abs(wanted).max())
+
+
+def _cases() -> Iterator[_Case]:
+    for index, (bits, block, paired) in enumerate(_FORMATS):
+        blocks = -(-_K // block)
+        tiles = -(-(_N // 2) // (_TILE // 2)) if paired else -(-_N // _TILE)
+        plane, cells = tiles * blocks * block * (8 if bits == 2 else 16), tiles * blocks * _TILE
+        scales = (_floats(cells) + np.float32(0.5)).view(np.uint32) >> 16
+        zeros = _bytes(cells) >> np.uint8(8 - bits) if index % 2 else None
+        data, low = _bytes(2 * plane).reshape(2, plane)
+        x = _floats(_M * _K).reshape(_M, _K) - np.float32(0.5)
+        norm = _floats(_K) if index % 3 == 0 else None
+        bias = _floats(_N) if index % 3 == 1 else None
+        for plane_below in (low, None) if bits == 8 else (None,):
+            matrix = PackedMatrix(_N, _K, bits, block, data, scales.astype(np.uint16), plane_below, zeros, paired)
+            yield _Case(matrix, x, norm, bias)
+
+
+def _bytes(count: int) -> NDArray[np.uint8]:
+    """Bytes without a pattern that matters, by Knuth's multiplicative hash: numpy.random takes 9 ms to import."""
+    mixed = np.arange(1, count + 1, dtype=np.uint32) * np.uint32(2654435761)
+    return (mixed >> np.uint32(24)).astype(np.uint8)
+
+
+def _floats(count: int) -> Floats:
+    """Numbers from 0 to 1."""
+    return _bytes(count).astype(np.float32) / np.float32(255)
+
+
+def _quantized(x: Floats, block: int) -> Floats:  # (M, K) -> (M, K)
+    """What is left of rows whose blocks are rounded to int8."""
+    padded = np.zeros((len(x), -(-_K // block), block), np.float32)
+    padded.reshape(len(x), -1)[:, :_K] = x
+    scale = np.abs(padded).max(axis=2, keepdims=True) / np.float32(127)
+    rounded: Floats = np.rint(padded / scale) * scale
+    return rounded.reshape(len(x), -1)[:, :_K]
+
+
+def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbit.h
+    n, k = np.arange(m.n)[:, None], np.arange(m.k)
+    half = m.n // 2
+    tile = n % half // 16 if m.paired else n // _TILE
+    column = n // half * 16 + n % half % 16 if m.paired else n % _TILE
+    blocks, plane_bits = -(-m.k // m.block), 2 if m.bits == 2 else 4
+    span = m.block * plane_bits // 8
+    block, place = k // m.block, k % m.block
+    byte = (tile * blocks + block) * _TILE * span + place % span // 4 * 128 + column * 4 + place % span % 4
+    shift, mask = (place // span * plane_bits).astype(np.uint8), np.uint8((1 << plane_bits) - 1)
+    values = (m.data[byte] >> shift & mask).astype(np.float32)
+    if m.bits == 8:
+        values = values * 16 + (np.float32(7.5) if m.low is None else m.low[byte] >> shift & mask)
+    cell = (tile * blocks + block) * _TILE + column
+    scales = (m.scales.astype(np.uint32) << 16).view(np.float32)
+    zeros = np.float32(1 << (m.bits - 1)) if m.zeros is None else m.zeros[cell].astype(np.float32)
+    dense: Floats = (values - zeros) * scales[cell]
+    return dense

@@ -1,0 +1,43 @@
+/* Single values of a matrix by the formulas of lowbit.h, slowly; knows nothing of products. */
+#ifndef EDGEINFER_VALUES_H
+#define EDGEINFER_VALUES_H
+
+#include <string.h>
+
+#include "lowbit.h"
+
+static inline int lowbit_high_only(const lowbit_matrix *w) { return w->bits == 8 && !w->low; }
+
+static inline float lowbit_bfloat16(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+/* Scale and zero point of column `at` = (tile * blocks + b) * 32 + c, in the units `lowbit_values` is summed in:
+ * doubled values, less 15 for the middle of the low plane, where only the high plane is read. */
+static inline float lowbit_scale(const lowbit_matrix *w, int64_t at) {
+    return lowbit_bfloat16(w->scales[at]) * (lowbit_high_only(w) ? 0.5f : 1.0f);
+}
+
+static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {
+    int32_t zero = w->zeros ? w->zeros[at] : 1 << (w->bits - 1);
+    return lowbit_high_only(w) ? 2 * zero - 15 : zero;
+}
+
+/* The values of column c of a tile's block, by ascending k; of 8-bit matrices without the low plane 16 * high. */
+static inline void lowbit_values(const lowbit_matrix *w, int64_t tile, int64_t b, int c, uint8_t *out) {
+    int bits = w->bits == 2 ? 2 : 4, span = w->block * bits / 8;
+    int64_t blocks = lowbit_blocks(w->k, w->block);
+    int64_t base = (tile * blocks + b) * LOWBIT_TILE * span;
+    for (int j = 0; j < w->block; j++) {
+        int r = j % span, shift = j / span * bits;
+        int64_t byte = base + r / 4 * LOWBIT_TILE * 4 + c * 4 + r % 4;
+        int value = w->data[byte] >> shift & ((1 << bits) - 1);
+        if (w->bits == 8) value = value * 16 + (w->low ? w->low[byte] >> shift & 15 : 0);
+        out[j] = (uint8_t)value;
+    }
+}
+
+#endif

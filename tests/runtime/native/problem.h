@@ -1,0 +1,172 @@
+/* Random matrices and rows for the driver, packed by the letter of lowbit.h; knows nothing of products. */
+#ifndef EDGEINFER_TEST_PROBLEM_H
+#define EDGEINFER_TEST_PROBLEM_H
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "lowbit.h"
+
+enum { MAX_BUFFERS = 256 };
+/* What a row of activations holds. */
+enum { NORMAL, ZEROS, DENORMAL, HUGE_VALUES, EXTREME, TIES, WIDE, ONE_NAN, ONE_INFINITY, VALUE_KINDS };
+
+/* What stands for the low plane where the high one is read alone: the middle of 0 to 15. */
+static const double LOW_MIDDLE = 7.5;
+
+typedef struct {
+    int bits, high_only, block, zeros, paired, swiglu, bias, residual, norm;
+    int64_t n, k, m;
+} shape;
+
+typedef struct {
+    shape s;
+    lowbit_matrix w;
+    double *dense; /* (n, k): the weights, dequantized */
+    int *kinds;    /* (m) */
+    float *x, *weight, *bias, *residual;
+    int64_t width, tiles, blocks;
+} problem;
+
+/* ---- random numbers and memory ---- */
+
+static uint64_t state = 88172645463325252u;
+
+static uint32_t next(void) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (uint32_t)(state >> 32);
+}
+
+static int64_t below(int64_t n) { return (int64_t)(next() % (uint64_t)n); }
+static int chance(int percent) { return below(100) < percent; }
+static float uniform(float low, float high) { return low + (high - low) * (float)(next() >> 8) * 0x1p-24f; }
+#define PICK(list) ((list)[below((int64_t)(sizeof(list) / sizeof((list)[0])))])
+
+static void *buffers[MAX_BUFFERS];
+static int buffer_count;
+
+/* Memory of exactly `bytes` after `offset`, so that a sanitizer sees the first byte past either end. */
+static void *take(size_t bytes, size_t alignment, size_t offset) {
+    void *memory;
+    if (buffer_count == MAX_BUFFERS || posix_memalign(&memory, alignment, bytes + offset)) abort();
+    buffers[buffer_count++] = memory;
+    return (char *)memory + offset;
+}
+
+static float *take_floats(int64_t count) { return take((size_t)count * 4, 16, 4); }
+
+static void release(int keep) {
+    while (buffer_count > keep) free(buffers[--buffer_count]);
+}
+
+/* ---- problems ---- */
+
+static float from_bf16(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+static uint16_t random_scale(void) {
+    float value = chance(4) ? 0.0f : uniform(0.002f, 0.03f);
+    uint32_t wide;
+    memcpy(&wide, &value, 4);
+    return (uint16_t)(wide >> 16);
+}
+
+/* Tile and lane of row n of the matrix. */
+static void locate(const shape *s, int64_t n, int64_t *tile, int64_t *lane) {
+    int64_t half = s->n / 2;
+    *tile = s->paired ? n % half / 16 : n / 32;
+    *lane = s->paired ? n / half * 16 + n % half % 16 : n % 32;
+}
+
+/* Adds value v (of plane_bits bits) at row n, position k, to a plane: the formula of lowbit.h, spelled out. */
+static void put(const problem *p, uint8_t *plane, int64_t n, int64_t k, int v) {
+    int plane_bits = p->s.bits == 2 ? 2 : 4;
+    int64_t t, lane, B = p->s.block, S = B * plane_bits / 8, b = k / B, j = k % B, r = j % S;
+    locate(&p->s, n, &t, &lane);
+    int64_t byte = (t * p->blocks + b) * 32 * S + r / 4 * 128 + lane * 4 + r % 4;
+    plane[byte] = (uint8_t)(plane[byte] | v << (j / S * plane_bits));
+}
+
+static void make_weights(problem *p) {
+    const shape *s = &p->s;
+    size_t bytes = (size_t)(p->tiles * p->blocks * 2 * 16 * s->block * (s->bits == 2 ? 2 : 4) / 8);
+    size_t entries = (size_t)(p->tiles * p->blocks * 32);
+    uint8_t *data = take(bytes, 64, 0), *low = s->bits == 8 ? take(bytes, 64, 0) : NULL;
+    uint16_t *scales = take(entries * 2, 16, 2);
+    uint8_t *zeros = s->zeros ? take(entries, 16, 1) : NULL;
+    memset(data, 0, bytes);
+    memset(scales, 0, entries * 2);
+    if (low) memset(low, 0, bytes);
+    if (zeros) memset(zeros, 0, entries);
+    p->dense = take((size_t)(s->n * s->k) * sizeof(double), 16, 0);
+    int top = (1 << s->bits) - 1;
+    for (int64_t n = 0; n < s->n; n++) {
+        int style = (int)below(6); /* 0: all greatest, 1: all least, else random */
+        int64_t t, lane, entry = 0;
+        locate(s, n, &t, &lane);
+        for (int64_t k = 0; k < s->k; k++) {
+            int v = style == 0 ? top : style == 1 ? 0 : (int)below(top + 1);
+            if (k % s->block == 0) {
+                entry = (t * p->blocks + k / s->block) * 32 + lane;
+                scales[entry] = random_scale();
+                if (zeros) zeros[entry] = (uint8_t)(chance(20) ? (chance(50) ? top : 0) : below(top + 1));
+            }
+            put(p, data, n, k, s->bits == 8 ? v >> 4 : v);
+            if (low) put(p, low, n, k, v & 15);
+            double read = s->high_only ? (v >> 4) * 16 + LOW_MIDDLE : v;
+            p->dense[n * s->k + k] = (read - (zeros ? zeros[entry] : 1 << (s->bits - 1))) * from_bf16(scales[entry]);
+        }
+    }
+    p->w = (lowbit_matrix){s->n, s->k, s->bits, s->block, s->paired, data, s->high_only ? NULL : low, scales, zeros};
+}
+
+static float element(int kind, int64_t k, int block) {
+    switch (kind) {
+    case ZEROS: return chance(50) ? 0.0f : -0.0f;
+    case DENORMAL: return uniform(-1e-38f, 1e-38f) * (chance(50) ? 1e-4f : 1.0f);
+    case HUGE_VALUES: return chance(50) ? uniform(-1e30f, 1e30f) : uniform(-1.0f, 1.0f);
+    case EXTREME: return chance(50) ? 3.0f : -3.0f; /* every int8 value is 127 or -127 */
+    case TIES: return k % block == 0 ? 127.0f : (float)below(253) - 126.5f;
+    case WIDE: return ldexpf(uniform(-1.0f, 1.0f), (int)below(24) - 12);
+    default: return uniform(-2.0f, 2.0f);
+    }
+}
+
+static void make_rows(problem *p) {
+    const shape *s = &p->s;
+    p->kinds = take((size_t)s->m * sizeof(int), 16, 0);
+    p->x = take_floats(s->m * s->k);
+    p->weight = take_floats(s->k);
+    p->bias = take_floats(s->n);
+    p->residual = take_floats(s->m * p->width);
+    for (int64_t i = 0; i < s->m; i++) {
+        /* Squares of huge values overflow in the normalisation: nothing to compare with. */
+        do p->kinds[i] = chance(40) ? NORMAL : (int)below(VALUE_KINDS);
+        while (s->norm && p->kinds[i] == HUGE_VALUES);
+        int zero_block = chance(20);
+        for (int64_t k = 0; k < s->k; k++)
+            p->x[i * s->k + k] = zero_block && k < s->block ? 0.0f : element(p->kinds[i], k, s->block);
+        if (zero_block && p->kinds[i] == TIES) p->kinds[i] = NORMAL;
+        float odd = p->kinds[i] == ONE_NAN ? NAN : chance(50) ? INFINITY : -INFINITY;
+        if (p->kinds[i] >= ONE_NAN) p->x[i * s->k + below(s->k)] = odd;
+    }
+    for (int64_t k = 0; k < s->k; k++) p->weight[k] = uniform(-0.5f, 2.0f);
+    for (int64_t n = 0; n < s->n; n++) p->bias[n] = uniform(-1.0f, 1.0f);
+    for (int64_t i = 0; i < s->m * p->width; i++) p->residual[i] = uniform(-1.0f, 1.0f);
+}
+
+static void make_problem(problem *p, const shape *s) {
+    *p = (problem){.s = *s, .width = s->swiglu ? s->n / 2 : s->n, .blocks = (s->k + s->block - 1) / s->block};
+    p->tiles = s->paired ? (s->n / 2 + 15) / 16 : (s->n + 31) / 32;
+    make_weights(p);
+    make_rows(p);
+}
+
+#endif

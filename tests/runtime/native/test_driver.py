@@ -1,0 +1,121 @@
+"""The kernels' C driver, compiled with the flags of setup.py: run here, under sanitizers and on an emulated ARM."""
+
+from __future__ import annotations
+
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NATIVE = ROOT / "runtime" / "native"
+DRIVER = Path(__file__).with_name("driver.c")
+STRICT = ["-Wall", "-Wextra", "-Werror"]
+SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+CROSS = "aarch64-linux-gnu-gcc"
+EMULATOR = "qemu-aarch64"
+# Compiling the paths alone takes longer than most tests.
+pytestmark = pytest.mark.slow
+LINE = re.compile(r"([\w-]+): (\d+) cases, (\d+) failures")
+# What the kernel of Linux calls the features that the paths need.
+FEATURES = {"avx2": "avx2", "avx_vnni": "avxvnni", "avx512_vnni": "avx512vnni"}
+FEATURES |= {"asimddp": "neon-dot", "i8mm": "neon-i8mm"}
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, Any]:
+    """The constants of setup.py, which is run without building anything."""
+    pytest.importorskip("setuptools")
+    with mock.patch("setuptools.setup"):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def succeeds(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def compiled(flags: dict[str, Any], compiler: str, machine: str, folder: Path, *extra: str) -> Path:
+    """The driver, linked with all paths of a machine; a path whose flags the compiler does not know is left empty."""
+    special = flags["VECTOR_FILES"].get(flags["MACHINES"].get(machine, machine), {})
+    common = [compiler, *flags["UNIX_FLAGS"], *STRICT, *extra, f"-I{NATIVE}"]
+    empty = folder / "empty.c"
+    empty.write_text("int main(void) { return 0; }\n")
+    objects = []
+    for name in ("portable.c", "dispatch.c", *special):
+        own = special.get(name, ([],))[0]
+        if not succeeds([compiler, *own, "-c", str(empty), "-o", str(folder / "empty.o")]):
+            own = []
+        objects.append(str(folder / f"{name}.o"))
+        run([*common, *own, "-c", str(NATIVE / name), "-o", objects[-1]])
+    run([*common, str(DRIVER), *objects, "-o", str(folder / "driver"), "-lm"])
+    return folder / "driver"
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def paths_tested(output: str) -> set[str]:
+    """Names of the paths the driver ran, each on all cases and without a failure."""
+    lines = [LINE.fullmatch(line) for line in output.splitlines()]
+    assert lines and all(line and int(line[2]) > 1000 and line[3] == "0" for line in lines), output
+    return {line[1] for line in lines if line}
+
+
+def native_compiler() -> str:
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None or platform.system() == "Windows":
+        pytest.skip("needs a C compiler called cc, gcc or clang")
+    return found
+
+
+def advertised() -> set[str]:
+    """Paths that this machine should run, as Linux tells it; empty elsewhere."""
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text("utf-8").split()) if cpuinfo.is_file() else set()
+    return {path for feature, path in FEATURES.items() if feature in words}
+
+
+def test_every_path_of_this_machine(flags: dict[str, Any], tmp_path: Path) -> None:
+    driver = compiled(flags, native_compiler(), platform.machine().lower(), tmp_path)
+    assert paths_tested(run([str(driver)])) >= {"portable", *advertised()}
+
+
+def test_sanitizers_find_nothing(flags: dict[str, Any], tmp_path: Path) -> None:
+    compiler = native_compiler()
+    probe = tmp_path / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    binary = str(tmp_path / "probe")
+    if not (succeeds([compiler, *SANITIZERS, str(probe), "-o", binary]) and succeeds([binary])):
+        pytest.skip("needs a C compiler with AddressSanitizer and UndefinedBehaviorSanitizer")
+    driver = compiled(flags, compiler, platform.machine().lower(), tmp_path, *SANITIZERS)
+    assert "portable" in paths_tested(run([str(driver)]))
+
+
+@pytest.fixture(scope="module")
+def emulated(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver for 64-bit ARM."""
+    for tool in (CROSS, EMULATOR):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+    return compiled(flags, CROSS, "aarch64", tmp_path_factory.mktemp("aarch64"), "-static")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "paths"),
+    [
+        ("max", {"neon-i8mm", "neon-dot", "portable"}),
+        ("cortex-a76", {"neon-dot", "portable"}),
+        ("cortex-a72", {"portable"}),
+    ],
+)
+def test_emulated_arm(emulated: Path, cpu: str, paths: set[str]) -> None:
+    assert paths_tested(run([EMULATOR, "-cpu", cpu, str(emulated)])) == paths

@@ -1,0 +1,254 @@
+"""MoELowBit in sessions of ONNX Runtime: right to numpy, rows on their own, and cold experts left on disk."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from edgeinfer.runtime.memory import MappedFile
+from edgeinfer.runtime.native.binding import PackedMatrix
+from edgeinfer.runtime.native.library import NativeKernel
+from tests.runtime.native.graphs import make_model, open_session, run
+from tests.runtime.native.matrices import Floats, RandomMatrix, linear, make_matrix, swiglu
+
+NAMES = ("x", "expert_ids", "expert_weights", "experts", "directory", "residual")
+ALIGNMENT = 64
+Given = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts as matrices, and as the operator takes them."""
+
+    width: int
+    matrices: list[tuple[RandomMatrix, RandomMatrix]]  # gate_up (2 F, D) and down (D, F)
+    blob: NDArray[np.uint8]
+    directory: NDArray[np.int64]  # (E, 13)
+
+    @property
+    def known(self) -> Given:
+        """The constants."""
+        return {"experts": self.blob, "directory": self.directory}
+
+
+def make_experts(rng: np.random.Generator, width: int, inner: list[int], alignment: int = ALIGNMENT) -> Experts:
+    """Experts of these inner widths, each with bits and blocks of its own."""
+    matrices, directory, parts, end = [], [], [], 0
+
+    def append(array: NDArray[Any] | None) -> int:
+        nonlocal end
+        if array is None:
+            return -1
+        data = array.view(np.uint8)
+        parts.append(np.zeros(-end % alignment, np.uint8))
+        start = end + len(parts[-1])
+        parts.append(data)
+        end = start + len(data)
+        return start
+
+    def describe(packed: PackedMatrix) -> list[int]:
+        offsets = [append(array) for array in (packed.data, packed.low, packed.scales, packed.zeros)]
+        return [packed.bits, packed.block, *offsets]
+
+    for f in inner:
+        formats = [(int(rng.choice([2, 4, 8])), int(rng.choice([32, 64, 128])), bool(rng.integers(2))) for _ in "ab"]
+        (bits, block, zeros), (bits2, block2, zeros2) = formats
+        gate_up = make_matrix(rng, 2 * f, width, bits=bits, block=block, zeros=zeros, paired=True)
+        down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2)
+        matrices.append((gate_up, down))
+        directory.append([f, *describe(gate_up.packed), *describe(down.packed)])
+    return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64))
+
+
+def expected(experts: Experts, given: Given) -> Floats:
+    """The mixture, token by token and slot by slot."""
+    x, ids, weights = given["x"], given["expert_ids"], given["expert_weights"]
+    y = np.zeros_like(x)
+    for token in range(len(x)):
+        for slot in range(ids.shape[1]):
+            gate_up, down = experts.matrices[ids[token, slot]]
+            hidden = swiglu(linear(x[token : token + 1], gate_up.dense, gate_up.packed.block))
+            y[token] += weights[token, slot] * linear(hidden, down.dense, down.packed.block)[0]
+    return y + given.get("residual", np.float32(0))
+
+
+def draw(rng: np.random.Generator, experts: Experts, tokens: int, slots: int) -> Given:
+    """Tokens with what a router says of them."""
+    x = rng.standard_normal((tokens, experts.width), np.float32)
+    ids = rng.integers(0, len(experts.matrices), (tokens, slots))
+    return {"x": x, "expert_ids": ids, "expert_weights": rng.random((tokens, slots), np.float32)}
+
+
+def model_of(experts: Experts, given: Given, **more: Any) -> onnx.ModelProto:
+    """A model of one mixture."""
+    return make_model("MoELowBit", NAMES, given, experts.known, D=experts.width, **more)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    width=st.integers(1, 150),
+    inner=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    tokens=st.integers(1, 20),
+    slots=st.integers(1, 4),
+    residual=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_agrees_with_numpy(
+    kernel: NativeKernel,
+    seed: int,
+    width: int,
+    inner: list[int],
+    tokens: int,
+    slots: int,
+    residual: bool,
+    threads: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    experts = make_experts(rng, width, inner)
+    given = draw(rng, experts, tokens, slots)
+    if residual:
+        given["residual"] = rng.standard_normal(given["x"].shape, np.float32)
+    got, wanted = run(open_session(kernel, model_of(experts, given), threads), **given), expected(experts, given)
+    # A hidden value a rounding apart may be quantized to the neighbouring integer.
+    assert np.abs(got - wanted).max() <= 2e-2 * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("gated", ["", "inner", "outer"])
+def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, threads: int, gated: str) -> None:
+    rng = np.random.default_rng(1)
+    experts = make_experts(rng, 300, [200, 120, 64, 33, 250])
+    given = draw(rng, experts, 31, 3)
+    session = open_session(kernel, model_of(experts, given, gated=gated), threads)
+    runs = {"runs": np.array([True])} if gated else {}
+    together = run(session, **given, **runs)
+    assert np.abs(together - expected(experts, given)).max() <= 2e-2 * np.abs(together).max()
+    for start, stop in ((0, 1), (1, 3), (3, 31)):
+        part = {name: array[start:stop] for name, array in given.items()}
+        np.testing.assert_array_equal(run(session, **part, **runs), together[start:stop])
+    order = rng.permutation(31)
+    shuffled = {name: array[order] for name, array in given.items()}
+    np.testing.assert_array_equal(run(session, **shuffled, **runs), together[order])
+
+
+def test_leading_dimensions_are_kept_and_none_may_be_empty(kernel: NativeKernel) -> None:
+    rng = np.random.default_rng(2)
+    experts = make_experts(rng, 40, [30, 20])
+    given = draw(rng, experts, 6, 2)
+    shaped = {name: array.reshape(1, 6, -1) for name, array in given.items()}
+    session = open_session(kernel, model_of(experts, shaped))
+    y = run(session, **shaped)
+    assert y.shape == (1, 6, 40)
+    np.testing.assert_array_equal(y[0], run(open_session(kernel, model_of(experts, given)), **given))
+    assert run(session, **{name: array[:, :0] for name, array in shaped.items()}).shape == (1, 0, 40)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, 0, "has a width of 0"),
+        (0, 2**62, "has a width of"),
+        (1, 3, "bits must be"),
+        (2, 16, "block_size must be"),
+        (3, -1, "lies outside"),
+        (3, 2**62, "lies outside"),
+        (4, 0, "do not fit its bits"),
+        (5, 1, "do not fit its bits"),
+        (6, 2**62, "lies outside"),
+        (11, -2, "lies outside"),
+    ],
+)
+@pytest.mark.parametrize("gated", ["", "outer"])
+def test_a_directory_that_does_not_fit_is_refused(
+    kernel: NativeKernel, column: int, value: int, message: str, gated: str
+) -> None:
+    rng = np.random.default_rng(3)
+    gate_up, down = make_matrix(rng, 40, 50, paired=True), make_matrix(rng, 50, 20)
+    parts = [array.view(np.uint8) for m in (gate_up, down) for array in (m.packed.data, m.packed.scales)]
+    a, b, c, d = np.cumsum([0, *(len(part) for part in parts)])[:4]
+    directory = np.array([[20, 4, 32, a, -1, b, -1, 4, 32, c, -1, d, -1]])
+    experts = Experts(50, [(gate_up, down)], np.concatenate(parts), directory)
+    given = draw(rng, experts, 2, 1)
+    runs = {"runs": np.array([True])} if gated else {}
+    run(open_session(kernel, model_of(experts, given, gated=gated)), **given, **runs)
+    directory[0, column] = value
+    with pytest.raises(Exception, match=f"MoELowBit: .*{message}"):
+        run(open_session(kernel, model_of(experts, given, gated=gated)), **given, **runs)
+
+
+def test_inputs_that_do_not_fit_are_refused(kernel: NativeKernel) -> None:
+    rng = np.random.default_rng(4)
+    experts = make_experts(rng, 40, [30, 20])
+    given = draw(rng, experts, 3, 2)
+    session = open_session(kernel, model_of(experts, given))
+    for wrong in (-1, 2):
+        ids = given["expert_ids"].copy()
+        ids[2, 1] = wrong
+        with pytest.raises(Exception, match=f"expert id {wrong} is outside 2 experts"):
+            run(session, **given | {"expert_ids": ids})
+    with pytest.raises(Exception, match="4 expert ids do not fit 3 tokens"):
+        run(session, **given | {"expert_ids": given["expert_ids"][:2]})
+    with pytest.raises(Exception, match="expert_weights has 3 elements instead of 6"):
+        run(session, **given | {"expert_weights": given["expert_weights"][:, :1]})
+    with pytest.raises(Exception, match="last dimension of X must be D = 40"):
+        run(session, **given | {"x": given["x"][:, :39]})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages of a file are in memory")
+def test_only_chosen_experts_are_read(kernel: NativeKernel, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    experts = make_experts(rng, 512, [256] * 8, alignment=mmap.PAGESIZE)
+    given = draw(rng, experts, 2, 2) | {"expert_ids": np.array([[1, 6], [6, 1]])}
+    model = model_of(experts, given)
+    (blob,) = (t for t in model.graph.initializer if t.name == "experts")
+    blob.ClearField("raw_data")
+    blob.data_location = TensorProto.EXTERNAL
+    blob.external_data.add(key="location", value="experts.bin")
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with (tmp_path / "experts.bin").open("wb", buffering=0) as file:
+        # Page by page: what is written in one piece is kept in one, and mapped whole at the first touch.
+        for start in range(0, len(experts.blob), mmap.PAGESIZE):
+            file.write(experts.blob[start : start + mmap.PAGESIZE].data)
+    session = open_session(kernel, tmp_path / "model.onnx")
+    drop_pages(tmp_path / "experts.bin")
+    run(session, **given)
+    resident = resident_pages(tmp_path / "experts.bin", len(experts.blob))
+    starts = [*(int(row[3]) // mmap.PAGESIZE for row in experts.directory), len(resident)]
+    chosen = [resident[starts[e] : starts[e + 1]] for e in (1, 6)]
+    assert all(part.all() for part in chosen)
+    # The system maps 64 KB around a page that is touched.
+    assert resident.sum() - sum(len(part) for part in chosen) <= 4 * 65536 // mmap.PAGESIZE
+
+
+def drop_pages(path: Path) -> None:
+    """Forgets what this process has seen of a mapped file."""
+    MappedFile(path).release()
+
+
+def resident_pages(path: Path, size: int) -> NDArray[np.bool_]:
+    """Which pages of the file are mapped into this process now, by /proc/self/pagemap."""
+    pages = -(-size // mmap.PAGESIZE)
+    found = np.zeros(pages, np.bool_)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(f" {path}"):
+            span, _, offset = line.split()[:3]
+            start, end = (int(address, 16) for address in span.split("-"))
+            count, first = (end - start) // mmap.PAGESIZE, int(offset, 16) // mmap.PAGESIZE
+            with Path("/proc/self/pagemap").open("rb") as file:
+                file.seek(start // mmap.PAGESIZE * 8)
+                entries = np.frombuffer(file.read(count * 8), np.uint64)
+            stop = min(first + count, pages)
+            found[first:stop] |= (entries >> np.uint64(63)).astype(np.bool_)[: stop - first]
+    return found
