@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from edgeinfer.bundle import LAYOUTS, NATIVE, Layout
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 
@@ -26,6 +27,8 @@ class ExportConfig:
         symmetric: no stored zero points: a tenth smaller, a little less exact.
         head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
         keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
+        layout: "native" stores weights as our own kernel reads them, "portable" as MatMulNBits does; either is
+            converted to the other by `edgeinfer convert`, or on the device that needs it.
         exporter: "native" builds the graph itself, "optimum" goes through optimum-onnx.
         name: name in the manifest; None takes the folder's.
         force: replace a bundle that is already there.
@@ -36,6 +39,7 @@ class ExportConfig:
     symmetric: bool = False
     head_bits: int | None = None
     keep_small: bool = True
+    layout: Layout = NATIVE
     exporter: str = "native"
     name: str | None = None
     force: bool = False
@@ -44,6 +48,7 @@ class ExportConfig:
         _choice("bits", self.bits, _BITS)
         _choice("group_size", self.group_size, (None, *_GROUP_SIZES))
         _choice("head_bits", self.head_bits, (None, *_BITS))
+        _choice("layout", self.layout, LAYOUTS)
         _choice("exporter", self.exporter, EXPORTERS)
         if self.name is not None and not self.name.strip():
             raise UsageError("The name is empty.", "Leave it out to take the folder's name.")
@@ -69,8 +74,8 @@ class ExportConfig:
 
     @property
     def options(self) -> dict[str, str | int | float | bool | None]:
-        """What the manifest records: all but where and under which name the bundle was written."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("name", "force")}
+        """What the manifest records: all but what it says elsewhere, and where the bundle was written."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("name", "layout", "force")}
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -7,7 +7,21 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from edgeinfer.bundle import MODEL, WEIGHTS, Capabilities, DecoderSpec, Manifest, TensorEntry, seal, write_bundle
+from edgeinfer.bundle import (
+    LAYOUTS,
+    PORTABLE,
+    WEIGHTS,
+    Capabilities,
+    DecoderSpec,
+    Layout,
+    Manifest,
+    TensorEntry,
+    seal,
+    write_bundle,
+)
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
+from edgeinfer.bundle.manifest import capabilities_in
+from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
 from edgeinfer.export.checkpoint import Checkpoint
@@ -16,8 +30,7 @@ from edgeinfer.export.decoder_graph import build_decoder_graph
 from edgeinfer.export.head_padding import pad_heads
 from edgeinfer.export.hf_config import HFConfig, read_config
 from edgeinfer.export.sidecar import read_sidecar
-from edgeinfer.export.weights import write_tensors
-from edgeinfer.quant import QuantPolicy
+from edgeinfer.export.weights import outline, write_tensors
 
 __all__ = ["Progress", "export_checkpoint", "export_native"]
 
@@ -57,14 +70,26 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         parameters = sum(plan.parameters for plan in plans)
         spec, plans = pad_heads(spec, plans)
         config = _resolve(config, plans)
+        tensors, layout = _table(spec, plans, config)
+        manifest = Manifest(
+            name=config.name or source.resolve().name,
+            architecture=hf_config.architecture or hf_config.model_type,
+            backend="onnx",
+            geometry=spec.geometry,
+            parameters=parameters,
+            capabilities=capabilities_in(Capabilities(layer_skip=True, hidden=True, tree=True), tensors, layout),
+            decoder=spec,
+            tensors=tensors,
+            layout=layout,
+            layout_version=LAYOUT_VERSIONS[layout],
+            exits=tuple(range(1, spec.num_layers + 1)),
+            export=config.options,
+        )
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
-            tensors = _write_weights(work, checkpoint, plans, config.policy, progress)
-            if spec.tied:
-                tensors.append(_tied_head(tensors))
-            graph = build_decoder_graph(spec, {t.name: t for t in tensors}, WEIGHTS)
-            (work / MODEL).write_bytes(graph.SerializeToString(deterministic=True))
-            seal(work, _manifest(config.name or source.resolve().name, hf_config, spec, parameters, tensors, config))
+            _write_weights(work, checkpoint, plans, tensors, progress)
+            _write_graphs(work, spec, tensors, layout)
+            seal(work, manifest)
     return out
 
 
@@ -108,44 +133,34 @@ def _resolve(config: ExportConfig, plans: tuple[TensorPlan, ...]) -> ExportConfi
     return config.resolve(sum(math.prod(p.shape) for p in plans), math.prod(embedding.shape))
 
 
+def _table(
+    spec: DecoderSpec, plans: tuple[TensorPlan, ...], config: ExportConfig
+) -> tuple[tuple[TensorEntry, ...], Layout]:
+    """The tensor table and its layout; what is not quantized at all counts as portable."""
+    outlines = [outline(plan, config.policy) for plan in plans]
+    layout = config.layout if any(o.quantized for o in outlines) else PORTABLE
+    if spec.tied:
+        outlines.append(Outline("head", outlines[0].shape, shares="embed"))
+    return lay_out(outlines, layout), layout
+
+
 def _write_weights(
     work: Path,
     checkpoint: Checkpoint,
     plans: tuple[TensorPlan, ...],
-    policy: QuantPolicy,
+    tensors: tuple[TensorEntry, ...],
     progress: Progress | None,
-) -> list[TensorEntry]:
-    tensors: list[TensorEntry] = []
+) -> None:
     with (work / WEIGHTS).open("wb") as file:
-        for entry in write_tensors(file, checkpoint, plans, policy):
-            tensors.append(entry)
+        for done, entry in enumerate(write_tensors(file, checkpoint, plans, tensors[: len(plans)]), 1):
             if progress is not None:
-                progress(entry.name, len(tensors), len(plans))
-    return tensors
+                progress(entry.name, done, len(plans))
 
 
-def _tied_head(tensors: list[TensorEntry]) -> TensorEntry:
-    embed = next(t for t in tensors if t.name == "embed")
-    return TensorEntry("head", embed.shape, embed.bits, embed.data, embed.block_size, embed.scales, embed.zero_points)
-
-
-def _manifest(
-    name: str, hf_config: HFConfig, spec: DecoderSpec, parameters: int, tensors: list[TensorEntry], config: ExportConfig
-) -> Manifest:
-    return Manifest(
-        name=name,
-        architecture=hf_config.architecture or hf_config.model_type,
-        backend="onnx",
-        geometry=spec.geometry,
-        parameters=parameters,
-        capabilities=Capabilities(layer_skip=True, hidden=True, tree=True, row_multiple=_row_multiple(tensors)),
-        decoder=spec,
-        tensors=tuple(tensors),
-        exits=tuple(range(1, spec.num_layers + 1)),
-        export=config.options,
-    )
-
-
-def _row_multiple(tensors: list[TensorEntry]) -> int:
-    """MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way."""
-    return 2 if any(t.bits < 32 and t.block_size >= 64 for t in tensors) else 1
+def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> None:
+    """Writes the graph of the stored layout, and of the other one where anything is quantized."""
+    layouts = LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
+    for layout in layouts:
+        table = tensors if layout == stored else convert_table(tensors, layout)
+        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights_name(stored, layout), layout)
+        (work / model_name(stored, layout)).write_bytes(graph.SerializeToString(deterministic=True))

@@ -12,17 +12,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgeinfer.bundle import Blob
 
-__all__ = ["GraphBuilder"]
+__all__ = ["MICROSOFT", "GraphBuilder"]
 
 # Operator set 23 is the first with RMSNormalization; onnx 1.18 brought it together with IR version 11.
 _OPSET = 23
 _IR_VERSION = 11
-_MICROSOFT = "com.microsoft"
+# Domain of ONNX Runtime's own operators.
+MICROSOFT = "com.microsoft"
 _TYPES = {
     "float32": TensorProto.FLOAT,
     "int64": TensorProto.INT64,
     "int32": TensorProto.INT32,
     "uint8": TensorProto.UINT8,
+    "uint16": TensorProto.UINT16,
     "bool": TensorProto.BOOL,
 }
 
@@ -43,6 +45,7 @@ class GraphBuilder:
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._initializers: dict[str, onnx.TensorProto] = {}
+        self._domains = {""}
 
     def input(self, name: str, dtype: str, shape: Shape) -> str:
         """Declares a graph input."""
@@ -70,21 +73,19 @@ class GraphBuilder:
         self._root._initializers.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
-    def op(
-        self, op_type: str, inputs: Sequence[str], output: str, *, microsoft: bool = False, **attributes: Any
-    ) -> str:
+    def op(self, op_type: str, inputs: Sequence[str], output: str, *, domain: str = "", **attributes: Any) -> str:
         """Adds a node with one output and returns its name; an empty input name is an absent optional input."""
-        self.ops(op_type, inputs, [output], microsoft=microsoft, **attributes)
+        self.ops(op_type, inputs, [output], domain=domain, **attributes)
         return output
 
     def ops(
-        self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], *, microsoft: bool = False, **attributes: Any
+        self, op_type: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attributes: Any
     ) -> None:
         """Adds a node with several outputs."""
         present = list(inputs)
         while present and not present[-1]:
             present.pop()
-        domain = _MICROSOFT if microsoft else ""
+        self._root._domains.add(domain)
         name = f"{outputs[0]}/{op_type}"
         self._nodes.append(helper.make_node(op_type, present, list(outputs), name=name, domain=domain, **attributes))
 
@@ -111,5 +112,5 @@ class GraphBuilder:
             self._graph(name),
             producer_name="edgeinfer",
             ir_version=_IR_VERSION,
-            opset_imports=[helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)],
+            opset_imports=[helper.make_opsetid(d, 1 if d else _OPSET) for d in sorted(self._domains)],
         )

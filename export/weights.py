@@ -1,127 +1,116 @@
-"""Streams checkpoint tensors into `weights.bin`, quantized or not; knows nothing of graphs."""
+"""Streams checkpoint tensors into `weights.bin`, quantized or not, each to its place; knows nothing of graphs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Blob, TensorEntry
-from edgeinfer.bundle.packing import blocks_per_row, packed_bytes
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.codecs import CODECS
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
+from edgeinfer.bundle.tables import Outline
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.head_padding import pad_values
 from edgeinfer.quant import QuantPolicy, QuantScheme, quantize
 
-__all__ = ["write_tensors"]
+__all__ = ["outline", "write_tensors"]
 
-# Values of a tensor held as float32 at a time, 32 MB: exporting needs little memory whatever the tensor's size.
+# Values of a float32 tensor held at a time, 32 MB: exporting needs little memory whatever the tensor's size.
 _SLAB_VALUES = 1 << 23
-# A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
-_PAGE_BYTES = 4096
-_LINE_BYTES = 64
+_PAIRED = ".mlp.gate_up"
 
 
-class WeightFile:
-    """Appends aligned arrays to an open file."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._end = 0
-
-    def begin(self, dtype: Any, shape: tuple[int, ...]) -> Blob:
-        """Reserves the next aligned run of bytes; its contents follow by `append`."""
-        blob = Blob(self._end, dtype, shape)
-        alignment = _PAGE_BYTES if blob.nbytes >= _PAGE_BYTES else _LINE_BYTES
-        padding = -self._end % alignment
-        self._file.write(bytes(padding))
-        self._end += padding + blob.nbytes
-        return Blob(self._end - blob.nbytes, dtype, shape)
-
-    def append(self, values: NDArray[Any]) -> None:
-        """Writes the next piece of the run begun last."""
-        self._file.write(np.ascontiguousarray(values).data)
-
-    def write(self, values: NDArray[Any]) -> Blob:
-        """Writes a whole array."""
-        blob = self.begin(values.dtype.name, values.shape)
-        self.append(values)
-        return blob
+def outline(plan: TensorPlan, policy: QuantPolicy) -> Outline:
+    """What a planned tensor becomes in the bundle."""
+    scheme = policy.scheme(plan.name, plan.shape)
+    if scheme is None:
+        # Linear layers are stored as MatMul takes them; vocabulary matrices by rows, which the embedding gathers.
+        return Outline(plan.name, plan.shape, transposed=len(plan.shape) == 2 and not plan.is_vocabulary)
+    n, k = plan.shape
+    paired = plan.name.endswith(_PAIRED)
+    shape = QuantizedShape(n, k, scheme.bits, scheme.block_size, not scheme.symmetric, paired)
+    return Outline(plan.name, plan.shape, shape)
 
 
 def write_tensors(
-    file: BinaryIO, checkpoint: Checkpoint, plans: tuple[TensorPlan, ...], policy: QuantPolicy
+    file: BinaryIO, checkpoint: Checkpoint, plans: Sequence[TensorPlan], tensors: Sequence[TensorEntry]
 ) -> Iterator[TensorEntry]:
-    """Writes every planned tensor and yields its entry as soon as its bytes are down.
+    """Writes every planned tensor to the place its entry says and yields the entry as soon as its bytes are down.
 
     Raises:
         CheckpointError: a file of the checkpoint ended early, or a tensor holds a value that is not finite.
     """
-    weights = WeightFile(file)
-    for plan in plans:
-        scheme = policy.scheme(plan.name, plan.shape)
-        if scheme is not None:
-            yield _write_quantized(weights, checkpoint, plan, scheme)
+    for plan, entry in zip(plans, tensors, strict=True):
+        rows = _PlannedRows(checkpoint, plan)
+        if entry.bits < 32:
+            CODECS[entry.layout].write(file, entry, _Quantizer(rows, entry))
         else:
-            yield _write_float(weights, checkpoint, plan)
+            _write_float(file, rows, entry)
+        yield entry
 
 
-def _slabs(checkpoint: Checkpoint, plan: TensorPlan) -> Iterator[NDArray[np.float32]]:
-    """Runs of rows of the planned tensor, in order."""
-    for source in plan.sources:
-        if source.padding is not None:
-            yield pad_values(_read(checkpoint, source.name, 0, source.shape[0]), source.padding)
-            continue
-        step = max(1, _SLAB_VALUES // math.prod(source.shape[1:]))
-        for start in range(0, source.shape[0], step):
-            yield _read(checkpoint, source.name, start, min(start + step, source.shape[0]))
+class _PlannedRows:
+    """Rows of a planned tensor, read from the checkpoint as they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: TensorPlan) -> None:
+        self._checkpoint = checkpoint
+        self._sources = plan.sources
+        self._padded: tuple[Source, NDArray[np.float32]] | None = None
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start..stop-1."""
+        parts, offset = [], 0
+        for source in self._sources:
+            count = source.padded_shape[0]
+            first, last = max(start - offset, 0), min(stop - offset, count)
+            if first < last:
+                parts.append(self._read(source, first, last))
+            offset += count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read(self, source: Source, start: int, stop: int) -> NDArray[np.float32]:
+        if source.padding is None:
+            return self._finite(source.name, start, stop)
+        if self._padded is None or self._padded[0] is not source:
+            self._padded = source, pad_values(self._finite(source.name, 0, source.shape[0]), source.padding)
+        return self._padded[1][start:stop]
+
+    def _finite(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        values = self._checkpoint.read(name, start, stop)
+        if not np.isfinite(values).all():
+            hint = "The checkpoint is damaged or its training diverged."
+            raise CheckpointError(f"Tensor {name!r} holds values that are not finite.", hint)
+        return values
 
 
-def _read(checkpoint: Checkpoint, name: str, start: int, stop: int) -> NDArray[np.float32]:
-    values = checkpoint.read(name, start, stop)
-    if not np.isfinite(values).all():
-        hint = "The checkpoint is damaged or its training diverged."
-        raise CheckpointError(f"Tensor {name!r} holds values that are not finite.", hint)
-    return values
+class _Quantizer:
+    """Quantized rows of a planned tensor, as a codec asks for them."""
+
+    def __init__(self, rows: _PlannedRows, entry: TensorEntry) -> None:
+        self._rows = rows
+        self._scheme = QuantScheme(entry.bits, entry.block_size, symmetric=entry.zero_points is None)
+
+    def __call__(self, start: int, stop: int) -> QuantizedMatrix:
+        """Rows start..stop-1."""
+        return quantize(self._rows(start, stop), self._scheme)
 
 
-def _write_float(weights: WeightFile, checkpoint: Checkpoint, plan: TensorPlan) -> TensorEntry:
-    # Linear layers are stored as MatMul takes them; vocabulary matrices by rows, which the embedding gathers.
-    transposed = len(plan.shape) == 2 and not plan.is_vocabulary
-    if transposed:
-        whole = np.empty(plan.shape[::-1], np.float32)
-        row = 0
-        for slab in _slabs(checkpoint, plan):
-            whole[:, row : row + len(slab)] = slab.T
-            row += len(slab)
-        return TensorEntry(plan.name, plan.shape, 32, weights.write(whole), transposed=True)
-    blob = weights.begin("float32", plan.shape)
-    for slab in _slabs(checkpoint, plan):
-        weights.append(slab)
-    return TensorEntry(plan.name, plan.shape, 32, blob)
-
-
-def _write_quantized(weights: WeightFile, checkpoint: Checkpoint, plan: TensorPlan, scheme: QuantScheme) -> TensorEntry:
-    n, k = plan.shape
-    shape = (n, blocks_per_row(k, scheme.block_size), packed_bytes(scheme.block_size, scheme.bits))
-    blob = weights.begin("uint8", shape)
-    scales, zeros = [], []
-    for slab in _slabs(checkpoint, plan):
-        matrix = quantize(slab, scheme)
-        weights.append(matrix.data)
-        scales.append(matrix.scales)
-        if matrix.zero_points is not None:
-            zeros.append(matrix.zero_points)
-    return TensorEntry(
-        plan.name,
-        plan.shape,
-        scheme.bits,
-        blob,
-        scheme.block_size,
-        weights.write(np.concatenate(scales)),
-        weights.write(np.concatenate(zeros)) if zeros else None,
-    )
+def _write_float(file: BinaryIO, rows: _PlannedRows, entry: TensorEntry) -> None:
+    count, width = entry.shape[0], math.prod(entry.shape[1:])
+    step = max(1, _SLAB_VALUES // width)
+    runs = ((start, min(start + step, count)) for start in range(0, count, step))
+    file.seek(entry.data.offset)
+    if entry.transposed:
+        whole = np.empty(entry.data.shape, np.float32)
+        for start, stop in runs:
+            whole[:, start:stop] = rows(start, stop).T
+        file.write(whole.data)
+        return
+    for start, stop in runs:
+        file.write(np.ascontiguousarray(rows(start, stop)).data)

@@ -16,7 +16,7 @@ class QuantScheme:
 
     Attributes:
         bits: 2, 4 or 8 per value.
-        block_size: values that share a scale: 16, 32, 64 or 128.
+        block_size: values that share a scale: 32, 64 or 128.
         symmetric: the zero point is the middle of the range and is not stored.
     """
 

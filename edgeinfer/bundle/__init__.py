@@ -1,12 +1,16 @@
 """The bundle format: all that export and runtime share."""
 
+from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec, Geometry, RopeSpec
-from edgeinfer.bundle.store import MANIFEST, MODEL, WEIGHTS, Bundle, open_bundle, seal, write_bundle, write_file
+from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle, write_file
 
 __all__ = [
+    "LAYOUTS",
     "MANIFEST",
     "MODEL",
+    "NATIVE",
+    "PORTABLE",
     "WEIGHTS",
     "Blob",
     "Bundle",
@@ -14,10 +18,12 @@ __all__ = [
     "DecoderSpec",
     "FileEntry",
     "Geometry",
+    "Layout",
     "Manifest",
     "RopeSpec",
     "TensorEntry",
     "open_bundle",
+    "other_layout",
     "seal",
     "write_bundle",
     "write_file",

@@ -16,6 +16,9 @@ inputs
   hidden_in              float32 (1, Sh, D)      enters the first layer instead of the embeddings when use_hidden
   use_hidden             bool    (1,)            Sh = S when true; Sh is free when false
   logit_rows             int64   (R,)            rows of the S new tokens that go through the LM head
+  planes                 int32   (1,)            4-bit planes read of the layers' 8-bit matrices: 1 the high one alone,
+                                                 2 both; an input only of native graphs that have such matrices
+                                                 (Capabilities.elastic). Embedding and head are always read whole.
   past_key.{i}, past_value.{i}        float32 (1, H, C, h)
 outputs
   logits                 float32 (R, V)
@@ -36,6 +39,8 @@ __all__ = [
     "LAYER_MASK",
     "LOGITS",
     "LOGIT_ROWS",
+    "NATIVE_DOMAIN",
+    "PLANES",
     "POSITION_IDS",
     "SEQLENS_K",
     "SIN_CACHE",
@@ -59,8 +64,11 @@ LAYER_MASK = "layer_mask"
 HIDDEN_IN = "hidden_in"
 USE_HIDDEN = "use_hidden"
 LOGIT_ROWS = "logit_rows"
+PLANES = "planes"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
+# Operators of the native layout, LinearLowBit and EmbeddingLowBit, version 1.
+NATIVE_DOMAIN = "edgeinfer"
 # Rows of the cache and positions differ by as much as a draft tree has rows beside a path. The operator's own window,
 # counted in rows, is wider than the model's by this much, so that `window_bias` alone decides.
 TREE_ROWS = 256

@@ -12,24 +12,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import types
 import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, blocks_per_row, packed_bytes
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.native_layout import native_parts
+from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.spec import DecoderSpec, Geometry
 from edgeinfer.errors import BundleError
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Blob", "Capabilities", "FileEntry", "Manifest", "TensorEntry"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "PARTS",
+    "Blob",
+    "Capabilities",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "capabilities_in",
+]
 
 FORMAT = "edgeinfer-bundle"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _DAMAGED = "The bundle is damaged or was edited by hand; export or download it again."
 
-Dtype = Literal["float32", "uint8"]
-_ITEM_BYTES = {"float32": 4, "uint8": 1}
+# What a quantized matrix is stored as in each layout; the names are fields of TensorEntry.
+PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {NATIVE: native_parts, PORTABLE: portable_parts}
+_ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "uint8": 1, "uint16": 2}
 
 
 def _require(condition: bool, what: str) -> None:
@@ -50,20 +65,26 @@ class Blob:
         _require(self.offset >= 0 and all(d > 0 for d in self.shape), f"blob {self.offset}, {self.shape} is impossible")
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Length in bytes."""
-        size = _ITEM_BYTES[self.dtype]
-        for d in self.shape:
-            size *= d
-        return size
+        return self.size * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One weight: float32 (`bits` 32) or packed in blocks as edgeinfer.bundle.packing lays out.
+    """One weight: float32 (`bits` 32), or quantized in blocks and stored in the bundle's layout.
 
     Attributes:
         shape: logical shape, (N, K) for a matrix.
+        data: float32 values, or quantized ones; of 8 bits in the native layout the high plane.
+        scales, zero_points: of the blocks, where it is quantized; without zero points the zero is the middle.
+        low: the low plane of 8 bits in the native layout.
+        paired: two quantized matrices of N / 2 rows each, gate and up.
         transposed: the stored float32 array is (K, N).
     """
 
@@ -74,30 +95,42 @@ class TensorEntry:
     block_size: int = 0
     scales: Blob | None = None
     zero_points: Blob | None = None
+    low: Blob | None = None
+    paired: bool = False
     transposed: bool = False
 
     def __post_init__(self) -> None:
+        _require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
             _require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
+            _require(len(self.blobs) == 1 and not self.paired, f"{self.name} has parts that float32 has not")
             return
         _require(self.bits in BITS, f"{self.name} has {self.bits} bits")
         _require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
-        n, k = self.shape
-        blocks = blocks_per_row(k, self.block_size)
-        want = (n, blocks, packed_bytes(self.block_size, self.bits))
-        _require(self.data.dtype == "uint8" and self.data.shape == want, f"{self.name} has inconsistent shapes")
-        scales_fit = self.scales is not None and self.scales.dtype == "float32" and self.scales.shape == (n, blocks)
-        _require(scales_fit, f"{self.name} has inconsistent scales")
-        if self.zero_points is not None:
-            want_zeros = (n, packed_bytes(blocks, self.bits))
-            zeros_fit = self.zero_points.dtype == "uint8" and self.zero_points.shape == want_zeros
-            _require(zeros_fit, f"{self.name} has inconsistent zero points")
+        _require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
+        _require(not self.transposed, f"{self.name} is quantized and transposed")
+        parts = PARTS[self.layout](self.quantized)
+        for part in ("data", "low", "scales", "zero_points"):
+            blob: Blob | None = getattr(self, part)
+            found = None if blob is None else (blob.dtype, blob.shape)
+            _require(found == parts.get(part), f"{self.name} has inconsistent {part.replace('_', ' ')}")
+
+    @property
+    def layout(self) -> Layout:
+        """The layout a quantized tensor is stored in, which its scales tell."""
+        return NATIVE if self.scales is not None and self.scales.dtype == "uint16" else PORTABLE
+
+    @property
+    def quantized(self) -> QuantizedShape:
+        """What a quantized tensor is, whatever its layout."""
+        zeros = self.zero_points is not None
+        return QuantizedShape(self.shape[0], self.shape[1], self.bits, self.block_size, zeros, self.paired)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
         """All runs of bytes of this tensor."""
-        return tuple(b for b in (self.data, self.scales, self.zero_points) if b is not None)
+        return tuple(b for b in (self.data, self.low, self.scales, self.zero_points) if b is not None)
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +140,7 @@ class TensorEntry:
     @property
     def size(self) -> int:
         """Number of parameters."""
-        count = 1
-        for d in self.shape:
-            count *= d
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -121,7 +151,8 @@ class FileEntry:
     sha256: str
 
     def __post_init__(self) -> None:
-        _require(self.bytes >= 0 and len(self.sha256) == 64, "a file entry has no valid size and sha256")
+        digest = len(self.sha256) == 64 and set(self.sha256) <= set("0123456789abcdef")
+        _require(self.bytes >= 0 and digest, "a file entry has no valid size and sha256")
 
 
 @dataclass(frozen=True)
@@ -133,15 +164,28 @@ class Capabilities:
         hidden: `hidden_in` / `hidden_out` are there.
         tree: a draft tree can be verified in one pass.
         row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
+        elastic: layers can be read by their high 4-bit plane alone (`planes`).
     """
 
     layer_skip: bool
     hidden: bool
     tree: bool
     row_multiple: int = 1
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         _require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")
+
+
+def capabilities_in(capabilities: Capabilities, tensors: Iterable[TensorEntry], layout: Layout) -> Capabilities:
+    """The capabilities of a model whose quantized tensors are run in `layout`, whatever layout they are stored in.
+
+    MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way.
+    """
+    quantized = [t for t in tensors if t.bits < 32]
+    pairs = layout == PORTABLE and any(t.block_size >= 64 for t in quantized)
+    elastic = layout == NATIVE and any(t.bits == 8 and t.name.startswith("layers.") for t in quantized)
+    return dataclasses.replace(capabilities, row_multiple=2 if pairs else 1, elastic=elastic)
 
 
 @dataclass(frozen=True)
@@ -153,6 +197,7 @@ class Manifest:
         geometry: sizes the runtime drives the model by.
         decoder: the model's full description; None where the model file is opaque (`onnx-optimum`).
         tensors: the weights in `weights.bin`; empty for backends with opaque weights.
+        layout, layout_version: how the quantized tensors lie in `weights.bin` (edgeinfer.bundle.layouts).
         exits: layers after which an early exit is meaningful, ascending, the last is num_layers.
         drafters: folders of nested bundles.
         files: every other file of the bundle by its relative path.
@@ -169,6 +214,8 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     decoder: DecoderSpec | None = None
     tensors: tuple[TensorEntry, ...] = ()
+    layout: Layout = PORTABLE
+    layout_version: int = 1
     exits: tuple[int, ...] = ()
     drafters: tuple[str, ...] = ()
     export: dict[str, str | int | float | bool | None] = field(default_factory=dict)
@@ -182,6 +229,19 @@ class Manifest:
         _require(all(0 < e <= self.geometry.num_layers for e in self.exits), "exits must be layers")
         consistent = self.decoder is None or self.decoder.geometry == self.geometry
         _require(consistent, "decoder and geometry disagree")
+        known = LAYOUT_VERSIONS[self.layout]
+        if self.layout_version != known:
+            hint = f"This edgeinfer reads version {known}: update edgeinfer or export again."
+            raise BundleError(f"The bundle has version {self.layout_version} of the {self.layout} layout.", hint)
+        for tensor in self.tensors:
+            fits = tensor.bits == 32 or tensor.layout == self.layout
+            _require(fits, f"{tensor.name} is not in the {self.layout} layout")
+        agree = self.capabilities == self.capabilities_in(self.layout)
+        _require(agree, "capabilities and tensors disagree")
+
+    def capabilities_in(self, layout: Layout) -> Capabilities:
+        """What the model can do when it runs in `layout`, whether stored or converted to."""
+        return capabilities_in(self.capabilities, self.tensors, layout) if self.tensors else self.capabilities
 
     @property
     def weight_bytes(self) -> int:

@@ -1,20 +1,83 @@
-"""The bytes of a quantized matrix, 2, 4 or 8 bits in blocks; knows nothing of how scales were chosen.
+"""The bytes of a quantized matrix in the portable layout; knows nothing of how scales were chosen.
 
 Layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized: a matrix (N, K) is cut along K into blocks of
-`block_size` values (the last one padded); values are unsigned, `8 / bits` to a byte, first value in the lowest bits;
-one float32 scale per block; zero points packed like values, each row of blocks padded to whole bytes. Without zero
-points the zero is `2 ** (bits - 1)`.
+`block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, first value
+in the lowest bits; one float32 scale per block, a bfloat16 by value; zero points packed like values, each row of
+blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BITS", "BLOCK_SIZES", "blocks_per_row", "dequantize", "midpoint", "pack", "packed_bytes", "unpack"]
+__all__ = [
+    "BITS",
+    "BLOCK_SIZES",
+    "Dtype",
+    "Parts",
+    "QuantizedMatrix",
+    "QuantizedShape",
+    "blocks_per_row",
+    "dequantize",
+    "midpoint",
+    "pack",
+    "packed_bytes",
+    "portable_parts",
+    "unpack",
+]
 
 BITS = (2, 4, 8)
-BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = (32, 64, 128)
+
+Dtype = Literal["float32", "uint8", "uint16"]
+# The arrays a stored tensor consists of, in the order they lie in the file: type and shape by name.
+Parts = dict[str, tuple[Dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class QuantizedShape:
+    """What a quantized matrix (N, K) is, whatever its layout.
+
+    Attributes:
+        zero_points: every block has one of its own; without them the zero is the middle of the range.
+        paired: two matrices of N / 2 rows each, gate and up, which the native layout puts side by side.
+    """
+
+    n: int
+    k: int
+    bits: int
+    block_size: int
+    zero_points: bool
+    paired: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return blocks_per_row(self.k, self.block_size)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """Rows of a quantized matrix in the portable layout."""
+
+    data: NDArray[np.uint8]  # (N, blocks, block_size * bits / 8)
+    scales: NDArray[np.float32]  # (N, blocks)
+    zero_points: NDArray[np.uint8] | None  # (N, ceil(blocks * bits / 8))
+
+
+def portable_parts(shape: QuantizedShape) -> Parts:
+    """The arrays that a matrix is stored as in this layout."""
+    parts: Parts = {
+        "data": ("uint8", (shape.n, shape.blocks, packed_bytes(shape.block_size, shape.bits))),
+        "scales": ("float32", (shape.n, shape.blocks)),
+    }
+    if shape.zero_points:
+        parts["zero_points"] = ("uint8", (shape.n, packed_bytes(shape.blocks, shape.bits)))
+    return parts
 
 
 def midpoint(bits: int) -> int:

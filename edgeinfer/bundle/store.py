@@ -13,20 +13,22 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.manifest import Blob, FileEntry, Manifest
-from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.codecs import CODECS, read_blob
+from edgeinfer.bundle.layouts import LAYOUTS, WEIGHTS, Layout, model_name, weights_name
+from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
+from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
+from edgeinfer.bundle.tables import file_bytes
 from edgeinfer.errors import BundleError, StorageError
 
 __all__ = [
     "MANIFEST",
-    "MODEL",
-    "WEIGHTS",
     "Bundle",
+    "new_file",
     "open_bundle",
     "seal",
     "storage_errors",
@@ -35,8 +37,6 @@ __all__ = [
 ]
 
 MANIFEST = "edgeinfer.json"
-WEIGHTS = "weights.bin"
-MODEL = "model.onnx"
 # A manifest lists a few hundred bytes per tensor; 64 MB would be a hundred thousand tensors.
 _MAX_MANIFEST_BYTES = 64 * 1000**2
 # Larger files hold weights, whose digests are left to `Bundle.verify`: hashing this much takes some 50 ms.
@@ -60,8 +60,25 @@ class Bundle:
         """
         entry = self._entry(name)
         if name != WEIGHTS and entry.bytes <= _MOST_HASHED_BYTES:
-            self._check_digest(name)
+            self.check(name)
         return self.path / name
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts that the bundle has a graph for, the stored one first."""
+        stored = self.manifest.layout
+        return (stored, *(other for other in LAYOUTS if other != stored and self.has(model_name(stored, other))))
+
+    def model_file(self, layout: Layout) -> Path:
+        """Path of the graph that reads a layout; errors as `file`."""
+        return self.file(model_name(self.manifest.layout, layout))
+
+    def weights_file(self, layout: Layout) -> Path:
+        """Path of the weights in a layout, where the graph beside looks for them.
+
+        Those of a layout that is not stored are there only once they were converted to (edgeinfer.bundle.conversion).
+        """
+        return self.path / weights_name(self.manifest.layout, layout)
 
     def has(self, name: str) -> bool:
         """Whether the bundle lists a file."""
@@ -93,6 +110,15 @@ class Bundle:
             raise BundleError(f"{name} is not a JSON object.", _AGAIN)
         return value
 
+    def check(self, name: str) -> None:
+        """Compares one file with its digest.
+
+        Raises:
+            BundleError: it differs, or cannot be read.
+        """
+        with _reading(self.path / name):
+            self._compare(name, _digest(self.path / name))
+
     def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compares every file with its digest.
 
@@ -102,32 +128,26 @@ class Bundle:
         for index, name in enumerate(self.manifest.files):
             if progress is not None:
                 progress(name, index, len(self.manifest.files))
-            self._check_digest(name)
+            self.check(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A weight as float32, in its logical shape; quantized ones are multiplied out."""
         entry = self.manifest.tensor(name)
         if entry.bits == 32:
-            data = self._blob(entry.data)
+            data = read_blob(self.path / WEIGHTS, entry.data)
             return data.T if entry.transposed else data
-        assert entry.scales is not None
-        zeros = self._blob(entry.zero_points) if entry.zero_points is not None else None
-        k = entry.shape[1]
-        return dequantize(
-            self._blob(entry.data), self._blob(entry.scales), zeros, bits=entry.bits, block_size=entry.block_size, k=k
-        )
+        n, k = entry.shape
+        rows = self.rows(entry, 0, n)
+        return dequantize(rows.data, rows.scales, rows.zero_points, bits=entry.bits, block_size=entry.block_size, k=k)
 
-    def _blob(self, blob: Blob) -> NDArray[Any]:
-        return np.memmap(self.path / WEIGHTS, blob.dtype, "r", blob.offset, blob.shape)
+    def rows(self, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+        """Rows start..stop-1 of a quantized weight."""
+        return CODECS[entry.layout].read(self.path / WEIGHTS, entry, start, stop)
 
     def _entry(self, name: str) -> FileEntry:
         if name not in self.manifest.files:
             raise BundleError(f"{self.path} has no {name}.", _AGAIN)
         return self.manifest.files[name]
-
-    def _check_digest(self, name: str) -> None:
-        with _reading(self.path / name):
-            self._compare(name, _digest(self.path / name))
 
     def _compare(self, name: str, digest: str) -> None:
         if digest != self.manifest.files[name].sha256:
@@ -200,9 +220,8 @@ def _check_blobs(manifest: Manifest) -> None:
         raise BundleError(f"The manifest lists tensors but no {WEIGHTS}.", _AGAIN)
     size = manifest.files[WEIGHTS].bytes
     for tensor in manifest.tensors:
-        for blob in tensor.blobs:
-            if blob.offset + blob.nbytes > size:
-                raise BundleError(f"{tensor.name} reaches past the end of {WEIGHTS}.", _AGAIN)
+        if file_bytes([tensor]) > size:
+            raise BundleError(f"{tensor.name} reaches past the end of {WEIGHTS}.", _AGAIN)
     decoder = manifest.decoder
     if decoder is None:
         raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
@@ -249,11 +268,22 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all: beside, synced, renamed."""
+    with new_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a temporary sibling to write; on success it becomes `path`, on any failure it is removed.
+
+    Raises:
+        StorageError: the place cannot be written.
+    """
     with storage_errors(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer import hub
+from edgeinfer.bundle import PORTABLE
 from edgeinfer.cli.options import add_command, add_json_option
 from edgeinfer.cli.output import print_json, print_note, progress_bar
 from edgeinfer.config import format_size
@@ -56,6 +57,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--head-bits", type=int, choices=(2, 4, 8, 32), help=text)
     text = "give layers of at most 65536 weights these bits too, instead of more"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
+    text = (
+        "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
+    )
+    parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
     text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
     parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
@@ -69,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.export import ExportConfig, export_checkpoint
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    names = ("bits", "group_size", "symmetric", "head_bits", "keep_small", "exporter", "name")
+    names = ("bits", "group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     config = ExportConfig(**given, force=args.force)
     source = hub.find_checkpoint(args.source)

@@ -64,12 +64,14 @@ def _section(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...] = 
 def _summary(manifest: Manifest) -> list[tuple[str, str]]:
     geometry, able = manifest.geometry, manifest.capabilities
     abilities = {"layer skipping": able.layer_skip, "early exit": able.hidden, "draft trees": able.tree}
+    abilities |= {"drafts from half the bits": able.elastic}
     rows = [
         ("name", manifest.name),
         ("architecture", manifest.architecture),
         ("backend", manifest.backend),
         ("parameters", f"{manifest.parameters:,}"),
         ("weights", f"{format_size(manifest.weight_bytes)}, {manifest.bits_per_weight:.2f} bits per parameter"),
+        ("layout", manifest.layout),
         ("layers", f"{geometry.num_layers}, hidden size {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}"),
         ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token"),
         ("context", f"up to {geometry.max_positions:,} tokens"),

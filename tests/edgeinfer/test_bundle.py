@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import (
     MANIFEST,
     MODEL,
+    NATIVE,
+    PORTABLE,
     WEIGHTS,
     Blob,
     Capabilities,
     DecoderSpec,
+    Layout,
     Manifest,
     RopeSpec,
     TensorEntry,
@@ -44,10 +49,9 @@ SPEC = DecoderSpec(
 )
 
 
-def make_manifest() -> Manifest:
-    data, scales, zeros = Blob(64, "uint8", (10, 1, 16)), Blob(256, "float32", (10, 1)), Blob(320, "uint8", (10, 1))
+def make_manifest(layout: Layout = PORTABLE) -> Manifest:
     norm = TensorEntry("final_norm", (8,), 32, Blob(0, "float32", (8,)))
-    vocabulary = [TensorEntry(name, (10, 8), 4, data, 32, scales, zeros) for name in ("embed", "head")]
+    vocabulary = [replace(EMBED[layout], name=name) for name in ("embed", "head")]
     qkv = [TensorEntry(f"layers.{i}.attn.qkv", (16, 8), 32, Blob(384, "float32", (16, 8))) for i in range(2)]
     return Manifest(
         name="tiny",
@@ -58,10 +62,34 @@ def make_manifest() -> Manifest:
         capabilities=Capabilities(layer_skip=True, hidden=True, tree=True),
         decoder=SPEC,
         tensors=(norm, *vocabulary, *qkv),
+        layout=layout,
         exits=(1, 2),
         export={"bits": 4},
         quality={"perplexity": 5.5},
     )
+
+
+# The vocabulary's matrix in either layout, both within the 896 bytes of the weights file.
+EMBED = {
+    PORTABLE: TensorEntry(
+        "embed",
+        (10, 8),
+        4,
+        Blob(64, "uint8", (10, 1, 16)),
+        32,
+        Blob(256, "float32", (10, 1)),
+        Blob(320, "uint8", (10, 1)),
+    ),
+    NATIVE: TensorEntry(
+        "embed",
+        (10, 8),
+        2,
+        Blob(64, "uint8", (1, 1, 256)),
+        32,
+        Blob(320, "uint16", (1, 1, 32)),
+        Blob(384, "uint8", (1, 1, 32)),
+    ),
+}
 
 
 def fill(folder: Path) -> None:
@@ -95,8 +123,9 @@ def test_a_written_bundle_opens_as_it_was(bundle: Path) -> None:
     opened.verify()
 
 
-def test_manifest_survives_json() -> None:
-    manifest = make_manifest()
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+def test_manifest_survives_json(layout: Layout) -> None:
+    manifest = make_manifest(layout)
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
@@ -109,14 +138,17 @@ def paths(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-MANIFEST_PATHS = paths(json.loads(make_manifest().to_json()))
+MANIFEST_PATHS = [
+    (layout, path) for layout in (NATIVE, PORTABLE) for path in paths(json.loads(make_manifest(layout).to_json()))
+]
 JUNK = st.sampled_from([None, -1, 0, 3, 1.5, True, "x", "../x", [], [1], {}, {"a": 1}, 2**70, float("nan")])
 
 
 @settings(max_examples=300, deadline=None)
-@given(path=st.sampled_from(MANIFEST_PATHS), value=JUNK, remove=st.booleans())
-def test_a_mutated_manifest_is_read_or_refused(path: tuple[Any, ...], value: Any, remove: bool) -> None:
-    data = json.loads(make_manifest().to_json())
+@given(where=st.sampled_from(MANIFEST_PATHS), value=JUNK, remove=st.booleans())
+def test_a_mutated_manifest_is_read_or_refused(where: tuple[Layout, tuple[Any, ...]], value: Any, remove: bool) -> None:
+    layout, path = where
+    data = json.loads(make_manifest(layout).to_json())
     place = data
     for key in path[:-1]:
         place = place[key]
@@ -148,6 +180,14 @@ def test_any_text_is_refused_with_a_bundle_error(text: str) -> None:
         (lambda d: d["tensors"].append(d["tensors"][0]), "twice"),
         (lambda d: d["tensors"][1].update(block_size=24), "24"),
         (lambda d: d["tensors"][0]["data"].update(offset=880), "past the end"),
+        (lambda d: d.update(layout="native"), "embed is not in the native layout"),
+        (lambda d: d.update(layout="upright"), "must be one of native, portable"),
+        (lambda d: d.update(layout_version=2), "version 2 of the portable layout"),
+        (lambda d: d["capabilities"].update(row_multiple=2), "capabilities and tensors disagree"),
+        (lambda d: d["capabilities"].update(elastic=True), "capabilities and tensors disagree"),
+        (lambda d: d["tensors"][0].update(paired=True), "final_norm has parts that float32 has not"),
+        (lambda d: d["tensors"][1].update(transposed=True), "quantized and transposed"),
+        (lambda d: d["tensors"][1].update(shape=[9, 8], paired=True), "halves of different sizes"),
         (lambda d: d["files"][WEIGHTS].update(bytes=5), "896 bytes"),
     ],
 )
@@ -155,6 +195,33 @@ def test_what_is_wrong_is_named(bundle: Path, change: Any, says: str) -> None:
     edit(bundle, change)
     with pytest.raises(BundleError, match=says):
         open_bundle(bundle)
+
+
+def part(name: str, **changes: Any) -> TensorEntry:
+    """The native embedding with a part of it changed."""
+    blob = getattr(EMBED[NATIVE], name)
+    return replace(EMBED[NATIVE], **{name: replace(blob, **changes)})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: part("data", shape=(1, 1, 128)), "inconsistent data"),
+        (lambda: part("data", shape=(256,)), "inconsistent data"),
+        (lambda: part("scales", shape=(1, 1, 10)), "inconsistent scales"),
+        (lambda: part("zero_points", shape=(1, 1, 8)), "inconsistent zero points"),
+        (lambda: replace(EMBED[NATIVE], bits=4), "inconsistent data"),
+        (lambda: replace(EMBED[NATIVE], bits=8, data=Blob(64, "uint8", (1, 1, 512))), "inconsistent low"),
+        (lambda: replace(EMBED[NATIVE], low=EMBED[NATIVE].data), "inconsistent low"),
+        (lambda: replace(EMBED[NATIVE], scales=None), "inconsistent data"),
+        (lambda: replace(EMBED[PORTABLE], low=EMBED[PORTABLE].data), "inconsistent low"),
+        (lambda: replace(EMBED[PORTABLE], scales=None), "inconsistent scales"),
+        (lambda: replace(EMBED[PORTABLE], block_size=16), "block 16"),
+    ],
+)
+def test_parts_that_do_not_fit_their_layout_are_refused(make: Callable[[], TensorEntry], says: str) -> None:
+    with pytest.raises(BundleError, match=says):
+        make()
 
 
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin", "..\\outside.bin", ""])

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.measure import TokenScores
 from edgeinfer.runtime.onnx_backend import OnnxBackend
+from tests.kernel import require_kernel
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,19 @@ TOKENS = 6000
 
 Scores = tuple[float, NDArray[np.int64]]
 Export = Callable[[str, int], Path]
+LAYOUTS: tuple[Layout, ...] = ("native", "portable")
 
 
-@pytest.fixture(scope="module")
-def exported(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Export:
+@pytest.fixture(scope="module", params=LAYOUTS)
+def exported(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    if request.param == "native":
+        require_kernel()
+
     @cache
     def export(name: str, bits: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{name}-{bits}")
-        return export_checkpoint(shared / "models" / name, folder / "bundle", ExportConfig(bits=bits))
+        config = ExportConfig(bits=bits, layout=request.param)
+        return export_checkpoint(shared / "models" / name, folder / "bundle", config)
 
     return export
 

@@ -9,19 +9,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle import MODEL, WEIGHTS, open_bundle
+from edgeinfer.bundle import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, bfloat16, graph, open_bundle, other_layout
+from edgeinfer.bundle.codecs import NativeCodec
 from edgeinfer.errors import (
+    BundleError,
     CheckpointError,
     EdgeInferError,
     StorageError,
     UnsupportedArchitectureError,
     UsageError,
 )
-from edgeinfer.export import ExportConfig, export_checkpoint, weights
+from edgeinfer.export import ExportConfig, export_checkpoint
 from tests.factories import make_checkpoint
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -101,10 +104,77 @@ def test_the_graph_is_small_and_keeps_its_weights_outside(checkpoint: Path, tmp_
     onnx.checker.check_model(str(out / MODEL), full_check=False)
 
 
+def test_what_is_not_quantized_has_one_graph_and_needs_no_kernel(checkpoint: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32)))
+    assert (bundle.manifest.layout, bundle.layouts) == (PORTABLE, (PORTABLE,))
+    assert [name for name in bundle.manifest.files if name.endswith(".onnx")] == [MODEL]
+    with pytest.raises(BundleError, match=r"has no model\.native\.onnx"):
+        bundle.model_file(NATIVE)
+
+
+@pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
+def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp_path: Path, stored: Layout) -> None:
+    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False, layout=stored))
+    bundle, other = open_bundle(out), other_layout(stored)
+    assert (bundle.manifest.layout, bundle.layouts) == (stored, (stored, other))
+    assert bundle.model_file(stored).name == MODEL and bundle.model_file(other).name == f"model.{other}.onnx"
+    assert bundle.weights_file(stored).is_file() and not bundle.weights_file(other).exists()
+    for layout in (stored, other):
+        model = onnx.load(str(bundle.model_file(layout)), load_external_data=False)
+        named = {e.value for i in model.graph.initializer for e in i.external_data if e.key == "location"}
+        assert named == {bundle.weights_file(layout).name}
+        domains = {opset.domain for opset in model.opset_import}
+        assert (graph.NATIVE_DOMAIN in domains) == (layout == NATIVE)
+    onnx.checker.check_model(str(out / MODEL))
+
+
+def test_both_layouts_hold_the_same_numbers(checkpoint: Path, tmp_path: Path) -> None:
+    for bits in (2, 4, 8):
+        bundles = [
+            open_bundle(export_checkpoint(checkpoint, tmp_path / f"{layout}-{bits}", ExportConfig(bits, layout=layout)))
+            for layout in (NATIVE, PORTABLE)
+        ]
+        native, portable = bundles
+        assert native.manifest.export == portable.manifest.export
+        for entry in portable.manifest.tensors:
+            np.testing.assert_array_equal(native.tensor(entry.name), portable.tensor(entry.name))
+            if entry.scales is not None:
+                assert bfloat16.is_representable(portable.rows(entry, 0, entry.shape[0]).scales)
+
+
 @pytest.mark.parametrize(("group_size", "multiple"), [(32, 1), (64, 2)])
-def test_row_multiple_follows_the_blocks(checkpoint: Path, tmp_path: Path, group_size: int, multiple: int) -> None:
-    out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, group_size=group_size))
-    assert open_bundle(out).manifest.capabilities.row_multiple == multiple
+def test_row_multiple_follows_the_blocks_and_the_layout(
+    checkpoint: Path, tmp_path: Path, group_size: int, multiple: int
+) -> None:
+    for layout in (NATIVE, PORTABLE):
+        config = ExportConfig(bits=4, group_size=group_size, layout=layout)
+        manifest = open_bundle(export_checkpoint(checkpoint, tmp_path / layout, config)).manifest
+        assert manifest.capabilities == manifest.capabilities_in(layout)
+        assert manifest.capabilities_in(PORTABLE).row_multiple == multiple
+        assert manifest.capabilities_in(NATIVE).row_multiple == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "elastic"),
+    [
+        ({"bits": 8, "keep_small": False}, True),
+        ({"bits": 4}, True),  # these small layers stay at 8 bits
+        ({"bits": 4, "keep_small": False, "head_bits": 8}, False),
+        ({"bits": 8, "head_bits": 8}, False),  # and these at 32
+    ],
+)
+def test_layers_of_eight_bits_are_elastic(
+    checkpoint: Path, tmp_path: Path, options: dict[str, Any], elastic: bool
+) -> None:
+    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(**options)))
+    assert bundle.manifest.capabilities.elastic is elastic
+    assert bundle.manifest.capabilities_in(PORTABLE).elastic is False
+    inputs = {
+        layout: {i.name for i in onnx.load(str(bundle.model_file(layout)), load_external_data=False).graph.input}
+        for layout in bundle.layouts
+    }
+    assert (graph.PLANES in inputs[NATIVE]) is elastic
+    assert inputs[NATIVE] - {graph.PLANES} == inputs[PORTABLE]
 
 
 def refused(checkpoint: Path, error: type[EdgeInferError], says: str) -> EdgeInferError:
@@ -190,7 +260,7 @@ def test_a_full_disk_leaves_nothing(checkpoint: Path, monkeypatch: pytest.Monkey
     def fail(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(weights.WeightFile, "append", fail)
+    monkeypatch.setattr(NativeCodec, "write", fail)
     refused(checkpoint, StorageError, "disk is full")
 
 
@@ -224,7 +294,16 @@ def test_an_existing_bundle_is_replaced_only_when_told(checkpoint: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "options", [{"bits": 3}, {"group_size": 16}, {"head_bits": 5}, {"exporter": "other"}, {"name": " "}, {"bits": True}]
+    "options",
+    [
+        {"bits": 3},
+        {"group_size": 16},
+        {"head_bits": 5},
+        {"layout": "upright"},
+        {"exporter": "other"},
+        {"name": " "},
+        {"bits": True},
+    ],
 )
 def test_impossible_options_are_usage_errors(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

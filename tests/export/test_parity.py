@@ -158,7 +158,7 @@ def test_masked_blocks_leave_hidden_states_and_cache_untouched(llama: tuple[Any,
 @pytest.mark.parametrize("arch", ["llama-tied", "qwen2", "llama-mha-odd-sizes"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_graph_computes_with_the_dequantized_weights(arch: str, bits: int, tmp_path: Path) -> None:
-    config = ExportConfig(bits=bits, head_bits=bits, keep_small=False)
+    config = ExportConfig(bits=bits, head_bits=bits, keep_small=False, layout="portable")
     model, runner = export_random(tmp_path, arch, config)
     bundle = open_bundle(tmp_path / "bundle")
     with torch.no_grad():

@@ -1,0 +1,157 @@
+"""Rows of quantized matrices in and out of a weights file, in either layout; knows nothing of bundles.
+
+Rows travel as `QuantizedMatrix`, the portable layout. Whatever the size of a matrix, a few MB of it are held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import bfloat16
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.manifest import Blob, TensorEntry
+from edgeinfer.bundle.native_layout import (
+    TILE,
+    NativeTiles,
+    covering_tiles,
+    pack_tiles,
+    tile_rows,
+    tiles_of,
+    unpack_tiles,
+)
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
+from edgeinfer.errors import BundleError
+
+__all__ = ["CODECS", "Codec", "Rows", "read_blob"]
+
+# Values of a matrix that are unpacked at a time.
+_RUN_VALUES = 1 << 20
+
+# Gives rows start..stop-1 of the matrix that is written.
+Rows = Callable[[int, int], QuantizedMatrix]
+
+
+class Codec(Protocol):
+    """Reads and writes one layout."""
+
+    def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+        """Rows start..stop-1 of a tensor in the weights file `path`."""
+
+    def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
+        """Writes a whole tensor to its place in an open weights file.
+
+        Raises:
+            BundleError: a scale is not a bfloat16.
+        """
+
+
+def read_blob(path: Path, blob: Blob, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    """A blob of a weights file, mapped; optionally the run start..stop-1 along its first axis."""
+    stop = blob.shape[0] if stop is None else stop
+    offset = blob.offset + start * (blob.nbytes // blob.shape[0])
+    return np.memmap(path, blob.dtype, "r", offset, (stop - start, *blob.shape[1:]))
+
+
+def _write_blob(file: BinaryIO, blob: Blob | None, start: int, values: NDArray[Any] | None) -> None:
+    """Writes a run along the first axis of a blob."""
+    if blob is None or values is None:
+        return
+    file.seek(blob.offset + start * (blob.nbytes // blob.shape[0]))
+    file.write(np.ascontiguousarray(values).data)
+
+
+def _checked(rows: QuantizedMatrix, name: str) -> QuantizedMatrix:
+    if not bfloat16.is_representable(rows.scales):
+        raise BundleError(f"{name} has scales that are not bfloat16.", "Export the bundle again.")
+    return rows
+
+
+class PortableCodec:
+    """Rows one after the other."""
+
+    def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+        """See `Codec.read`."""
+        assert entry.scales is not None
+        zeros = None if entry.zero_points is None else read_blob(path, entry.zero_points, start, stop)
+        return QuantizedMatrix(
+            read_blob(path, entry.data, start, stop), read_blob(path, entry.scales, start, stop), zeros
+        )
+
+    def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
+        """See `Codec.write`."""
+        n, k = entry.shape
+        step = max(1, _RUN_VALUES // k)
+        for start in range(0, n, step):
+            run = _checked(rows(start, min(start + step, n)), entry.name)
+            _write_blob(file, entry.data, start, run.data)
+            _write_blob(file, entry.scales, start, run.scales)
+            _write_blob(file, entry.zero_points, start, run.zero_points)
+
+
+class NativeCodec:
+    """Tiles of 32 rows."""
+
+    def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+        """See `Codec.read`."""
+        return _join([_read_run(path, entry, *run) for run in _half_runs(entry.quantized, start, stop)])
+
+    def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
+        """See `Codec.write`."""
+        shape = entry.quantized
+        tiles, step = tiles_of(shape), max(1, _RUN_VALUES // (TILE * shape.k))
+        for first in range(0, tiles, step):
+            runs = tile_rows(shape, first, min(first + step, tiles))
+            run = pack_tiles(_checked(_join([rows(*r) for r in runs]), entry.name), shape)
+            _write_blob(file, entry.data, first, run.data)
+            _write_blob(file, entry.low, first, run.low)
+            _write_blob(file, entry.scales, first, run.scales)
+            _write_blob(file, entry.zero_points, first, run.zero_points)
+
+
+CODECS: dict[Layout, Codec] = {NATIVE: NativeCodec(), PORTABLE: PortableCodec()}
+
+
+def _half_runs(shape: QuantizedShape, start: int, stop: int) -> list[tuple[int, int]]:
+    """A run of rows, cut where the halves of a paired matrix meet: beyond, it goes on in the first tile again."""
+    middle = shape.n // 2
+    if shape.paired and start < middle < stop:
+        return [(start, middle), (middle, stop)]
+    return [(start, stop)]
+
+
+def _read_run(path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+    """Rows start..stop-1, all of one half, from the tiles that hold them."""
+    shape = entry.quantized
+    first, last = covering_tiles(shape, start, stop)
+    assert entry.scales is not None
+    tiles = NativeTiles(
+        read_blob(path, entry.data, first, last),
+        None if entry.low is None else read_blob(path, entry.low, first, last),
+        read_blob(path, entry.scales, first, last),
+        None if entry.zero_points is None else read_blob(path, entry.zero_points, first, last),
+    )
+    rows, before = unpack_tiles(tiles, shape, first), 0
+    for run_start, run_stop in tile_rows(shape, first, last):
+        if run_start <= start < run_stop:
+            before += start - run_start
+            break
+        before += run_stop - run_start
+    chosen = slice(before, before + stop - start)
+    zeros = None if rows.zero_points is None else rows.zero_points[chosen]
+    return QuantizedMatrix(rows.data[chosen], rows.scales[chosen], zeros)
+
+
+def _join(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [p.zero_points for p in parts if p.zero_points is not None]
+    return QuantizedMatrix(
+        np.concatenate([p.data for p in parts]),
+        np.concatenate([p.scales for p in parts]),
+        np.concatenate(zeros) if zeros else None,
+    )

@@ -1,0 +1,138 @@
+"""A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it.
+
+Exact both ways. Knows nothing of who runs either layout.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from edgeinfer.bundle.codecs import CODECS, read_blob
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, WEIGHTS, Layout, model_name, weights_name
+from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.relocation import relocate
+from edgeinfer.bundle.store import Bundle, new_file, seal, write_bundle
+from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors
+from edgeinfer.errors import UsageError
+
+__all__ = ["Progress", "convert_bundle", "convert_weights", "is_converted"]
+
+Progress = Callable[[str, int, int], None]
+_COPY_VALUES = 1 << 18
+
+
+def convert_weights(bundle: Bundle, layout: Layout, target: Path, progress: Progress | None = None) -> None:
+    """Writes the bundle's weights in another layout to the file `target`, whole or not at all.
+
+    The file ends in a stamp that says what it was made of, for `is_converted`. Memory is a few MB.
+
+    Args:
+        progress: called with a tensor's name, how many tensors are done and how many there are.
+
+    Raises:
+        UsageError: the bundle stores this layout, or has no graph for it.
+        BundleError: its weights are damaged.
+        StorageError: the disk is full or the place cannot be written.
+    """
+    _require_other(bundle, layout)
+    bundle.check(WEIGHTS)
+    with new_file(target) as file:
+        _write(bundle, layout, file, progress)
+        file.seek(0, 2)
+        file.write(_stamp(bundle, layout))
+    # A new file is its maker's alone; this one is for whoever may read the bundle.
+    shutil.copymode(bundle.path / WEIGHTS, target)
+
+
+def is_converted(bundle: Bundle, layout: Layout, path: Path) -> bool:
+    """Whether `path` is what `convert_weights` makes of this very bundle. Reads its last bytes only."""
+    stamp = _stamp(bundle, layout)
+    expected = file_bytes(convert_table(bundle.manifest.tensors, layout)) + len(stamp)
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, 2) != expected:
+                return False
+            file.seek(-len(stamp), 2)
+            return file.read() == stamp
+    except OSError:
+        return False
+
+
+def convert_bundle(
+    bundle: Bundle,
+    layout: Layout,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    replace_existing: bool = False,
+) -> None:
+    """Writes a bundle of the same model that stores another layout; arguments and errors as `convert_weights`.
+
+    It is the bundle that an export in that layout would have made, byte for byte.
+
+    Raises:
+        StorageError: besides, something is at `out` already.
+    """
+    _require_other(bundle, layout)
+    bundle.verify()
+    manifest, stored = bundle.manifest, bundle.manifest.layout
+    changed = {WEIGHTS, *(model_name(stored, reads) for reads in (stored, layout))}
+    with write_bundle(out, replace_existing=replace_existing) as work:
+        for name in manifest.files.keys() - changed:
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.path / name, work / name)
+        for reads in (stored, layout):
+            graph = bundle.model_file(reads).read_bytes()
+            moved = relocate(graph, weights_name(stored, reads), weights_name(layout, reads))
+            (work / model_name(layout, reads)).write_bytes(moved)
+        with (work / WEIGHTS).open("wb") as file:
+            _write(bundle, layout, file, progress)
+        converted = replace(
+            manifest,
+            tensors=convert_table(manifest.tensors, layout),
+            layout=layout,
+            layout_version=LAYOUT_VERSIONS[layout],
+            capabilities=manifest.capabilities_in(layout),
+        )
+        seal(work, converted)
+
+
+def _require_other(bundle: Bundle, layout: Layout) -> None:
+    if layout == bundle.manifest.layout:
+        raise UsageError(f"{bundle.path} stores the {layout} layout already.", "Use it as it is.")
+    if layout not in bundle.layouts:
+        message = f"{bundle.path} has no quantized weights that could be laid out otherwise."
+        raise UsageError(message, "Use it as it is, or export it again with fewer bits.")
+
+
+def _write(bundle: Bundle, layout: Layout, file: BinaryIO, progress: Progress | None) -> None:
+    """Writes every tensor to its place in the other layout."""
+    sources = stored_tensors(bundle.manifest.tensors)
+    targets = stored_tensors(convert_table(bundle.manifest.tensors, layout))
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if progress is not None:
+            progress(source.name, index, len(sources))
+        if source.bits == 32:
+            _copy(bundle, source, target, file)
+        else:
+            CODECS[layout].write(file, target, partial(bundle.rows, source))
+    if progress is not None:
+        progress("done", len(sources), len(sources))
+
+
+def _copy(bundle: Bundle, source: TensorEntry, target: TensorEntry, file: BinaryIO) -> None:
+    file.seek(target.data.offset)
+    values = read_blob(bundle.path / WEIGHTS, source.data).reshape(-1)
+    for start in range(0, len(values), _COPY_VALUES):
+        file.write(values[start : start + _COPY_VALUES].data)
+
+
+def _stamp(bundle: Bundle, layout: Layout) -> bytes:
+    """What stands after the weights in a converted file: a file of another model may have the same length."""
+    made_of = bundle.manifest.files[WEIGHTS].sha256
+    return f"edgeinfer {layout} {LAYOUT_VERSIONS[layout]} {made_of}\n".encode()

@@ -1,0 +1,51 @@
+"""The two ways quantized weights lie in a bundle, and the files of each; knows nothing of the bytes themselves.
+
+native: tiles of edgeinfer.bundle.native_layout, which our own kernel reads in place.
+portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and GatherBlockQuantized read.
+
+`weights.bin` holds one of them, the stored layout, and `model.onnx` is the graph that reads it. A bundle with quantized
+weights also has the graph of the other layout, whose weights file is made of `weights.bin` on the device that needs it
+(edgeinfer.bundle.conversion). Weights that are not quantized are the same in both.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "LAYOUTS",
+    "LAYOUT_VERSIONS",
+    "MODEL",
+    "NATIVE",
+    "PORTABLE",
+    "WEIGHTS",
+    "Layout",
+    "model_name",
+    "other_layout",
+    "weights_name",
+]
+
+Layout = Literal["native", "portable"]
+NATIVE: Layout = "native"
+PORTABLE: Layout = "portable"
+LAYOUTS: tuple[Layout, ...] = (NATIVE, PORTABLE)
+# Raised when the bytes of a layout change; a bundle of another version is exported again.
+LAYOUT_VERSIONS: dict[Layout, int] = {NATIVE: 1, PORTABLE: 1}
+
+MODEL = "model.onnx"
+WEIGHTS = "weights.bin"
+
+
+def other_layout(layout: Layout) -> Layout:
+    """The layout that this one is converted to."""
+    return PORTABLE if layout == NATIVE else NATIVE
+
+
+def model_name(stored: Layout, layout: Layout) -> str:
+    """Name of the graph that reads `layout`, in a bundle that stores `stored`."""
+    return MODEL if layout == stored else f"model.{layout}.onnx"
+
+
+def weights_name(stored: Layout, layout: Layout) -> str:
+    """Name of the weights file in `layout`, in a bundle that stores `stored`."""
+    return WEIGHTS if layout == stored else f"weights.{layout}.bin"

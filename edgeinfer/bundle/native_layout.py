@@ -1,0 +1,185 @@
+"""The bytes of a quantized matrix in the native layout, from and to the portable one; knows nothing of files.
+
+The layout is defined in runtime/native/lowbit.h. In short: the rows of a matrix come in tiles of 32, those of a paired
+one in tiles of 16 of each half. A tile holds its blocks of K one after the other; a block holds four bytes of each row,
+then the next four. A byte holds as many values as fit, a fixed distance apart. 8-bit values are two planes of 4 bits.
+Scales are bfloat16, zero points bytes. Rows and values that fill up the last tile and block are zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import bfloat16
+from edgeinfer.bundle.packing import Parts, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
+
+__all__ = [
+    "TILE",
+    "NativeTiles",
+    "covering_tiles",
+    "native_parts",
+    "pack_tiles",
+    "tile_rows",
+    "tiles_of",
+    "unpack_tiles",
+]
+
+TILE = 32
+# Bytes of a row that lie together, as one 32-bit lane of a register.
+_LANE_BYTES = 4
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class NativeTiles:
+    """A run of T tiles."""
+
+    data: Bytes  # (T, blocks, 32 * bytes of a row's block)
+    low: Bytes | None  # the same shape; 8-bit matrices only, whose `data` is the high plane
+    scales: NDArray[np.uint16]  # (T, blocks, 32), bits of bfloat16
+    zero_points: Bytes | None  # (T, blocks, 32)
+
+
+def native_parts(shape: QuantizedShape) -> Parts:
+    """The arrays that a matrix is stored as in this layout."""
+    tiles, blocks = tiles_of(shape), shape.blocks
+    parts: Parts = {"data": ("uint8", (tiles, blocks, TILE * _span(shape)))}
+    if shape.bits == 8:
+        parts["low"] = parts["data"]
+    parts["scales"] = ("uint16", (tiles, blocks, TILE))
+    if shape.zero_points:
+        parts["zero_points"] = ("uint8", (tiles, blocks, TILE))
+    return parts
+
+
+def tiles_of(shape: QuantizedShape) -> int:
+    """Tiles of a matrix, the last one possibly partial."""
+    halves = _halves(shape)
+    return -(-(shape.n // halves) // (TILE // halves))
+
+
+def tile_rows(shape: QuantizedShape, first: int, last: int) -> list[tuple[int, int]]:
+    """Runs of rows (start, stop) that tiles first..last-1 hold: one, or one of each half of a paired matrix."""
+    halves = _halves(shape)
+    count, lanes = shape.n // halves, TILE // halves
+    start, stop = first * lanes, min(last * lanes, count)
+    return [(half * count + start, half * count + stop) for half in range(halves)]
+
+
+def covering_tiles(shape: QuantizedShape, start: int, stop: int) -> tuple[int, int]:
+    """Tiles (first, last + 1) that hold rows start..stop-1, which must be of one half where the matrix is paired."""
+    halves = _halves(shape)
+    count, lanes = shape.n // halves, TILE // halves
+    before = start // count * count
+    return (start - before) // lanes, -(-(stop - before) // lanes)
+
+
+def pack_tiles(rows: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
+    """Packs the rows of whole tiles, given in the order of `tile_rows`.
+
+    Args:
+        rows: their scales must be representable in bfloat16.
+        shape: of the whole matrix.
+    """
+    values = unpack(rows.data, shape.bits, shape.block_size)  # (R, blocks, block_size)
+    padding = _padding(shape)
+    if padding.start < shape.block_size:
+        values = values.copy() if shape.bits == 8 else values  # 8 bits unpack to the caller's own bytes
+        values[:, -1, padding] = 0
+    zeros = None if rows.zero_points is None else unpack(rows.zero_points, shape.bits, shape.blocks)
+    return NativeTiles(
+        _pack_plane(values >> np.uint8(4) if shape.bits == 8 else values, shape),
+        _pack_plane(values & np.uint8(15), shape) if shape.bits == 8 else None,
+        _rows_last(_to_tiles(bfloat16.to_bits(rows.scales), shape)),
+        None if zeros is None else _rows_last(_to_tiles(zeros, shape)),
+    )
+
+
+def unpack_tiles(tiles: NativeTiles, shape: QuantizedShape, first: int) -> QuantizedMatrix:
+    """Reverses `pack_tiles` for a run of tiles that begins with tile `first`; rows in the order of `tile_rows`."""
+    start, stop = tile_rows(shape, first, first + len(tiles.scales))[0]
+    count = stop - start
+    values = _unpack_plane(tiles.data, shape, count)  # (R, blocks, block_size)
+    if tiles.low is not None:
+        values <<= np.uint8(4)
+        values |= _unpack_plane(tiles.low, shape, count)
+    scales = _from_tiles(tiles.scales.swapaxes(1, 2), shape, count)  # (R, blocks)
+    zeros = None
+    if tiles.zero_points is not None:
+        zeros = _from_tiles(tiles.zero_points.swapaxes(1, 2), shape, count)  # (R, blocks)
+    values[:, -1, _padding(shape)] = midpoint(shape.bits) if zeros is None else zeros[:, -1:]
+    packed_zeros = None if zeros is None else pack(zeros, shape.bits)
+    return QuantizedMatrix(pack(values, shape.bits), bfloat16.from_bits(scales), packed_zeros)
+
+
+def _halves(shape: QuantizedShape) -> int:
+    return 2 if shape.paired else 1
+
+
+def _per_byte(shape: QuantizedShape) -> int:
+    """Values in a byte of a plane."""
+    return 4 if shape.bits == 2 else 2
+
+
+def _span(shape: QuantizedShape) -> int:
+    """Bytes of a block of one row, in one plane; also how far the values of a byte are apart."""
+    return shape.block_size // _per_byte(shape)
+
+
+def _padding(shape: QuantizedShape) -> slice:
+    """The values of the last block that lie past the end of the row."""
+    return slice(shape.k - (shape.blocks - 1) * shape.block_size, shape.block_size)
+
+
+def _to_tiles(rows: NDArray[Any], shape: QuantizedShape) -> NDArray[Any]:  # (R, ...) -> (T, 32, ...)
+    """Puts each row where its tile has it, zeros where it has none."""
+    halves = _halves(shape)
+    count, lanes, rest = len(rows) // halves, TILE // halves, rows.shape[1:]
+    tiles = -(-count // lanes)
+    parts = rows.reshape(halves, count, *rest)
+    if tiles * lanes != count:
+        parts = np.concatenate([parts, np.zeros((halves, tiles * lanes - count, *rest), rows.dtype)], axis=1)
+    return parts.reshape(halves, tiles, lanes, *rest).swapaxes(0, 1).reshape(tiles, TILE, *rest)
+
+
+def _from_tiles(tiles: NDArray[Any], shape: QuantizedShape, count: int) -> NDArray[Any]:  # (T, 32, ...) -> (R, ...)
+    """Reverses `_to_tiles`; `count` rows of each half are no padding."""
+    halves, rest = _halves(shape), tiles.shape[2:]
+    parts = tiles.reshape(len(tiles), halves, TILE // halves, *rest).swapaxes(0, 1)
+    return np.ascontiguousarray(parts.reshape(halves, -1, *rest)[:, :count]).reshape(halves * count, *rest)
+
+
+def _rows_last(tiles: NDArray[Any]) -> NDArray[Any]:  # (T, 32, blocks) -> (T, blocks, 32)
+    return np.ascontiguousarray(tiles.swapaxes(1, 2))
+
+
+def _pack_plane(values: Bytes, shape: QuantizedShape) -> Bytes:  # (R, blocks, block_size) -> (T, blocks, 32 * span)
+    per_byte, span = _per_byte(shape), _span(shape)
+    packed = values[..., :span].copy()
+    for i in range(1, per_byte):
+        packed |= values[..., i * span : (i + 1) * span] << np.uint8(i * 8 // per_byte)
+    lanes = _to_tiles(packed.view(np.uint32), shape)  # (T, 32, blocks, span / 4)
+    ordered = np.ascontiguousarray(lanes.transpose(0, 2, 3, 1))  # (T, blocks, span / 4, 32)
+    return ordered.reshape(len(lanes), shape.blocks, -1).view(np.uint8)
+
+
+def _unpack_plane(
+    plane: Bytes,  # (T, blocks, 32 * span)
+    shape: QuantizedShape,
+    count: int,
+) -> Bytes:  # (R, blocks, block_size)
+    per_byte, span = _per_byte(shape), _span(shape)
+    ordered = np.ascontiguousarray(plane).view(np.uint32)
+    lanes = ordered.reshape(len(plane), shape.blocks, span // _LANE_BYTES, TILE).transpose(0, 3, 1, 2)
+    packed = _from_tiles(lanes, shape, count).view(np.uint8)  # (R, blocks, span)
+    values = np.empty((len(packed), shape.blocks, shape.block_size), np.uint8)
+    for i in range(per_byte):
+        part = values[..., i * span : (i + 1) * span]
+        np.right_shift(packed, np.uint8(i * 8 // per_byte), out=part)
+        part &= np.uint8((1 << 8 // per_byte) - 1)
+    return values

@@ -1,0 +1,99 @@
+"""Quantized weights in the native layout, read in place by the operators of our own kernel; knows no other layout.
+
+Domain `edgeinfer`, version 1, float32 values. The constants of a matrix are vectors of the bytes that
+edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attributes say what matrix they are.
+
+EmbeddingLowBit, attributes N, K, bits, block_size
+  0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
+LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon
+  0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
+  6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
+  7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle import graph as io
+from edgeinfer.export.graph_builder import GraphBuilder
+from edgeinfer.export.operators import Operators
+
+__all__ = ["NativeOperators"]
+
+
+class NativeOperators(Operators):
+    """LinearLowBit, with what stands around a product fused into it, and EmbeddingLowBit."""
+
+    def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
+        super().__init__(spec, tensors)
+        # Embedding and head are read whole even by a draft pass: they decide between similar tokens.
+        self._elastic = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
+
+    def declare_inputs(self, graph: GraphBuilder) -> None:
+        """See `Operators.declare_inputs`."""
+        if self._elastic:
+            graph.input(io.PLANES, "int32", (1,))
+
+    def embed(self, graph: GraphBuilder) -> str:
+        """See `Operators.embed`."""
+        entry = self._tensors["embed"]
+        if entry.bits == 32:
+            return super().embed(graph)
+        inputs = [io.INPUT_IDS, *self._bytes(graph, entry)]
+        return graph.op("EmbeddingLowBit", inputs, "embedded", domain=io.NATIVE_DOMAIN, **_matrix(entry))
+
+    def linear(
+        self, graph: GraphBuilder, value: str, name: str, result: str, *, norm: str = "", residual: str = ""
+    ) -> str:
+        """See `Operators.linear`."""
+        if self._tensors[name].bits == 32:
+            return super().linear(graph, value, name, result, norm=norm, residual=residual)
+        return self._fused(graph, value, name, result, norm=norm, residual=residual)
+
+    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str) -> str:
+        """See `Operators.gated`."""
+        name = f"{prefix}.gate_up"
+        if self._tensors[name].bits == 32:
+            return super().gated(graph, value, prefix, norm)
+        return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True)
+
+    def _fused(
+        self,
+        graph: GraphBuilder,
+        value: str,
+        name: str,
+        result: str,
+        *,
+        norm: str = "",
+        residual: str = "",
+        swiglu: bool = False,
+    ) -> str:
+        entry = self._tensors[name]
+        weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
+        planes = io.PLANES if name in self._elastic else ""
+        return graph.op(
+            "LinearLowBit",
+            [value, *self._bytes(graph, entry), self._bias(graph, name), weight, residual, planes],
+            result,
+            domain=io.NATIVE_DOMAIN,
+            **_matrix(entry),
+            paired=int(entry.paired),
+            swiglu=int(swiglu),
+            norm_epsilon=self._spec.norm_eps,
+        )
+
+    def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:
+        """Data, low plane, scales and zero points as vectors; empty names for what the matrix does not have."""
+        table = self._table(entry)
+        blobs = {"": entry.data, ".low": entry.low, ".scales": entry.scales, ".zero_points": entry.zero_points}
+        return [
+            graph.weight(f"{table}{part}", blob, (blob.size,)) if blob is not None else ""
+            for part, blob in blobs.items()
+        ]
+
+
+def _matrix(entry: TensorEntry) -> dict[str, int]:
+    n, k = entry.shape
+    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size}

@@ -1,0 +1,214 @@
+"""The native layout against a transcription of its formula, value by value, and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, Layout, TensorEntry, bfloat16
+from edgeinfer.bundle.codecs import CODECS, Rows
+from edgeinfer.bundle.native_layout import NativeTiles, native_parts, pack_tiles, tile_rows, tiles_of, unpack_tiles
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
+from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
+from edgeinfer.errors import BundleError
+
+Bytes = NDArray[np.uint8]
+
+
+@st.composite
+def shapes(draw: st.DrawFn, most_rows: int = 100) -> QuantizedShape:
+    """Matrices of every remainder of tiles and blocks."""
+    block = draw(st.sampled_from([32, 64, 128]))
+    paired = draw(st.booleans())
+    n = draw(st.integers(1, most_rows // 2)) * 2 if paired else draw(st.integers(1, most_rows))
+    k = draw(st.integers(1, 2 * block + 5))
+    return QuantizedShape(n, k, draw(st.sampled_from([2, 4, 8])), block, draw(st.booleans()), paired)
+
+
+def random_matrix(shape: QuantizedShape, seed: int) -> QuantizedMatrix:
+    """As the quantizer makes it: whatever fills up a row's last block stands for zero."""
+    rng, top = np.random.default_rng(seed), 1 << shape.bits
+    values = rng.integers(0, top, (shape.n, shape.blocks, shape.block_size)).astype(np.uint8)
+    zeros = rng.integers(0, top, (shape.n, shape.blocks)).astype(np.uint8)
+    if not shape.zero_points:
+        zeros[:] = midpoint(shape.bits)
+    flat = values.reshape(shape.n, -1)
+    flat[:, shape.k :] = zeros[:, -1:]
+    scales = bfloat16.round_nearest(rng.standard_normal((shape.n, shape.blocks)).astype(np.float32))
+    return QuantizedMatrix(pack(values, shape.bits), scales, pack(zeros, shape.bits) if shape.zero_points else None)
+
+
+def place(shape: QuantizedShape, n: int) -> tuple[int, int]:
+    """Tile and column of row n, as runtime/native/lowbit.h says."""
+    if not shape.paired:
+        return n // 32, n % 32
+    half, row = divmod(n, shape.n // 2)
+    return row // 16, half * 16 + row % 16
+
+
+def literal(matrix: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
+    """The formulas of runtime/native/lowbit.h, one value at a time."""
+    tiles, blocks = tiles_of(shape), shape.blocks
+    B = shape.block_size
+    bits = 2 if shape.bits == 2 else 4
+    S = B // (8 // bits)
+    values = unpack(matrix.data, shape.bits, B).reshape(shape.n, -1)
+    planes = [np.zeros(tiles * blocks * 32 * S, np.uint8) for _ in range(2)]
+    for n in range(shape.n):
+        t, c = place(shape, n)
+        for k in range(shape.k):
+            b, j = k // B, k % B
+            r = j % S
+            byte, shift = (t * blocks + b) * 32 * S + r // 4 * 128 + c * 4 + r % 4, j // S * bits
+            value = int(values[n, k])
+            planes[0][byte] |= (value >> 4 if shape.bits == 8 else value) << shift
+            planes[1][byte] |= (value & 15) << shift
+    scales, zeros = np.zeros((tiles, blocks, 32), np.uint16), np.zeros((tiles, blocks, 32), np.uint8)
+    points = None if matrix.zero_points is None else unpack(matrix.zero_points, shape.bits, blocks)
+    for n in range(shape.n):
+        t, c = place(shape, n)
+        scales[t, :, c] = matrix.scales[n].view(np.uint32) >> 16
+        if points is not None:
+            zeros[t, :, c] = points[n]
+    data, low = (p.reshape(tiles, blocks, 32 * S) for p in planes)
+    return NativeTiles(data, low if shape.bits == 8 else None, scales, zeros if points is not None else None)
+
+
+def fields(tiles: NativeTiles) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The arrays that are there, by name."""
+    yield from ((name, array) for name, array in vars(tiles).items() if array is not None)
+
+
+def assert_same(actual: QuantizedMatrix, expected: QuantizedMatrix) -> None:
+    np.testing.assert_array_equal(actual.data, expected.data)
+    np.testing.assert_array_equal(actual.scales, expected.scales)
+    assert (actual.zero_points is None) == (expected.zero_points is None)
+    if actual.zero_points is not None and expected.zero_points is not None:
+        np.testing.assert_array_equal(actual.zero_points, expected.zero_points)
+
+
+def rows_of(matrix: QuantizedMatrix) -> Rows:
+    """The matrix, as a codec asks for it."""
+
+    def rows(start: int, stop: int) -> QuantizedMatrix:
+        assert 0 <= start <= stop <= len(matrix.data)
+        zeros = None if matrix.zero_points is None else matrix.zero_points[start:stop]
+        return QuantizedMatrix(matrix.data[start:stop], matrix.scales[start:stop], zeros)
+
+    return rows
+
+
+def store(path: Path, matrix: QuantizedMatrix, shape: QuantizedShape, layout: Layout) -> TensorEntry:
+    """Writes the matrix as the only tensor of a weights file."""
+    (entry,) = lay_out([Outline("matrix", (shape.n, shape.k), shape)], layout)
+    with path.open("wb") as file:
+        CODECS[layout].write(file, entry, rows_of(matrix))
+    assert path.stat().st_size == file_bytes([entry])
+    return entry
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(), seed=st.integers(0, 2**32 - 1))
+def test_bytes_are_where_the_formula_says(shape: QuantizedShape, seed: int) -> None:
+    matrix = random_matrix(shape, seed)
+    packed, expected = pack_tiles(matrix, shape), literal(matrix, shape)
+    parts = native_parts(shape)
+    assert {name: (a.dtype.name, a.shape) for name, a in fields(packed)} == parts
+    for (name, actual), (_, wanted) in zip(fields(packed), fields(expected), strict=True):
+        np.testing.assert_array_equal(actual, wanted, err_msg=name)
+    assert_same(unpack_tiles(packed, shape, 0), matrix)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_every_kind_of_matrix(bits: int, block: int, zeros: bool, paired: bool) -> None:
+    shape = QuantizedShape(70, block + 3, bits, block, zeros, paired)
+    matrix = random_matrix(shape, 0)
+    packed = pack_tiles(matrix, shape)
+    for (_, actual), (_, wanted) in zip(fields(packed), fields(literal(matrix, shape)), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    assert_same(unpack_tiles(packed, shape, 0), matrix)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(300), seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_a_run_of_tiles_is_that_run_of_the_whole(shape: QuantizedShape, seed: int, data: st.DataObject) -> None:
+    matrix = random_matrix(shape, seed)
+    whole = pack_tiles(matrix, shape)
+    first = data.draw(st.integers(0, tiles_of(shape) - 1))
+    last = data.draw(st.integers(first + 1, tiles_of(shape)))
+    rows = np.concatenate([np.arange(*run) for run in tile_rows(shape, first, last)])
+    zeros = None if matrix.zero_points is None else matrix.zero_points[rows]
+    part = QuantizedMatrix(matrix.data[rows], matrix.scales[rows], zeros)
+    packed = pack_tiles(part, shape)
+    for (_, actual), (_, wanted) in zip(fields(packed), fields(whole), strict=True):
+        np.testing.assert_array_equal(actual, wanted[first:last])
+    assert_same(unpack_tiles(packed, shape, first), part)
+
+
+def test_packing_leaves_the_rows_alone() -> None:
+    shape = QuantizedShape(5, 40, 8, 32, False)
+    matrix = random_matrix(shape, 0)
+    before = matrix.data.copy()
+    pack_tiles(matrix, shape)
+    np.testing.assert_array_equal(matrix.data, before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(300), seed=st.integers(0, 2**32 - 1), layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_any_rows_come_back_from_a_file(shape: QuantizedShape, seed: int, layout: Layout, data: st.DataObject) -> None:
+    matrix = random_matrix(shape, seed)
+    start = data.draw(st.integers(0, shape.n - 1))
+    stop = data.draw(st.integers(start + 1, shape.n))
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "weights.bin")
+        entry = store(path, matrix, shape, layout)
+        assert_same(CODECS[layout].read(path, entry, start, stop), rows_of(matrix)(start, stop))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_shorter_than_the_matrix_join(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.bundle.codecs._RUN_VALUES", 4096)
+    for paired in (False, True):
+        shape = QuantizedShape(330, 100, 4, 32, True, paired)
+        matrix = random_matrix(shape, 1)
+        entry = store(tmp_path / "weights.bin", matrix, shape, layout)
+        assert_same(CODECS[layout].read(tmp_path / "weights.bin", entry, 0, 330), matrix)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_between_two_bfloat16_are_refused(layout: Layout, tmp_path: Path) -> None:
+    shape = QuantizedShape(40, 64, 4, 32, False)
+    matrix = random_matrix(shape, 0)
+    matrix.scales[39, 1] = np.float32(1.001)
+    with pytest.raises(BundleError, match=r"matrix has scales that are not bfloat16\. Export"):
+        store(tmp_path / "weights.bin", matrix, shape, layout)
+
+
+def test_tables_of_both_layouts_place_blobs_on_pages_and_lines() -> None:
+    large, small = QuantizedShape(128, 128, 8, 32, True, True), QuantizedShape(3, 5, 2, 32, False)
+    outlines = [
+        Outline("small", (3, 5), small),
+        Outline("embed", (128, 128), large),
+        Outline("norm", (7,)),
+        Outline("head", (128, 128), shares="embed"),
+    ]
+    for layout in (NATIVE, PORTABLE):
+        table = {t.name: t for t in lay_out(outlines, layout)}
+        assert list(table) == ["small", "embed", "norm", "head"]
+        assert table["head"].blobs == table["embed"].blobs
+        blobs = [b for name in ("small", "embed", "norm") for b in table[name].blobs]
+        assert all(b.offset % (4096 if b.nbytes >= 4096 else 64) == 0 for b in blobs)
+        spans = sorted((b.offset, b.offset + b.nbytes) for b in blobs)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert file_bytes(table.values()) == spans[-1][1]

@@ -1,0 +1,257 @@
+"""The native graph, run by onnx's own evaluator with the kernel's operators written out in numpy, against the reference
+backend: what the graph means, whatever kernel runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
+from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
+from edgeinfer.bundle.packing import QuantizedShape, dequantize
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.reference import ReferenceBackend, rms_norm, rotate, silu, softmax
+from edgeinfer.runtime.rope import rope_tables
+from tests.factories import VARIANTS, make_checkpoint
+
+Array = NDArray[Any]
+TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
+CAPACITY = 64
+
+
+def matrix(
+    data: Array, low: Array | None, scales: Array, zeros: Array | None, shape: QuantizedShape, planes: int = 2
+) -> Array:
+    """The float matrix that flat constants stand for, in the order of its rows."""
+    parts = native_parts(shape)
+    arrays = {"data": data, "low": low, "scales": scales, "zero_points": zeros}
+    for name, array in arrays.items():
+        assert (array is None) == (name not in parts)
+        if array is not None:
+            assert (array.ndim, array.dtype.name) == (1, parts[name][0])
+            arrays[name] = array.reshape(parts[name][1])
+    if planes == 1 and arrays["low"] is not None:
+        arrays["low"] = np.full_like(arrays["low"], 0x77)
+    rows = unpack_tiles(NativeTiles(**arrays), shape, 0)  # type: ignore[arg-type]
+    return dequantize(rows.data, rows.scales, rows.zero_points, bits=shape.bits, block_size=shape.block_size, k=shape.k)
+
+
+class EmbeddingLowBit(OpRun):
+    op_domain = graph.NATIVE_DOMAIN
+
+    def _run(self, ids: Array, data: Array, low: Any, scales: Array, zeros: Any = None, **a: int) -> tuple[Array]:
+        assert set(a) == {"N", "K", "bits", "block_size"}
+        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None)
+        return (matrix(data, low, scales, zeros, shape)[ids],)
+
+
+class LinearLowBit(OpRun):
+    op_domain = graph.NATIVE_DOMAIN
+
+    def _run(
+        self,
+        x: Array,
+        data: Array,
+        low: Any,
+        scales: Array,
+        zeros: Any = None,
+        bias: Any = None,
+        norm: Any = None,
+        residual: Any = None,
+        planes: Any = None,
+        **a: Any,
+    ) -> tuple[Array]:
+        assert set(a) == {"N", "K", "bits", "block_size", "paired", "swiglu", "norm_epsilon"}
+        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None, bool(a["paired"]))
+        weight = matrix(data, low, scales, zeros, shape, 2 if planes is None else int(planes[0]))
+        assert planes is None or planes.shape == (1,)
+        y = (x if norm is None else rms_norm(x, norm, a["norm_epsilon"])) @ weight.T
+        y = y if bias is None else y + bias
+        if a["swiglu"]:
+            gate, up = np.split(y, 2, axis=-1)
+            y = silu(gate) * up
+        return (y.astype(np.float32) if residual is None else (y + residual).astype(np.float32),)
+
+
+class QuickGelu(OpRun):
+    op_domain = "com.microsoft"
+
+    def _run(self, x: Array, alpha: float) -> tuple[Array]:
+        assert alpha == 1
+        return (silu(x),)
+
+
+class RotaryEmbedding(OpRun):
+    op_domain = "com.microsoft"
+
+    def _run(self, x: Array, ids: Array, cos: Array, sin: Array, num_heads: int, **_: int) -> tuple[Array]:
+        heads = rotate(x[0].reshape(len(x[0]), num_heads, -1), cos[ids[0]], sin[ids[0]])
+        return (heads.reshape(x.shape),)
+
+
+class GroupQueryAttention(OpRun):
+    op_domain = "com.microsoft"
+
+    def _run(self, *inputs: Any, **a: int) -> tuple[Array, Array, Array]:
+        q, k, v, past_k, past_v, _, total, cos, sin, ids, bias = inputs
+        heads, groups, size = a["num_heads"], a["kv_num_heads"], q.shape[1]
+        width = past_k.shape[-1]
+        if k is None:
+            q, k, v = np.split(q, [heads * width, (heads + groups) * width], axis=-1)
+        q, k, v = (x[0].reshape(size, -1, width) for x in (q, k, v))
+        if a["do_rotary"]:
+            q, k = (rotate(x, cos[ids[0]], sin[ids[0]]) for x in (q, k))
+        start, end = int(total) - size, int(total)
+        keys, values = past_k.copy(), past_v.copy()
+        keys[0, :, start:end], values[0, :, start:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)
+        grouped = q.swapaxes(0, 1).reshape(groups, heads // groups, size, width)
+        scores = grouped @ keys[0, :, None, :end].swapaxes(-1, -2) / np.float32(np.sqrt(width)) + bias[0]
+        hidden = np.arange(end) > np.arange(start, end)[:, None]
+        mixed = softmax(np.where(hidden, np.float32(-np.inf), scores)) @ values[0, :, None, :end]
+        return mixed.transpose(2, 0, 1, 3).reshape(1, size, heads * width), keys, values
+
+
+OPERATORS = [EmbeddingLowBit, LinearLowBit, QuickGelu, RotaryEmbedding, GroupQueryAttention]
+
+
+def export(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> Bundle:
+    make_checkpoint(folder / "checkpoint", arch, **settings)
+    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+
+
+def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None) -> Array:
+    """Logits of the tokens, in two passes over the native graph."""
+    evaluator = ReferenceEvaluator(str(bundle.model_file(NATIVE)), new_ops=OPERATORS)
+    spec = bundle.manifest.decoder
+    assert spec is not None
+    cos, sin = rope_tables(spec.rope, CAPACITY, CAPACITY)
+    shape = (1, spec.num_kv_heads, CAPACITY, spec.head_dim)
+    names = [name for layer in range(spec.num_layers) for name in graph.past_names(layer)]
+    caches: list[Array] = [np.zeros(shape, np.float32) for _ in names]
+    parts, start = [], 0
+    for end in (7, len(TOKENS)):
+        size = end - start
+        distance = np.arange(start, end)[:, None] - np.arange(end)
+        feeds: dict[str, Array] = {
+            graph.INPUT_IDS: TOKENS[None, start:end],
+            graph.POSITION_IDS: np.arange(start, end)[None],
+            graph.COS_CACHE: cos,
+            graph.SIN_CACHE: sin,
+            graph.ATTENTION_BIAS: np.zeros((1, 1, size, end), np.float32),
+            graph.WINDOW_BIAS: np.where(distance < spec.window_size, 0, -1e9).astype(np.float32)[None, None],
+            graph.SEQLENS_K: np.array([end - 1], np.int32),
+            graph.TOTAL_LENGTH: np.array(end, np.int32),
+            graph.LAYER_MASK: np.ones(2 * spec.num_layers, np.bool_) if mask is None else mask,
+            graph.HIDDEN_IN: np.zeros((1, 1, spec.hidden_size), np.float32),
+            graph.USE_HIDDEN: np.array([False]),
+            graph.LOGIT_ROWS: np.arange(size),
+            graph.PLANES: np.array([planes], np.int32),
+            **dict(zip(names, caches, strict=True)),
+        }
+        given = {name: feeds[name] for name in evaluator.input_names}
+        outputs: list[Any] = list(evaluator.run(None, given))
+        parts.append(outputs[0])
+        caches = outputs[2:]
+        start = end
+    return np.concatenate(parts)
+
+
+def expected(bundle: Bundle) -> Array:
+    backend = ReferenceBackend(bundle, CAPACITY)
+    rows = np.arange(len(TOKENS))
+    return backend.forward(TOKENS, rows, rows).logits
+
+
+def nodes(model_graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in model_graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes(attribute.g)
+
+
+def kinds(bundle: Bundle) -> Counter[str]:
+    model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
+    return Counter(node.op_type for node in nodes(model.graph))
+
+
+@pytest.mark.parametrize("arch", VARIANTS)
+def test_every_variant_computes_what_its_weights_say(arch: str, tmp_path: Path) -> None:
+    bundle = export(tmp_path, arch, ExportConfig(bits=4, keep_small=False))
+    assert bundle.manifest.layout == NATIVE
+    wanted = expected(bundle)
+    assert np.abs(run(bundle) - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("arch", ["llama-tied", "llama-biases", "qwen3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 2, "keep_small": False},
+        {"bits": 8, "keep_small": False},
+        {"bits": 8, "keep_small": False, "symmetric": True, "group_size": 64},
+        {"bits": 8, "head_bits": 32, "keep_small": False},
+        {"bits": 32, "head_bits": 4},
+        {"bits": 8},
+    ],
+    ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()),
+)
+def test_every_mixture_computes_what_its_weights_say(arch: str, options: dict[str, Any], tmp_path: Path) -> None:
+    # Wide enough that at 8 bits gate_up is quantized and the other layers stay float32.
+    bundle = export(tmp_path, arch, ExportConfig(**options), intermediate_size=544)
+    assert bundle.manifest.layout == NATIVE
+    wanted = expected(bundle)
+    assert np.abs(run(bundle) - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+def test_everything_around_a_quantized_product_is_fused(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "llama-biases", ExportConfig(bits=4, keep_small=False))
+    layers = 3
+    assert kinds(bundle) == {
+        "LinearLowBit": 4 * layers + 1,
+        "EmbeddingLowBit": 1,
+        "GroupQueryAttention": layers,
+        "If": 2 * layers + 1,
+        "Identity": 1 + 4 * layers,
+        "Split": 1,
+        "Squeeze": 1,
+        "Gather": 1,
+    }
+
+
+def test_a_tied_head_reads_the_embeddings_bytes(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "llama-tied", ExportConfig(bits=8))
+    model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
+    users = {node.op_type: list(node.input) for node in nodes(model.graph) if "embed" in node.input}
+    assert users["LinearLowBit"][1:4] == users["EmbeddingLowBit"][1:4] == ["embed", "embed.low", "embed.scales"]
+    assert all(len(i.dims) == 1 for i in model.graph.initializer if i.name.startswith("embed"))
+
+
+def test_planes_are_read_by_the_layers_alone(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "llama-tied", ExportConfig(bits=8, keep_small=False))
+    model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
+    readers = {node.output[0] for node in nodes(model.graph) if graph.PLANES in node.input}
+    assert len(readers) == 4 * 3 and graph.LOGITS not in readers
+    both, high = run(bundle), run(bundle, planes=1)
+    error = np.linalg.norm(both - high) / np.linalg.norm(both)
+    assert 0.01 < error < 0.5
+    # Without any layer, only embedding and head are left.
+    nothing = np.zeros(6, np.bool_)
+    np.testing.assert_array_equal(run(bundle, mask=nothing), run(bundle, planes=1, mask=nothing))
+
+
+def test_the_graph_passes_the_checker(tmp_path: Path) -> None:
+    for arch in ("llama-tied", "qwen2-windows"):
+        bundle = export(tmp_path / arch, arch, ExportConfig(bits=8))
+        onnx.checker.check_model(str(bundle.model_file(NATIVE)), full_check=False)
+        model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
+        assert {o.domain: o.version for o in model.opset_import} == {"": 23, "com.microsoft": 1, "edgeinfer": 1}
