@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from edgeinfer.api import Model, TokenStream, load, plan
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
+    from edgeinfer.device import measure_device
     from edgeinfer.errors import EdgeInferError
     from edgeinfer.results import Chunk, Result
 
@@ -22,6 +23,7 @@ __all__ = [
     "Result",
     "TokenStream",
     "load",
+    "measure_device",
     "plan",
 ]
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ _HOMES = {
     "Result": "results",
     "TokenStream": "api",
     "load": "api",
+    "measure_device": "device",
     "plan": "api",
 }
 

@@ -13,17 +13,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import BundleError, PromptError, TemplateError, UsageError
 from edgeinfer.generation import ModelParts, TokenStream
 from edgeinfer.hub import resolve
 from edgeinfer.openai import chat_completion
-from edgeinfer.results import ModelInfo, Result
-from edgeinfer.runtime.backends import make_backend
+from edgeinfer.results import LoadCosts, ModelInfo, PassWork, Result
+from edgeinfer.runtime import measure
+from edgeinfer.runtime.backends import make_backend, run_layout
+from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.measure import DecodeTimes, TokenScores, decode_times, pass_times, score_tokens
-from edgeinfer.runtime.memory import release_freed, return_large_frees
+from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
 from edgeinfer.runtime.plan import MemoryPlan, make_plan
 from edgeinfer.runtime.text import ChatTemplate, Tokenizer
 
@@ -39,6 +41,8 @@ def load(
     exact: bool = True,
     prefill_chunk: int = 64,
     backend: str | None = None,
+    native: bool | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -50,22 +54,30 @@ def load(
         exact: make text independent of how passes are cut, bit for bit.
         prefill_chunk: prompt tokens per pass.
         backend: "onnx" or "reference"; None is the bundle's own.
+        native: multiply by the native kernel: None where it works and the bundle stores its layout, False never, True
+            always.
+        progress: called with a stage, steps done and steps in all while weights are converted, which a device that
+            cannot run a bundle's layout does once.
 
     Raises:
         ModelError: the bundle is missing or damaged.
+        NativeUnavailableError: the native kernel is required and cannot run here.
+        StorageError: there is no place for converted weights.
         BudgetError: it does not fit `memory`; the error carries the breakdown.
         UsageError: an option is out of range.
     """
     started = time.perf_counter()
-    config = _load_config(memory, context, threads, exact, prefill_chunk, backend)
+    config = _load_config(memory, context, threads, exact, prefill_chunk, backend, native)
     bundle = open_bundle(resolve(model))
-    memory_plan = make_plan(bundle, config)
+    memory_plan = make_plan(bundle, config, run_layout(bundle, config))
     memory_plan.require_fit()
     return_large_frees()
     # The tokenizer first: parsing it takes more than it keeps, and what it frees must be gone before the weights come.
+    parsing, before = time.perf_counter(), process_memory().anonymous
     tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
     release_freed()
-    engine = Engine(make_backend(bundle, config, memory_plan), memory_plan.prefill_chunk)
+    tokenizer_ms, tokenizer_bytes = (time.perf_counter() - parsing) * 1e3, process_memory().anonymous - before
+    engine = Engine(make_backend(bundle, config, memory_plan, progress), memory_plan.prefill_chunk)
     manifest = bundle.manifest
     info = ModelInfo(
         name=manifest.name,
@@ -73,10 +85,13 @@ def load(
         parameters=manifest.parameters,
         bits_per_weight=round(manifest.bits_per_weight, 3),
         backend=engine.backend.name,
+        kernel=engine.backend.kernel,
     )
     begin_ids, eos_ids = _boundary_ids(bundle)
-    load_ms = (time.perf_counter() - started) * 1e3
-    return Model(ModelParts(engine, tokenizer, memory_plan, info, begin_ids, eos_ids, load_ms), _template(bundle))
+    costs = LoadCosts((time.perf_counter() - started) * 1e3, tokenizer_ms, tokenizer_bytes)
+    tensors = tensors_in(manifest, memory_plan.layout)
+    parts = ModelParts(engine, tokenizer, memory_plan, info, begin_ids, eos_ids, costs, tensors)
+    return Model(parts, _template(bundle))
 
 
 def plan(
@@ -85,14 +100,16 @@ def plan(
     memory: int | str | None = None,
     context: int | None = None,
     prefill_chunk: int = 64,
+    native: bool | None = None,
 ) -> MemoryPlan:
     """What `load` with the same arguments would take, without loading; a plan that does not fit is returned too.
 
     Raises:
         ModelError, UsageError: as `load`.
     """
-    config = _load_config(memory, context, None, True, prefill_chunk, None)
-    return make_plan(open_bundle(resolve(model)), config)
+    config = _load_config(memory, context, None, True, prefill_chunk, None, native)
+    bundle = open_bundle(resolve(model))
+    return make_plan(bundle, config, run_layout(bundle, config))
 
 
 def _load_config(
@@ -102,9 +119,10 @@ def _load_config(
     exact: bool,
     prefill_chunk: int,
     backend: str | None,
+    native: bool | None,
 ) -> LoadConfig:
     budget = None if memory is None else parse_size(memory)
-    return LoadConfig(context, budget, threads, exact, prefill_chunk, backend)
+    return LoadConfig(context, budget, threads, exact, prefill_chunk, backend, native)
 
 
 def _boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
@@ -148,6 +166,11 @@ class Model:
     def context(self) -> int:
         """Tokens of prompt plus reply."""
         return self._parts.plan.context
+
+    @property
+    def load_costs(self) -> LoadCosts:
+        """What loading took."""
+        return self._parts.load
 
     @property
     def begin_ids(self) -> list[int]:
@@ -232,17 +255,34 @@ class Model:
     def measure_passes(self, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
         """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens; empties the cache."""
         self._require_idle()
-        return pass_times(self._parts.engine, sizes, past=past, repeats=repeats)
+        return measure.pass_times(self._parts.engine, sizes, past=past, repeats=repeats)
 
-    def measure_decode(self, tokens: int, *, past: int) -> DecodeTimes:
+    def measure_prefill(self, tokens: int, *, repeats: int) -> list[float]:
+        """Milliseconds of taking in a prompt of `tokens` tokens, chunk by chunk; empties the cache."""
+        self._require_idle()
+        return measure.prefill_times(self._parts.engine, tokens, repeats=repeats)
+
+    def measure_decode(self, tokens: int, *, past: int) -> measure.DecodeTimes:
         """Per greedily decoded token, milliseconds inside the session and in all; empties the cache."""
         self._require_idle()
-        return decode_times(self._parts.engine, tokens, past=past)
+        return measure.decode_times(self._parts.engine, tokens, past=past)
 
-    def score(self, tokens: Sequence[int]) -> TokenScores:
+    def pass_work(self, tokens: int, rows: int) -> PassWork:
+        """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights."""
+        return measure.pass_work(self._parts.tensors, tokens, rows)
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
+        """The logits after each token of a text, as arrays of a few rows each, which the next overwrites: (R, V).
+
+        Empties the cache. Nothing else may be asked of the model before the last of them.
+        """
+        self._require_idle()
+        return measure.token_logits(self._parts.engine, tokens)
+
+    def score(self, tokens: Sequence[int]) -> measure.TokenScores:
         """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
         self._require_idle()
-        return score_tokens(self._parts.engine, tokens)
+        return measure.score_tokens(self._parts.engine, tokens)
 
     def close(self) -> None:
         """Frees the model; it is unusable afterwards."""

@@ -69,6 +69,8 @@ class LoadConfig:
         exact: pad passes so that text never depends on how it was chunked or speculated (DESIGN section 4).
         prefill_chunk: tokens of a prompt evaluated per pass.
         backend: "onnx" or "reference"; None takes the bundle's own.
+        native: whether the native kernel multiplies: None where it works and the bundle stores its layout, False never,
+            True always, converting the weights if need be.
     """
 
     context: int | None = None
@@ -77,6 +79,7 @@ class LoadConfig:
     exact: bool = True
     prefill_chunk: int = 64
     backend: str | None = None
+    native: bool | None = None
 
     def __post_init__(self) -> None:
         _require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")

@@ -16,7 +16,8 @@ EdgeInferError
 │   └── StorageError         (5)  a path that cannot be written, or a full disk
 └── InternalError            (5)  our fault, or the execution engine's
     ├── BackendError         (5)
-    └── CapabilityError      (5)  a backend was asked for what it said it cannot do
+    ├── CapabilityError      (5)  a backend was asked for what it said it cannot do
+    └── NativeUnavailableError (5) the native kernel cannot run here
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "HubError",
     "InternalError",
     "ModelError",
+    "NativeUnavailableError",
     "PromptError",
     "StorageError",
     "TemplateError",
@@ -147,3 +149,7 @@ class BackendError(InternalError):
 
 class CapabilityError(InternalError):
     """A backend was asked for something its capabilities exclude."""
+
+
+class NativeUnavailableError(InternalError):
+    """The native kernel is not there, does not fit this machine or failed its self-test."""

@@ -11,9 +11,10 @@ from typing import Self
 
 import numpy as np
 
+from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.results import Chunk, FinishReason, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
+from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.engine import Engine, Step
 from edgeinfer.runtime.memory import process_memory
@@ -34,7 +35,8 @@ class ModelParts:
     info: ModelInfo
     begin_ids: tuple[int, ...]
     eos_ids: frozenset[int]
-    load_ms: float
+    load: LoadCosts
+    tensors: tuple[TensorEntry, ...]
 
 
 class _Sampling:
@@ -208,7 +210,7 @@ class TokenStream:
         p50, p95 = (float(p) for p in np.percentile(later, (50, 95))) if len(later) else (0.0, 0.0)
         prefill = self._parts.engine.prefill
         return Timings(
-            load_ms=self._parts.load_ms,
+            load_ms=self._parts.load.total_ms,
             prompt_ms=prefill.ms,
             ttft_ms=self._step_ms[0] if self._step_ms else 0.0,
             per_token_ms=mean,

@@ -9,7 +9,19 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Chunk", "FinishReason", "MemoryUse", "ModelInfo", "Result", "Speculation", "Timings", "Usage"]
+__all__ = [
+    "Chunk",
+    "DeviceLimits",
+    "FinishReason",
+    "LoadCosts",
+    "MemoryUse",
+    "ModelInfo",
+    "PassWork",
+    "Result",
+    "Speculation",
+    "Timings",
+    "Usage",
+]
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -80,13 +92,65 @@ class Speculation:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model answered."""
+    """Which model answered.
+
+    Attributes:
+        kernel: what multiplied: an instruction set of the native kernel, else the operator or library.
+    """
 
     name: str
     architecture: str
     parameters: int
     bits_per_weight: float
     backend: str
+    kernel: str
+
+
+@dataclass(frozen=True)
+class LoadCosts:
+    """What loading a model took: milliseconds in all, and the tokenizer's part of them and of the anonymous memory."""
+
+    total_ms: float
+    tokenizer_ms: float
+    tokenizer_bytes: int
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """The least that one or several passes have to do, attention aside.
+
+    Attributes:
+        weight_bytes: stored bytes of the weights, each read once per pass; of the embedding only single rows are.
+        multiply_adds: of the weights with the rows that go through them.
+    """
+
+    weight_bytes: int
+    multiply_adds: int
+
+    def __add__(self, other: PassWork) -> PassWork:
+        return PassWork(self.weight_bytes + other.weight_bytes, self.multiply_adds + other.multiply_adds)
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a machine can do at best.
+
+    Attributes:
+        kernel: the instruction set that multiplies.
+        threads: that worked together.
+        read_bytes_per_s: bytes of memory, beyond all caches, that they read in a second.
+        multiply_adds_per_s: of int8 values; None where the instruction set has no instruction for them.
+    """
+
+    kernel: str
+    threads: int
+    read_bytes_per_s: float
+    multiply_adds_per_s: float | None
+
+    def floor_ms(self, work: PassWork) -> tuple[float, float | None]:
+        """Milliseconds that reading alone and multiplying alone take; a pass takes no less than the longer."""
+        rate = self.multiply_adds_per_s
+        return work.weight_bytes / self.read_bytes_per_s * 1e3, work.multiply_adds / rate * 1e3 if rate else None
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class ConcatBackend:
     """
 
     name = "onnx-optimum"
+    kernel = "onnxruntime"
 
     def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1) -> None:
         self.geometry = bundle.manifest.geometry
@@ -74,9 +75,10 @@ class ConcatBackend:
         tree: Ints | None = None,
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
+        planes: int = 2,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
         start, size = self.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
             raise BackendError(f"Graph counts positions itself: {positions.tolist()} do not follow row {start}.")

@@ -73,6 +73,10 @@ class Backend(Protocol):
         """Name for people: "onnx", "reference"."""
 
     @property
+    def kernel(self) -> str:
+        """What multiplies: an instruction set of the native kernel, else the operator or library."""
+
+    @property
     def geometry(self) -> Geometry:
         """Sizes of the model."""
 
@@ -101,13 +105,14 @@ class Backend(Protocol):
         tree: Ints | None = None,  # (S,), parent row of each row, -1 for the context; None is a chain
         layer_mask: NDArray[np.bool_] | None = None,  # (2 L,), [2i] attention and [2i+1] MLP of layer i
         hidden: Floats | None = None,  # (S, D), enters the first layer that runs instead of the embeddings
+        planes: int = 2,  # 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole
     ) -> StepOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
         A tree needs at least one token in the cache, which a prompt always leaves.
 
         Raises:
-            CapabilityError: `tree`, `layer_mask` or `hidden` where the capabilities exclude it.
+            CapabilityError: `tree`, `layer_mask`, `hidden` or one plane where the capabilities exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
         """
 
@@ -141,6 +146,7 @@ def check_pass(
     tree: Ints | None,  # (S,)
     layer_mask: NDArray[np.bool_] | None,  # (2 L,)
     hidden: Floats | None,  # (S, D)
+    planes: int = 2,
 ) -> None:
     """Refuses a pass that the backend's contract excludes.
 
@@ -152,10 +158,13 @@ def check_pass(
         "skip layers": layer_mask is not None and not can.layer_skip,
         "resume from hidden states": hidden is not None and not can.hidden,
         "verify trees": tree is not None and not can.tree,
+        "read one plane of its weights": planes == 1 and not can.elastic,
     }
     for what, wanted in refused.items():
         if wanted:
             raise CapabilityError(f"The {backend.name} backend cannot {what}.", "Use a natively exported bundle.")
+    if planes not in (1, 2):
+        raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
     if size == 0 or len(positions) != size:
         raise BackendError(f"A pass of {size} tokens has {len(positions)} positions.")
     if backend.length + size > backend.capacity:

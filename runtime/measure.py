@@ -1,19 +1,30 @@
-"""Measures passes on this device: what they cost, the engine's share, how well they predict; knows nothing of text."""
+"""Measures passes: what they have to do, what they cost, the engine's share, how well they predict; knows no text."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle import TensorEntry
 from edgeinfer.errors import UsageError
+from edgeinfer.results import PassWork
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.engine import Engine
 
-__all__ = ["DecodeTimes", "TokenScores", "decode_times", "pass_times", "score_tokens"]
+__all__ = [
+    "DecodeTimes",
+    "TokenScores",
+    "decode_times",
+    "pass_times",
+    "pass_work",
+    "prefill_times",
+    "score_tokens",
+    "token_logits",
+]
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,20 @@ def _require_room(engine: Engine, tokens: int) -> None:
         raise UsageError(message, "Load with a larger context.")
 
 
+def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWork:
+    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the table of a bundle's weights.
+
+    Raises:
+        UsageError: the bundle has no such table.
+    """
+    # The embedding is looked up by rows; a head that shares its bytes is listed by its own name.
+    through = [(tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if tensor.name != "embed"]
+    if not through:
+        raise UsageError("The bundle does not list its weights.", "Use one exported natively.")
+    read = sum(tensor.nbytes for tensor, count in through if count)
+    return PassWork(read, sum(tensor.size * count for tensor, count in through if len(tensor.shape) == 2))
+
+
 def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
     """Milliseconds of passes over each number of tokens, all logit rows, after `past` tokens; sizes take turns.
 
@@ -91,6 +116,23 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
     return times
 
 
+def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
+    """Milliseconds of taking in a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, tokens)
+    prompt, chooser = _filler(engine, tokens), _Greedy(engine.backend)
+    times = []
+    for _ in range(repeats):
+        engine.forget()
+        for _step in engine.generate(prompt, chooser, max_tokens=1, stop_ids=frozenset()):
+            times.append(engine.prefill.ms)
+    engine.forget()
+    return times
+
+
 def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
     """Decodes greedily after `past` tokens and times every step.
 
@@ -108,7 +150,33 @@ def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
 
 
 # Logit rows held at once: 16 rows of a 152k vocabulary are 10 MB.
-_SCORED_ROWS = 16
+_LOGIT_ROWS = 16
+
+
+def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
+    """Feeds a text and yields the logits after each of its tokens, a few rows (R, V) at a time; empties the cache.
+
+    Rows are views that the next ones overwrite.
+
+    Raises:
+        UsageError: no token, or more than the context holds; or the model was used for something else in between.
+    """
+    if not tokens:
+        raise UsageError("Nothing was given to measure.", "Give at least one token.")
+    _require_room(engine, len(tokens))
+    engine.forget()
+    return _logit_chunks(engine, np.array(tokens, np.int64))
+
+
+def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
+    backend = engine.backend
+    for start in range(0, len(ids), _LOGIT_ROWS):
+        if backend.length != start:
+            raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
+        chunk = ids[start : start + _LOGIT_ROWS]
+        rows = np.arange(len(chunk))
+        yield backend.forward(chunk, rows + start, rows).logits
+    engine.forget()
 
 
 def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
@@ -119,20 +187,15 @@ def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
     """
     if len(tokens) < 2:
         raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")
-    _require_room(engine, len(tokens))
-    backend, ids = engine.backend, np.array(tokens, np.int64)
+    ids = np.array(tokens, np.int64)
     logprobs, best = np.empty(len(ids) - 1), np.empty(len(ids), np.int64)
-    engine.forget()
-    for start in range(0, len(ids), _SCORED_ROWS):
-        chunk = ids[start : start + _SCORED_ROWS]
-        rows = np.arange(len(chunk))
-        logits = backend.forward(chunk, rows + start, rows).logits  # (R, V)
-        best[start : start + len(chunk)] = logits.argmax(axis=1)
-        shifted = logits.astype(np.float64)
+    start = 0
+    for logits in token_logits(engine, tokens):  # (R, V)
+        best[start : start + len(logits)] = logits.argmax(axis=1)
+        targets = ids[start + 1 : start + 1 + len(logits)]
+        shifted = logits[: len(targets)].astype(np.float64)
         shifted -= shifted.max(axis=1, keepdims=True)
-        targets = ids[start + 1 : start + 1 + len(chunk)]
-        chosen = shifted[rows[: len(targets)], targets]
-        sums = np.exp(shifted[: len(targets)]).sum(axis=1)
-        logprobs[start : start + len(targets)] = chosen - np.log(sums)
-    engine.forget()
+        chosen = shifted[np.arange(len(targets)), targets]
+        logprobs[start : start + len(targets)] = chosen - np.log(np.exp(shifted).sum(axis=1))
+        start += len(logits)
     return TokenScores(logprobs, best)

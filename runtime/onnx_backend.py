@@ -3,7 +3,7 @@
 Knows the graph's inputs and outputs (edgeinfer.bundle.graph); knows nothing of sampling or text. Facts it relies on,
 measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one buffer, so dropping
 rows is passing a smaller length; a row's result does not depend on the other rows of its pass as long as there are at
-least two, and an even number where weights are quantized in blocks of 64 or 128.
+least two, and an even number where MatMulNBits multiplies in blocks of 64 or 128.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import MODEL, WEIGHTS, Bundle, Geometry, graph
+from edgeinfer.bundle import NATIVE, Bundle, Geometry, Layout, Manifest, graph
 from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.contracts import (
     CacheSnapshot,
@@ -26,7 +26,9 @@ from edgeinfer.runtime.contracts import (
     in_window,
 )
 from edgeinfer.runtime.kv import KVBuffers
+from edgeinfer.runtime.layouts import Progress, RunnableGraph, prepare
 from edgeinfer.runtime.memory import MappedFile
+from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.ort_session import OrtSession
 from edgeinfer.runtime.rope import rope_tables
 
@@ -48,26 +50,43 @@ class OnnxBackend:
         capacity: tokens the cache may hold.
         threads: threads of the session.
         exact: pad passes so that every row is bit-identical whatever pass it is computed in.
+        layout: of the weights; None takes the one that the bundle stores. Another is converted to.
+        progress: called while weights are converted.
+
+    Raises:
+        BundleError: the bundle is damaged or describes no model.
+        NativeUnavailableError: the native layout runs, and there is no native kernel.
+        StorageError: there is no place for converted weights.
     """
 
     name = "onnx"
 
-    def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1, exact: bool = True) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        capacity: int,
+        *,
+        threads: int = 1,
+        exact: bool = True,
+        layout: Layout | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        layout = layout or bundle.manifest.layout
         decoder = bundle.manifest.decoder
         if decoder is None:
             raise BundleError(f"{bundle.path} has no model description.", "Export it again.")
         self.geometry = decoder.geometry
-        self.capabilities = bundle.manifest.capabilities
+        self.capabilities = bundle.manifest.capabilities_in(layout)
         self.capacity = capacity
         self._window = decoder.window_size
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
         self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
         self._head_multiple = self.capabilities.row_multiple if exact else 1
-        self._session = OrtSession(str(bundle.file(MODEL)), threads)
-        # The weights are packed into copies; the pages they were read from have done their work.
-        self._weights = MappedFile(bundle.file(WEIGHTS))
-        self._weights.release()
-        self._looked_up = 0
+        kernel = native_kernel() if layout == NATIVE else None
+        self.kernel = kernel.isa if kernel is not None else _portable_kernel(bundle.manifest)
+        self._graph = prepare(bundle, layout, progress)
+        self._session = OrtSession(str(self._graph.model), threads, kernel)
+        self._pages = _PackedPages(self._graph) if kernel is None else None
         self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1)
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
         self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
@@ -75,6 +94,7 @@ class OnnxBackend:
         self._layer_mask = self._all_layers.copy()
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
+        self._planes = np.zeros(1, np.int32)
         self._zeros = np.zeros(0, np.float32)
         self._buffers = _Buffers(self.geometry, size=2, rows=2)
         self._passes: dict[tuple[int, int, bool], _Pass] = {}
@@ -98,9 +118,10 @@ class OnnxBackend:
         tree: Ints | None = None,
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
+        planes: int = 2,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
         if self._window and tree is not None and len(tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(tree)} rows is larger than {graph.TREE_ROWS}.")
         start, size = self._kv.length, len(tokens)
@@ -114,21 +135,13 @@ class OnnxBackend:
         self._layer_mask[:] = self._all_layers if layer_mask is None else layer_mask
         self._seqlens[0] = total - 1
         self._total[...] = total
+        self._planes[0] = planes
         self._bind_biases(step, tree, padded, total)
         self._session.run(step.binding)
         self._kv.length = start + size
-        self._release_embedding(size)
+        if self._pages is not None:
+            self._pages.looked_up(size)
         return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size])
-
-    def _release_embedding(self, size: int) -> None:
-        """Drops the rows of the embedding that were looked up, before they become the whole table.
-
-        The system maps 64 KB around each row; fetching a page again costs about a microsecond.
-        """
-        self._looked_up += size
-        if self._looked_up >= _LOOKUPS:
-            self._weights.release()
-            self._looked_up = 0
 
     def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
         key = (padded, rows, resumes)
@@ -150,6 +163,8 @@ class OnnxBackend:
             graph.TOTAL_LENGTH: self._total,
             graph.LAYER_MASK: self._layer_mask,
         }
+        if self.capabilities.elastic:
+            inputs[graph.PLANES] = self._planes
         for name, array in inputs.items():
             step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
@@ -208,6 +223,31 @@ class OnnxBackend:
         """Drops the session and all buffers."""
         self._passes.clear()
         del self._session
+        self._graph.close()
+
+
+def _portable_kernel(manifest: Manifest) -> str:
+    return "MatMulNBits" if any(t.bits < 32 for t in manifest.tensors) else "MatMul"
+
+
+class _PackedPages:
+    """Pages of weights that onnxruntime packed into copies: dropped at once, and whenever many rows of the embedding,
+    which stays where it is, were looked up.
+
+    The system maps 64 KB around each row; fetching a page again costs about a microsecond.
+    """
+
+    def __init__(self, graph: RunnableGraph) -> None:
+        self._file = MappedFile(graph.weights)
+        self._file.release()
+        self._count = 0
+
+    def looked_up(self, rows: int) -> None:
+        """Counts rows, and drops their pages before they become the whole table."""
+        self._count += rows
+        if self._count >= _LOOKUPS:
+            self._file.release()
+            self._count = 0
 
 
 def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'

@@ -8,14 +8,25 @@ from pathlib import Path
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state
 
-from edgeinfer.errors import BackendError, BundleError
+from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.contracts import PassCancelledError
 from edgeinfer.runtime.memory import MappedFile
+from edgeinfer.runtime.native.library import NativeKernel
 
 __all__ = ["OrtSession"]
 
 _TERMINATED = "terminate flag"
 _CPU = ["CPUExecutionProvider"]
+
+
+def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
+    try:
+        options.register_custom_ops_library(str(kernel.path))
+    except Exception as error:
+        # onnxruntime raises a family of exceptions without a common base of its own.
+        reason = str(error).splitlines()[0]
+        hint = 'Install the onnxruntime that edgeinfer asks for (pip install -U "onnxruntime>=1.31,<2").'
+        raise NativeUnavailableError(f"onnxruntime does not take the native kernel: {reason}", hint) from error
 
 
 class OrtSession:
@@ -27,16 +38,18 @@ class OrtSession:
     Args:
         path: the model file.
         threads: threads of the linear algebra.
+        kernel: whose operators the graph may use.
 
     Attributes:
         inputs, outputs: names in the order of the graph.
         run_ns: nanoseconds of the last completed run.
 
     Raises:
+        NativeUnavailableError: this onnxruntime does not take the kernel.
         BundleError: the model file cannot be loaded.
     """
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str, threads: int, kernel: NativeKernel | None = None) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -46,6 +59,8 @@ class OrtSession:
         options.log_severity_level = 4
         # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        if kernel is not None:
+            _register(options, kernel)
         try:
             self._session = ort.InferenceSession(path, options, providers=_CPU)
         except Exception as error:

@@ -5,10 +5,12 @@ The terms are upper bounds of resident memory, so a plan that fits is kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgeinfer.bundle import Bundle, Manifest, TensorEntry
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
+from edgeinfer.bundle.tables import stored_tensors, tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError, ContextLengthError
 from edgeinfer.runtime.memory import process_memory
@@ -38,12 +40,14 @@ class MemoryPlan:
         prefill_chunk: prompt tokens per pass.
         budget_bytes: the user's budget; None when there is none.
         terms: bytes by name; their sum is `planned_bytes`.
+        layout: the layout of weights that runs.
     """
 
     context: int
     prefill_chunk: int
     budget_bytes: int | None
     terms: dict[str, int]
+    layout: Layout
 
     @property
     def planned_bytes(self) -> int:
@@ -86,13 +90,16 @@ class MemoryPlan:
             "minimum_bytes": self.minimum_bytes,
             "planned_bytes": self.planned_bytes,
             "terms": dict(self.terms),
-            "choice": {"context": self.context, "prefill_chunk": self.prefill_chunk},
+            "choice": {"context": self.context, "prefill_chunk": self.prefill_chunk, "layout": self.layout},
             "alternatives": [],
         }
 
 
-def make_plan(bundle: Bundle, config: LoadConfig) -> MemoryPlan:
+def make_plan(bundle: Bundle, config: LoadConfig, layout: Layout | None = None) -> MemoryPlan:
     """Plans a bundle for a process that has its libraries imported and nothing loaded yet.
+
+    Args:
+        layout: the layout of weights that will run; None is the one the bundle stores.
 
     Raises:
         ContextLengthError: the context asked for is larger than the model allows.
@@ -104,10 +111,11 @@ def make_plan(bundle: Bundle, config: LoadConfig) -> MemoryPlan:
         raise ContextLengthError(message, f"Use a context of at most {longest} (-c {longest}).")
     context = config.context or min(DEFAULT_CONTEXT, longest)
     chunk = min(config.prefill_chunk, context)
+    layout = layout or manifest.layout
     tokenizer = manifest.files["tokenizer.json"].bytes if bundle.has("tokenizer.json") else 0
     terms = {
         "session": _SESSION_BYTES,
-        **_weights(manifest),
+        **_weights(manifest, layout),
         "kv": geometry.kv_bytes_per_token() * (context + 1) * (1 if manifest.decoder else _CONCAT_COPIES),
         "activations": _activations(manifest, chunk, context),
         "tokenizer": _TOKENIZER_BYTES + _TOKENIZER_FACTOR * tokenizer,
@@ -116,7 +124,7 @@ def make_plan(bundle: Bundle, config: LoadConfig) -> MemoryPlan:
     parsing = (_TOKENIZER_FACTOR + _TOKENIZER_PARSING) * tokenizer - sum(terms.values())
     if parsing > 0:
         terms["tokenizer_parsing"] = parsing
-    return MemoryPlan(context, chunk, config.memory, {"process": _process_bytes()} | terms)
+    return MemoryPlan(context, chunk, config.memory, {"process": _process_bytes()} | terms, layout)
 
 
 def _process_bytes() -> int:
@@ -126,14 +134,31 @@ def _process_bytes() -> int:
     return process_memory().rss
 
 
-def _weights(manifest: Manifest) -> dict[str, int]:
-    """Anonymous bytes of packed weights; file pages that stay mapped: the embedding's rows and all scales."""
+def _weights(manifest: Manifest, layout: Layout) -> dict[str, int]:
+    """Anonymous bytes of packed weights, and file pages that stay mapped."""
     if not manifest.tensors:
         # An opaque graph: float weights are packed into a copy while the file is mapped.
         return {"weights_packed": manifest.weight_bytes, "weights_mapped": manifest.weight_bytes}
-    packed = sum(t.nbytes + _scale_bytes(t) for t in manifest.tensors if t.name != "embed")
-    mapped = sum(t.nbytes if t.name == "embed" else _scale_bytes(t) for t in manifest.tensors)
+    packed, mapped = _WEIGHTS[layout](tensors_in(manifest, layout))
     return {"weights_packed": packed, "weights_mapped": mapped}
+
+
+def _portable_weights(tensors: Sequence[TensorEntry]) -> tuple[int, int]:
+    """All matrices are packed into copies but the embedding, whose rows stay mapped, as all scales do."""
+    packed = sum(t.nbytes + _scale_bytes(t) for t in tensors if t.name != "embed")
+    return packed, sum(t.nbytes if t.name == "embed" else _scale_bytes(t) for t in tensors)
+
+
+def _native_weights(tensors: Sequence[TensorEntry]) -> tuple[int, int]:
+    """The file is used in place; what is not quantized is multiplied by onnxruntime, which packs a copy."""
+    packed = sum(t.nbytes for t in tensors if t.bits == 32 and t.name != "embed")
+    return packed, sum(t.nbytes for t in stored_tensors(tensors))
+
+
+_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry]], tuple[int, int]]] = {
+    NATIVE: _native_weights,
+    PORTABLE: _portable_weights,
+}
 
 
 def _scale_bytes(tensor: TensorEntry) -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, TensorEntry
+from edgeinfer.bundle.packing import dequantize
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, ancestors, check_pass, in_window
 from edgeinfer.runtime.kv import KVBuffers
@@ -59,6 +61,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    kernel = "numpy"
 
     def __init__(self, bundle: Bundle, capacity: int) -> None:
         if bundle.manifest.decoder is None or not bundle.manifest.tensors:
@@ -66,11 +69,14 @@ class ReferenceBackend:
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
         self._spec: DecoderSpec = bundle.manifest.decoder
         self.run_ns = 0
-        self._weights = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._bundle = bundle
+        self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._weights = self._whole  # what the pass that runs reads
         self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
         self._kv = KVBuffers(self._spec.geometry, capacity)
         self.geometry: Geometry = self._spec.geometry
-        self.capabilities = Capabilities(layer_skip=True, hidden=True, tree=True)
+        elastic = bool(_elastic(bundle))
+        self.capabilities = Capabilities(layer_skip=True, hidden=True, tree=True, elastic=elastic)
         self.capacity = capacity
 
     @property
@@ -87,11 +93,13 @@ class ReferenceBackend:
         tree: Ints | None = None,
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
+        planes: int = 2,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
         begun = time.perf_counter_ns()
         start, size = self._kv.length, len(tokens)
+        self._weights = self._whole if planes == 2 else self._halved
         self._kv.reserve(start + size)
         x = self._weights["embed"][tokens] if hidden is None else hidden  # (S, D)
         sees = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
@@ -106,6 +114,11 @@ class ReferenceBackend:
         logits = final @ self._weights["head"].T
         self.run_ns = time.perf_counter_ns() - begun
         return StepOutput(logits, x)
+
+    @cached_property
+    def _halved(self) -> dict[str, Floats]:
+        """The weights, those of 8 bits in the layers read by their high plane alone."""
+        return self._whole | {t.name: _high_plane(self._bundle, t) for t in _elastic(self._bundle)}
 
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
         y = x @ self._weights[name].T
@@ -176,9 +189,26 @@ class ReferenceBackend:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
-        weights = sum(w.nbytes for w in self._weights.values())
+        weights = sum(w.nbytes for w in self._whole.values())
         return {"weights": weights, "kv": self._kv.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
 
     def close(self) -> None:
         """Drops the weights."""
-        self._weights.clear()
+        self._whole.clear()
+
+
+def _elastic(bundle: Bundle) -> list[TensorEntry]:
+    """Weights that have two planes to choose from."""
+    return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
+
+
+def _high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
+    """An 8-bit matrix whose lower four bits are taken as their middle, 7.5."""
+    n, k = entry.shape
+    rows = bundle.rows(entry, 0, n)
+    below, above = (
+        dequantize(data, rows.scales, rows.zero_points, bits=8, block_size=entry.block_size, k=k)
+        for data in ((rows.data & np.uint8(0xF0)) | low for low in (np.uint8(7), np.uint8(8)))
+    )
+    middle: Floats = (below + above) / np.float32(2)
+    return middle

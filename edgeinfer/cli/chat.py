@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-import edgeinfer
 from edgeinfer.apps.terminal.app import TerminalChat
+from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import (
     add_command,
     add_generation_options,
@@ -47,6 +47,6 @@ def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     system = None if args.system is None else utf8(args.system, "--system")
     options = _CONVERSATIONAL | generation_options(args)
-    with edgeinfer.load(args.model, **load_options(args)) as model:
+    with load_model(args.model, load_options(args)) as model:
         TerminalChat(model, system=system, options=options).run()
     return 0

@@ -21,6 +21,7 @@ __all__ = [
     "add_json_option",
     "add_load_options",
     "add_model_option",
+    "add_native_option",
     "generation_options",
     "load_options",
     "read_stream",
@@ -69,6 +70,12 @@ def add_memory_options(parser: argparse._ArgumentGroup | Parser) -> None:
     parser.add_argument("-c", "--context", type=int, metavar="N", help=text)
 
 
+def add_native_option(parser: argparse._ArgumentGroup | Parser) -> None:
+    """Adds --no-native."""
+    text = "run on onnxruntime's own operators instead of the native kernel; slower"
+    parser.add_argument("--no-native", action="store_true", help=text)
+
+
 def add_load_options(parser: Parser) -> None:
     """Adds the options of LoadConfig."""
     add_model_option(parser)
@@ -78,6 +85,7 @@ def add_load_options(parser: Parser) -> None:
     text = "skip the padding that makes text independent of how it was computed; up to 20%% faster on some models"
     group.add_argument("--no-exact", action="store_true", help=text)
     group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
+    add_native_option(group)
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,6 +97,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in ("memory", "context", "threads", "backend")}
     options = {name: value for name, value in given.items() if value is not None}
     options |= {"exact": False} if args.no_exact else {}
+    options |= {"native": False} if args.no_native else {}
     LoadConfig(**options)
     return options
 

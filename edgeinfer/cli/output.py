@@ -70,18 +70,26 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
 
 @contextlib.contextmanager
 def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
-    """A bar on stderr, fed by calls (stage, done, total); None where nobody would see it."""
+    """A bar on stderr, fed by calls (stage, done, total), from the first of them on; None where nobody would see it."""
     if not (enabled and sys.stderr.isatty()):
         yield None
         return
+    with contextlib.ExitStack() as shown:
+        update: list[Progress] = []
+
+        def report(stage: str, done: int, total: int) -> None:
+            if not update:
+                update.append(_show_bar(shown))
+            update[0](stage, done, total)
+
+        yield report
+
+
+def _show_bar(shown: contextlib.ExitStack) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("")
-
-        def report(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
-
-        yield report
+    bar = shown.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+    task = bar.add_task("")
+    return lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.cli.options import add_command, add_json_option, add_memory_options, add_model_option
+from edgeinfer.cli.options import add_command, add_json_option, add_memory_options, add_model_option, add_native_option
 from edgeinfer.cli.output import print_json, print_table
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError
@@ -29,13 +29,15 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "plan", execute, "does it fit, and what does it cost", _DESCRIPTION)
     add_model_option(parser)
     add_memory_options(parser)
+    add_native_option(parser)
     add_json_option(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     LoadConfig(context=args.context, memory=args.memory)
-    plan = edgeinfer.plan(args.model, memory=args.memory, context=args.context)
+    native = {"native": False} if args.no_native else {}
+    plan = edgeinfer.plan(args.model, memory=args.memory, context=args.context, **native)
     if args.json:
         print_json(plan.to_dict())
     else:
@@ -45,5 +47,5 @@ def execute(args: argparse.Namespace) -> int:
         if plan.budget_bytes is not None:
             rows.append(("budget", format_size(plan.budget_bytes)))
             rows.append(("fits", "yes" if plan.fits else "no"))
-        print_table(rows, title=f"{plan.context} tokens of context")
+        print_table(rows, title=f"{plan.context} tokens of context, {plan.layout} layout")
     return 0 if plan.fits else BudgetError.exit_code

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import edgeinfer
 from edgeinfer.apps.terminal.interrupt import cancel_on_interrupt
+from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import (
     add_command,
     add_generation_options,
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
     options = generation_options(args)
     loading = load_options(args)
     prompt = _prompt(args)
-    with edgeinfer.load(args.model, **loading) as model:
+    with load_model(args.model, loading) as model:
         source = model.chat(system=system) if args.chat else model
         stream = source.stream(prompt, **options)
         with stream, cancel_on_interrupt(stream) as interrupt:

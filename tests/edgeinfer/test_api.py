@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.errors import BudgetError, BundleError, ContextLengthError, PromptError, TemplateError, UsageError
+from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.errors import (
+    BudgetError,
+    BundleError,
+    ContextLengthError,
+    NativeUnavailableError,
+    PromptError,
+    TemplateError,
+    UsageError,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time there was a little dog."
@@ -44,7 +54,7 @@ FIELDS: dict[str, set[str] | None] = {
         "per_drafter",
         "speedup_vs_plain",
     },
-    "model": {"name", "architecture", "parameters", "bits_per_weight", "backend"},
+    "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel"},
 }
 
 
@@ -225,8 +235,70 @@ def test_measuring(model: edgeinfer.Model) -> None:
     decode = model.measure_decode(5, past=9)
     assert len(decode.session_ms) == len(decode.total_ms) == 5
     assert all(0 < session <= total for session, total in zip(decode.session_ms, decode.total_ms, strict=True))
+    prefill = model.measure_prefill(100, repeats=2)
+    assert len(prefill) == 2 and min(prefill) > 0
     with pytest.raises(UsageError, match="context"):
         model.measure_passes([8], past=510, repeats=1)
+    with pytest.raises(UsageError, match="context"):
+        model.measure_prefill(513, repeats=1)
+
+
+def test_a_prompt_is_taken_in_anew_every_time(model: edgeinfer.Model) -> None:
+    model.measure_prefill(40, repeats=1)
+    assert model.generate([7, 8, 9], max_tokens=1).timings.cached_prompt_tokens == 0
+
+
+def test_logits_come_a_few_rows_at_a_time(model: edgeinfer.Model) -> None:
+    ids = model.tokenize(PROMPT * 3)
+    chunks = [chunk.copy() for chunk in model.logits(ids)]
+    logits = np.concatenate(chunks)
+    assert len(chunks) > 1 and len(logits) == len(ids)
+    assert logits.argmax(axis=1).tolist() == model.score(ids).best.tolist()
+    with pytest.raises(UsageError, match="one token"):
+        model.logits([])
+    with pytest.raises(UsageError, match="context"):
+        model.logits([5] * 513)
+
+
+def test_logits_interrupted_by_another_request_are_refused(model: edgeinfer.Model) -> None:
+    rows = model.logits(model.tokenize(PROMPT * 3))
+    next(rows)
+    model.score([5, 6, 7])
+    with pytest.raises(UsageError, match="something else"):
+        next(rows)
+
+
+def test_work_of_a_pass(model: edgeinfer.Model, small_bundle: Path) -> None:
+    tensors = {t.name: t for t in tensors_in(open_bundle(small_bundle).manifest, model.plan.layout)}
+    embed, head = tensors.pop("embed"), tensors["head"]
+    assert embed.data != head.data
+    matrices = sum(t.size for t in tensors.values() if len(t.shape) == 2)
+    assert model.pass_work(3, 2).multiply_adds == 3 * (matrices - head.size) + 2 * head.size
+    # Everything is read once, however many tokens, but of the embedding only rows; the head where it has rows.
+    everything = sum(t.nbytes for t in tensors.values())
+    assert model.pass_work(9, 1).weight_bytes == everything
+    assert model.pass_work(1, 0).weight_bytes == everything - head.nbytes
+
+
+def test_work_of_a_pass_is_that_of_the_layout_that_runs(
+    small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        native = edgeinfer.load(small_bundle, native=True)
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+    with native, edgeinfer.load(small_bundle, native=False) as portable:
+        # Scales of 16 bits instead of 32.
+        assert native.pass_work(1, 1).weight_bytes < portable.pass_work(1, 1).weight_bytes
+        assert native.pass_work(1, 1).multiply_adds == portable.pass_work(1, 1).multiply_adds
+
+
+def test_costs_of_loading(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle) as model:
+        costs = model.load_costs
+        assert 0 < costs.tokenizer_ms < costs.total_ms
+        assert model.generate(PROMPT, max_tokens=1).timings.load_ms == costs.total_ms
 
 
 def test_tokens_and_text(model: edgeinfer.Model) -> None:
@@ -245,7 +317,9 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
     from tests.factories import make_checkpoint
 
     make_checkpoint(tmp_path / "checkpoint", "llama")
-    bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(name="plain"))
+    bundle = export_checkpoint(
+        tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(layout="portable", name="plain")
+    )
     with edgeinfer.load(bundle) as model, pytest.raises(TemplateError, match="plain has no chat template") as caught:
         model.chat().send("Hello")
     assert "generate" in caught.value.hint

@@ -44,7 +44,7 @@ class FakeStream:
             timings=Timings(1.0, 2.0, 12.0, 4.0, 4.0, 5.0, 250.0, 3),
             memory=MemoryUse(None, 1_000_000, 2_000_000, 1_000_000, 500_000),
             speculation=Speculation("off"),
-            model=ModelInfo("toy", "llama", 64, 4.5, "onnx"),
+            model=ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"),
         )
 
     def __enter__(self) -> Self:

@@ -100,6 +100,7 @@ class FakePlan:
     planned_bytes: int = 300_000_000
     minimum_bytes: int = 200_000_000
     context: int = 2048
+    layout: str = "native"
 
     @property
     def terms(self) -> dict[str, int]:
@@ -131,6 +132,11 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
     out = capsys.readouterr().out
     for line in ("kv cache         50.0 MB", "planned          300.0 MB", "fits             yes"):
         assert line in out
+
+
+def test_plan_without_the_native_kernel(planned: list[tuple[Any, dict[str, Any]]]) -> None:
+    assert main(["plan", "--no-native"]) == 0
+    assert planned[0][1]["native"] is False
 
 
 def test_plan_that_does_not_fit(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +188,7 @@ class FakeExportConfig:
     group_size: int = 32
     symmetric: bool = False
     head_bits: int | None = None
+    layout: str = "native"
     exporter: str = "native"
     name: str | None = None
     force: bool = False
@@ -233,9 +240,9 @@ def test_export(export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: py
 def test_export_options(
     export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "--bits 8 --group-size 64 --symmetric --head-bits 8 --exporter optimum --name toy --force --json"
+    line = "--bits 8 --group-size 64 --symmetric --head-bits 8 --portable --exporter optimum --name toy --force --json"
     assert main(["export", str(checkpoint), str(tmp_path / "out"), *line.split()]) == 0
-    assert export.calls[0][2] == FakeExportConfig(8, 64, True, 8, "optimum", "toy", True)
+    assert export.calls[0][2] == FakeExportConfig(8, 64, True, 8, "portable", "optimum", "toy", True)
     data = json.loads(capsys.readouterr().out)
     assert data["bytes"] == 1500
     assert data["bundle"] == str(tmp_path / "out")

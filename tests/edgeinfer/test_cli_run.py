@@ -63,7 +63,7 @@ class FakeStream:
             timings=Timings(1.0, 2.0, 12.0, 4.0, 4.0, 5.0, 250.0, 0),
             memory=MemoryUse(None, 1000, 2_000_000, 1_000_000, 500_000, {"weights": 900}),
             speculation=Speculation("off"),
-            model=ModelInfo("toy", "llama", 64, 4.5, "onnx"),
+            model=ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"),
         )
 
     def __enter__(self) -> Self:
@@ -278,7 +278,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"edgeinfer {edgeinfer.__version__}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "export", "inspect", "plan", "pull"])
+@pytest.mark.parametrize("command", ["run", "chat", "export", "convert", "inspect", "plan", "pull"])
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"  edgeinfer {command}" in capsys.readouterr().out

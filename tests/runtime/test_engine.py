@@ -43,6 +43,7 @@ class TableBackend:
     """Implements the contract over `next_token`; `pause` holds a chosen pass until it is cancelled or let go."""
 
     name = "table"
+    kernel = "table"
     geometry = Geometry(VOCABULARY, 1, 1, 1, 1, 1000)
     capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
     capacity = CAPACITY
@@ -69,8 +70,9 @@ class TableBackend:
         tree: Ints | None = None,
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
+        planes: int = 2,
     ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
         assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
         self._wait()
         start = self.length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.contracts import CacheSnapshot
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
 
 TEXT = np.random.default_rng(3).integers(0, 320, 24)
 # Widths of 128 and 256 take blocks of 32, 64 and 128.
@@ -46,14 +47,23 @@ def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     return backend.forward(tokens, rows + backend.length, rows).logits.copy()
 
 
+# float32 bundles are the same in both layouts.
+LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",)}
+
+
 @pytest.fixture(
-    scope="module", params=[(e, t) for e in EXPORTS for t in (1, 2)], ids=lambda p: f"{p[0]}-threads-{p[1]}"
+    scope="module",
+    params=[(e, layout, t) for e in EXPORTS for layout in LAYOUTS[e] for t in (1, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
 def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
-    export, threads = request.param
+    export, layout, threads = request.param
+    if layout == "native":
+        require_kernel()
     folder = tmp_path_factory.mktemp("exact")
     make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
-    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", EXPORTS[export]))
+    config = replace(EXPORTS[export], layout=layout)
+    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
     backend = OnnxBackend(bundle, 64, threads=threads)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.snapshot())

@@ -304,7 +304,7 @@ def test_impossible_passes_are_refused(make_family: Callable[..., Family], maker
     feed(backend, TEXT[:4])
     asked: dict[str, Any] = {"tokens": [1, 2, 3], "positions": [4, 5, 6], "rows": [2]} | BAD_PASSES[fault]
     integers = {name: np.array(asked.pop(name), np.int64) for name in ("tokens", "positions", "rows")}
-    rest = {name: np.array(value) for name, value in asked.items()}
+    rest: dict[str, Any] = {name: np.array(value) for name, value in asked.items()}
     with pytest.raises(BackendError):
         backend.forward(*integers.values(), **rest)
     assert backend.length == 4

@@ -1,0 +1,150 @@
+"""Which layout of a bundle's weights runs here, and where it lies: converted once where it is not the stored one.
+
+Knows nothing of what runs it. A converted file is kept in the user's cache, named by what it was made of, so that it
+serves every bundle with the same weights and is never taken for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, write_file
+from edgeinfer.bundle.conversion import convert_weights, is_converted
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
+from edgeinfer.runtime.native.library import native_kernel, switched_off
+
+__all__ = ["Progress", "RunnableGraph", "choose_layout", "prepare"]
+
+Progress = Callable[[str, int, int], None]
+
+_log = logging.getLogger("edgeinfer")
+
+
+@dataclass(frozen=True)
+class RunnableGraph:
+    """A graph with the weights it reads beside it.
+
+    Attributes:
+        folder: a folder that only this process uses; None where nothing has to be removed.
+    """
+
+    layout: Layout
+    model: Path
+    weights: Path
+    folder: Path | None = None
+    _remove: Callable[[], object] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            object.__setattr__(self, "_remove", finalizer)
+
+    def close(self) -> None:
+        """Removes what was made for this process alone; else the end of the process does."""
+        if self._remove is not None:
+            self._remove()
+
+
+def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
+    """The layout that will run: the stored one where it can.
+
+    Args:
+        native: None uses the native kernel where it works and the bundle stores its layout, False never, True always.
+
+    Raises:
+        NativeUnavailableError: the kernel is required and not there.
+        UsageError: the kernel is required and the bundle has no weights for it.
+        BundleError: the bundle has no graph for the layout that can run.
+    """
+    stored = bundle.manifest.layout
+    if native:
+        if NATIVE not in bundle.layouts:
+            message = f"{bundle.path} has no quantized weights, which the native kernel is for."
+            raise UsageError(message, "Load it without native, or export it with 2, 4 or 8 bits.")
+        native_kernel()
+        return NATIVE
+    wanted = native is None and not switched_off()
+    if stored == PORTABLE or (wanted and _kernel_works(bundle)):
+        return stored
+    if PORTABLE not in bundle.layouts:
+        hint = "Export it again, or run it where the native kernel works."
+        raise BundleError(f"{bundle.path} has no graph for the portable layout.", hint)
+    return PORTABLE
+
+
+def _kernel_works(bundle: Bundle) -> bool:
+    try:
+        native_kernel()
+    except NativeUnavailableError as error:
+        _log.warning("%s %s runs on onnxruntime's own operators.", error.message, bundle.manifest.name)
+        return False
+    return True
+
+
+def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None) -> RunnableGraph:
+    """The graph of a layout with its weights, which are converted if they are not there yet.
+
+    Args:
+        layout: one of the bundle's.
+        progress: called during the conversion with a tensor's name, how many are done and how many there are.
+
+    Raises:
+        BundleError: a file of the bundle is damaged.
+        StorageError: there is no place for the converted weights.
+    """
+    model, weights = bundle.model_file(layout), bundle.weights_file(layout)
+    if layout == bundle.manifest.layout or is_converted(bundle, layout, weights):
+        return RunnableGraph(layout, model, weights)
+    folder = _cache_folder(bundle, layout)
+    try:
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return _convert(bundle, layout, folder, progress)
+    except StorageError as error:
+        _log.warning("%s The weights are converted for this run only.", error.message)
+    with storage_errors(Path(tempfile.gettempdir())):
+        temporary = Path(tempfile.mkdtemp(prefix="edgeinfer-"))
+    try:
+        graph = _convert(bundle, layout, temporary, progress)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return RunnableGraph(layout, graph.model, graph.weights, temporary)
+
+
+def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None) -> RunnableGraph:
+    """Puts weights and graph into the folder, unless they are there."""
+    stored = bundle.manifest.layout
+    model, weights = folder / model_name(stored, layout), folder / weights_name(stored, layout)
+    if not is_converted(bundle, layout, weights):
+        _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
+        convert_weights(bundle, layout, weights, progress)
+    # The graph must lie beside its weights. It is small, and another export of the same weights may have another.
+    graph = bundle.model_file(layout).read_bytes()
+    if not model.is_file() or model.read_bytes() != graph:
+        write_file(model, graph)
+    return RunnableGraph(layout, model, weights)
+
+
+def _cache_folder(bundle: Bundle, layout: Layout) -> Path:
+    digest = bundle.manifest.files[WEIGHTS].sha256
+    return _user_cache() / "edgeinfer" / "weights" / f"{digest}-{layout}-v{LAYOUT_VERSIONS[layout]}"
+
+
+def _user_cache() -> Path:
+    """Where programs keep what they can make again."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

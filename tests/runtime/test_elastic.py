@@ -1,0 +1,80 @@
+"""Passes that read only the high plane of the layers' 8-bit weights: as the reference does, and refused elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
+from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.reference import ReferenceBackend
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+
+TEXT = np.array([0, 40, 41, 42, 43, 44, 45])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("elastic") / "checkpoint"
+    make_checkpoint(folder, "qwen2", hidden_size=128)
+    return folder
+
+
+def export(checkpoint: Path, out: Path, layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -> Bundle:
+    config = ExportConfig(bits=bits, keep_small=False, symmetric=symmetric, layout=layout)
+    return open_bundle(export_checkpoint(checkpoint, out, config))
+
+
+def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
+    """Of a text, from an empty cache."""
+    backend.truncate(0)
+    step = backend.forward(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)), planes=planes)
+    return step.logits.copy()
+
+
+def rms(values: Floats) -> float:
+    """Root of the mean square."""
+    return float(np.sqrt(np.mean(values * values)))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_one_plane_is_what_the_reference_says(checkpoint: Path, tmp_path: Path, symmetric: bool) -> None:
+    require_kernel()
+    bundle = export(checkpoint, tmp_path / "bundle", symmetric=symmetric)
+    onnx, reference = OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)
+    assert onnx.capabilities.elastic
+    assert reference.capabilities.elastic
+    whole, high = (logits(reference, planes) for planes in (2, 1))
+    # Activations are rounded to int8, the reference's are not.
+    rounding = rms(logits(onnx, 2) - whole)
+    assert rounding < 0.05 * rms(whole)
+    assert rms(logits(onnx, 1) - high) < 2 * rounding
+    assert rms(whole - high) > 4 * rounding
+    # Nothing of a pass with one plane stays behind.
+    np.testing.assert_array_equal(logits(onnx, 2), logits(OnnxBackend(bundle, 64), 2))
+
+
+def test_backends_without_planes_refuse(checkpoint: Path, tmp_path: Path) -> None:
+    portable = OnnxBackend(export(checkpoint, tmp_path / "portable", PORTABLE), 64)
+    four = ReferenceBackend(export(checkpoint, tmp_path / "four", PORTABLE, bits=4), 64)
+    for backend in (portable, four):
+        assert not backend.capabilities.elastic
+        with pytest.raises(CapabilityError, match="cannot read one plane of its weights"):
+            logits(backend, 1)
+        assert backend.length == 0
+        logits(backend, 2)
+
+
+@pytest.mark.parametrize("planes", [0, 3])
+def test_there_are_one_or_two_planes(checkpoint: Path, tmp_path: Path, planes: int) -> None:
+    require_kernel()
+    bundle = export(checkpoint, tmp_path / "bundle")
+    for backend in (OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)):
+        with pytest.raises(BackendError, match=f"cannot read {planes} planes"):
+            logits(backend, planes)
