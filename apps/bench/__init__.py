@@ -1,1 +1,1 @@
-"""Benchmark scripts: speed beside peers, memory of exporting and chatting, engine overhead."""
+"""Benchmark scripts: speed beside peers and limits, memory of exporting, chatting and loading, quality of weights."""

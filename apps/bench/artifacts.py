@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.gguf_random import write_random_gguf
 from edgeinfer.apps.bench.shapes import Shape, write_random_checkpoint
 from edgeinfer.errors import BackendError
 
-__all__ = ["Artifacts", "default_folder", "export_command", "tree_bytes"]
+__all__ = ["LAYOUTS", "Artifacts", "BundleKind", "Layout", "default_folder", "export_command", "tree_bytes"]
 
 GENAI_BLOCK = 32
+Layout = Literal["native", "portable"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+@dataclass(frozen=True)
+class BundleKind:
+    """How a bundle is exported.
+
+    Attributes:
+        layout: of its weights: our own kernel's, or MatMulNBits'.
+        bits, group_size: of its layers.
+        head_bits: of embedding and head; None is those of the layers.
+        symmetric: without zero points.
+    """
+
+    layout: Layout = "native"
+    bits: int = 4
+    group_size: int = 128
+    head_bits: int | None = None
+    symmetric: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of the folder it is kept in."""
+        sign = "sym" if self.symmetric else "asym"
+        return f"edgeinfer-{self.layout}-b{self.bits}-g{self.group_size}-{sign}-h{self.head_bits or self.bits}"
+
+    @property
+    def options(self) -> list[str]:
+        """Of the export command."""
+        numbers = {"--bits": self.bits, "--group-size": self.group_size, "--head-bits": self.head_bits or self.bits}
+        options = [str(part) for option in numbers.items() for part in option]
+        options.append("--symmetric" if self.symmetric else "--asymmetric")
+        return options + ["--portable"] * (self.layout == "portable")
 
 
 def default_folder() -> Path:
@@ -47,18 +84,16 @@ class Artifacts:
         """A Hugging Face checkpoint in float32."""
         return self._make("checkpoint", lambda path: write_random_checkpoint(path, self._shape))
 
-    def bundle(self, group_size: int, *, symmetric: bool = True, head_bits: int = 4) -> Path:
-        """A 4-bit bundle exported from the checkpoint.
+    def bundle(self, kind: BundleKind) -> Path:
+        """A bundle exported from the checkpoint.
 
         Raises:
             BackendError: the export failed.
         """
-        name = f"edgeinfer-g{group_size}-{'sym' if symmetric else 'asym'}-h{head_bits}"
-        target = self._folder / name
+        target = self._folder / kind.name
         if target.exists() and not self._rebuild:
             return target
-        options = {"--bits": 4, "--group-size": group_size, "--head-bits": head_bits, "--name": self._shape.name}
-        command = export_command(self.checkpoint(), target, options, symmetric=symmetric)
+        command = export_command(self.checkpoint(), target, [*kind.options, "--name", self._shape.name])
         _run_builder(command, env=child_environment())
         return target
 
@@ -73,6 +108,14 @@ class Artifacts:
             BackendError: the builder failed.
         """
         return self._make(f"genai-g{GENAI_BLOCK}", lambda path: self._build_genai(python or sys.executable, path))
+
+    def openvino(self, python: str | None) -> Path:
+        """A 4-bit OpenVINO model in groups of 128.
+
+        Raises:
+            BackendError: the builder failed.
+        """
+        return self._make("openvino-g128", lambda path: self._build_openvino(python or sys.executable, path))
 
     def _make(self, name: str, write: Callable[[Path], None]) -> Path:
         """Write beside the target and rename, so that an interrupted run leaves nothing to be mistaken for a model."""
@@ -96,15 +139,18 @@ class Artifacts:
         _run_builder(command, cwd=self._folder)
         shutil.rmtree(cache, ignore_errors=True)
 
+    def _build_openvino(self, python: str, target: Path) -> None:
+        target.mkdir()
+        script, shape = str(Path(__file__).with_name("openvino_model.py")), json.dumps(asdict(self._shape))
+        _run_builder([python, script, shape, str(target / "model.xml")])
 
-def export_command(source: Path, out: Path, options: Mapping[str, object], *, symmetric: bool) -> list[str]:
+
+def export_command(source: Path, out: Path, options: Sequence[str]) -> list[str]:
     """The command line of an export, replacing what is at `out`.
 
     Applications know the exporter by its command only.
     """
-    command = [sys.executable, "-m", "edgeinfer.cli.main", "export", str(source), str(out), "--force"]
-    command.append("--symmetric" if symmetric else "--asymmetric")
-    return command + [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", "edgeinfer.cli.main", "export", str(source), str(out), "--force", *options]
 
 
 def _run_builder(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:

@@ -16,6 +16,7 @@ import psutil
 
 import edgeinfer
 from edgeinfer.errors import BackendError
+from edgeinfer.results import PassWork
 
 __all__ = ["Worker", "child_environment"]
 
@@ -64,11 +65,23 @@ class Worker:
 
     def pass_times(self, size: int, past: int, count: int) -> list[float]:
         """Milliseconds of each of `count` passes over `size` new tokens after `past` ones."""
-        return self._times({"kind": "passes", "size": size, "past": past, "count": count})
+        return self._times({"kind": "pass_times", "size": size, "past": past, "count": count})
 
     def decode_times(self, tokens: int, past: int) -> list[float]:
         """Milliseconds of each of `tokens` greedy steps after `past` tokens."""
-        return self._times({"kind": "decode", "tokens": tokens, "past": past})
+        return self._times({"kind": "decode_times", "tokens": tokens, "past": past})
+
+    def prefill_times(self, tokens: int) -> list[float]:
+        """Milliseconds of taking in a prompt of so many tokens, in a list."""
+        return self._times({"kind": "prefill_times", "tokens": tokens})
+
+    def pass_work(self, size: int) -> PassWork:
+        """What a pass over `size` new tokens with all their logits has to do; edgeinfer only."""
+        return PassWork(**self._ask({"kind": "pass_work", "size": size}))
+
+    def prefill_work(self, tokens: int) -> PassWork:
+        """What taking in a prompt of so many tokens has to do; edgeinfer only."""
+        return PassWork(**self._ask({"kind": "prefill_work", "tokens": tokens}))
 
     def close(self) -> None:
         """End the process."""
@@ -86,9 +99,9 @@ class Worker:
         self.close()
 
     def _times(self, request: Mapping[str, Any]) -> list[float]:
-        return [float(value) for value in self._ask(request)["ms"]]
+        return [float(value) for value in self._ask(request)]
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._resume()
         try:
@@ -101,8 +114,7 @@ class Worker:
             raise self._died()
         psutil.Process(self._process.pid).suspend()
         self._suspended = True
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def _resume(self) -> None:
         if self._suspended:

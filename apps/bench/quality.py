@@ -1,19 +1,22 @@
 """Measures what quantization does to a checkpoint's predictions; knows the public face and the export command only.
 
 python -m edgeinfer.apps.bench.quality CHECKPOINT... --text FILE [--stories 40] [--skip 0] [--json]
+    [--widths 8,4,4small] [--group-sizes 32,64,128] [--layouts native,portable]
 
-Every checkpoint is exported to each width in turn and scores the same text: perplexity, and how often the most likely
-next token is that of the float32 export.
+Every checkpoint is exported to each width in turn and reads the same text side by side with its float32 export:
+perplexity, how often the most likely next token is the same, and how far the distributions are apart. With two layouts
+the same weights run on our own kernel and on MatMulNBits.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,46 +24,119 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.apps.bench.artifacts import export_command
+from edgeinfer.apps.bench.artifacts import LAYOUTS, export_command
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["Quality", "compare_widths", "main", "read_stories"]
+__all__ = [
+    "WIDTHS",
+    "Difference",
+    "Quality",
+    "Variant",
+    "compare_variants",
+    "layout_differences",
+    "main",
+    "read_stories",
+]
 
 SEPARATOR = "<|endoftext|>"
 BASELINE = "32 bits"
-WIDTHS: dict[str, dict[str, object]] = {
-    BASELINE: {"--bits": 32},
-    "8 bits": {"--bits": 8},
-    "4 bits": {"--bits": 4},
-    "4 bits, small layers too": {"--bits": 4, "--no-keep-small": None},
+# Names for people and options of the export command.
+WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "8": ("8 bits", ("--bits", "8")),
+    "4": ("4 bits", ("--bits", "4")),
+    "4small": ("4 bits, small layers too", ("--bits", "4", "--no-keep-small")),
+    "2": ("2 bits", ("--bits", "2")),
 }
 
 
 @dataclass(frozen=True)
-class Quality:
-    """One width of one model over a text.
+class Variant:
+    """A way to export a checkpoint.
 
     Attributes:
+        width: a key of `WIDTHS`; None is float32.
+        group_size: None is the exporter's choice.
+        layout: what it runs on; None is the best there is.
+    """
+
+    width: str | None
+    group_size: int | None = None
+    layout: str | None = None
+
+    @property
+    def scheme(self) -> str:
+        """The quantization, for people; the same in every layout."""
+        if self.width is None:
+            return BASELINE
+        groups = f", groups of {self.group_size}" if self.group_size else ""
+        return WIDTHS[self.width][0] + groups
+
+    @property
+    def options(self) -> list[str]:
+        """Of the export command."""
+        if self.width is None:
+            return ["--bits", "32"]
+        group = ["--group-size", str(self.group_size)] if self.group_size else []
+        return [*WIDTHS[self.width][1], "--asymmetric", *group, *["--portable"] * (self.layout == "portable")]
+
+    @property
+    def native(self) -> bool | None:
+        """The option of `edgeinfer.load`."""
+        return None if self.layout is None else self.layout == "native"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One variant of one model over a text.
+
+    Attributes:
+        divergences: Kullback-Leibler divergence from float32 after each token, in nats. (S,)
         perplexity: over all tokens but each story's first.
         change: of the perplexity against float32, as a fraction.
         agreement: share of positions whose most likely next token is float32's.
     """
 
     model: str
-    width: str
+    variant: Variant
     bits_per_weight: float
-    tokens: int
+    divergences: NDArray[np.float64]
     perplexity: float
     change: float
     agreement: float
 
+    @property
+    def divergence(self) -> tuple[float, float]:
+        """Mean of the divergences and its standard error."""
+        return _mean(self.divergences)
+
+    def to_dict(self) -> dict[str, object]:
+        """All but the single divergences."""
+        mean, error = self.divergence
+        data = {name: value for name, value in asdict(self).items() if name not in ("divergences", "variant")}
+        variant = {"scheme": self.variant.scheme, "layout": self.variant.layout}
+        return data | variant | {"tokens": len(self.divergences), "divergence": mean, "divergence_error": error}
+
 
 @dataclass(frozen=True)
-class _Scores:
-    bits_per_weight: float
-    logprobs: NDArray[np.float64]
-    best: NDArray[np.int64]
+class Difference:
+    """By how much the first of two layouts diverges more from float32 than the second, with the same weights: mean over
+    all tokens, and its standard error."""
+
+    model: str
+    scheme: str
+    layouts: tuple[str | None, str | None]
+    mean: float
+    error: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a story: what both models say after each token. The last row has no target."""
+
+    divergence: NDArray[np.float64]  # (R,)
+    same: NDArray[np.bool_]  # (R,)
+    logprobs: NDArray[np.float64]  # (2, R') of the tokens that follow, under the reference and the candidate
 
 
 def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
@@ -76,85 +152,142 @@ def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
     return chosen
 
 
-def compare_widths(checkpoint: Path, stories: Sequence[str]) -> list[Quality]:
-    """Exports a checkpoint to every width and scores the stories, each cut at the model's context.
+def compare_variants(checkpoint: Path, stories: Sequence[str], variants: Sequence[Variant]) -> list[Quality]:
+    """Exports a checkpoint to float32, which comes first, and to every variant, and reads the stories with each.
+
+    Stories are cut at the model's context.
 
     Raises:
         UsageError: the checkpoint cannot be exported.
     """
-    results: list[Quality] = []
-    baseline: _Scores | None = None
-    for width, options in WIDTHS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            bundle = Path(folder) / checkpoint.name
-            _export(checkpoint, bundle, options)
-            scores = _score(bundle, stories)
-        baseline = baseline or scores
-        perplexity, reference = (float(np.exp(-s.logprobs.mean())) for s in (scores, baseline))
-        results.append(
-            Quality(
-                model=checkpoint.name,
-                width=width,
-                bits_per_weight=scores.bits_per_weight,
-                tokens=len(scores.logprobs),
-                perplexity=perplexity,
-                change=perplexity / reference - 1,
-                agreement=float((scores.best == baseline.best).mean()),
-            )
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder) / "reference"
+        _export(checkpoint, reference, Variant(None))
+        results = [_compare(checkpoint.name, Variant(None), reference, reference, stories)]
+        for index, variant in enumerate(variants):
+            bundle = Path(folder) / str(index)
+            _export(checkpoint, bundle, variant)
+            results.append(_compare(checkpoint.name, variant, reference, bundle, stories))
     return results
 
 
-def _export(checkpoint: Path, out: Path, options: dict[str, object]) -> None:
-    command = export_command(checkpoint, out, {k: v for k, v in options.items() if v is not None}, symmetric=False)
-    command += [flag for flag, value in options.items() if value is None]
+def layout_differences(results: Sequence[Quality]) -> list[Difference]:
+    """Of each two results that differ in their layout alone."""
+    differences = []
+    for first, second in itertools.combinations(results, 2):
+        if (first.model, first.variant.scheme) == (second.model, second.variant.scheme):
+            layouts = (first.variant.layout, second.variant.layout)
+            mean, error = _mean(first.divergences - second.divergences)
+            differences.append(Difference(first.model, first.variant.scheme, layouts, mean, error))
+    return differences
+
+
+def _mean(values: NDArray[np.float64]) -> tuple[float, float]:  # (S,)
+    return float(values.mean()), float(values.std() / np.sqrt(len(values)))
+
+
+def _export(checkpoint: Path, out: Path, variant: Variant) -> None:
+    command = export_command(checkpoint, out, variant.options)
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UsageError(f"{checkpoint} cannot be exported: {done.stderr.strip()}", "Export it alone to see more.")
 
 
-def _score(bundle: Path, stories: Sequence[str]) -> _Scores:
-    with edgeinfer.load(bundle) as model:
-        begin = model.begin_ids
-        logprobs, best = [], []
-        for story in stories:
-            ids = model.tokenize(story)
-            # A story begins with the begin token; most tokenizers put it there themselves.
-            ids = ids if ids[: len(begin)] == begin else begin + ids
-            scores = model.score(ids[: model.context])
-            logprobs.append(scores.logprobs)
-            best.append(scores.best)
-        return _Scores(model.info.bits_per_weight, np.concatenate(logprobs), np.concatenate(best))
+def _compare(name: str, variant: Variant, reference: Path, bundle: Path, stories: Sequence[str]) -> Quality:
+    with edgeinfer.load(reference) as theirs, edgeinfer.load(bundle, native=variant.native) as ours:
+        rows = [row for story in stories for row in _read(theirs, ours, story)]
+        logprobs = np.concatenate([row.logprobs for row in rows], axis=1)
+        base, perplexity = np.exp(-logprobs.mean(axis=1))
+        return Quality(
+            model=name,
+            variant=variant,
+            bits_per_weight=ours.info.bits_per_weight,
+            divergences=np.concatenate([row.divergence for row in rows]),
+            perplexity=float(perplexity),
+            change=float(perplexity / base - 1),
+            agreement=float(np.concatenate([row.same for row in rows]).mean()),
+        )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="quality", description="What quantization does to a model's predictions.")
+def _read(theirs: edgeinfer.Model, ours: edgeinfer.Model, story: str) -> Iterator[_Rows]:
+    """Reads a story with both models at once, as the logits of a whole one are more than memory should hold."""
+    begin, ids = theirs.begin_ids, theirs.tokenize(story)
+    # A story begins with the begin token; most tokenizers put it there themselves.
+    ids = (ids if ids[: len(begin)] == begin else begin + ids)[: theirs.context]
+    start = 0
+    for pair in zip(theirs.logits(ids), ours.logits(ids), strict=True):
+        reference, candidate = (_log_softmax(logits) for logits in pair)  # (R, V)
+        targets = np.array(ids[start + 1 : start + 1 + len(reference)])
+        chosen = np.arange(len(targets)), targets
+        yield _Rows(
+            divergence=(np.exp(reference) * (reference - candidate)).sum(axis=1),
+            same=pair[0].argmax(axis=1) == pair[1].argmax(axis=1),
+            logprobs=np.stack([reference[chosen], candidate[chosen]]),
+        )
+        start += len(reference)
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:  # (R, V)
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m edgeinfer.apps.bench.quality", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--text", type=Path, required=True, help=f"stories separated by {SEPARATOR}")
     parser.add_argument("--stories", type=int, default=40, help="how many, from the end (default: 40)")
     parser.add_argument("--skip", type=int, default=0, help="stories left out at the end (default: 0)")
+    parser.add_argument("--widths", default="8,4,4small", help=f"of {', '.join(WIDTHS)} (default: %(default)s)")
+    parser.add_argument("--group-sizes", help="of 32, 64, 128 (default: the exporter's choice)")
+    parser.add_argument("--layouts", help=f"of {', '.join(LAYOUTS)} (default: the best there is)")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _variants(args: argparse.Namespace) -> list[Variant]:
+    widths = args.widths.split(",")
+    groups = [int(size) for size in args.group_sizes.split(",")] if args.group_sizes else [None]
+    layouts = args.layouts.split(",") if args.layouts else [None]
+    for name, chosen, known in (("width", widths, [*WIDTHS]), ("layout", layouts, [*LAYOUTS, None])):
+        for unknown in set(chosen) - set(known):
+            raise UsageError(f"There is no {name} {unknown!r}.", f"Choose of {', '.join(str(k) for k in known if k)}.")
+    return [Variant(*each) for each in itertools.product(widths, groups, layouts)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script and returns its exit code."""
+    args = _parser().parse_args(argv)
     try:
-        stories = read_stories(args.text, args.stories, args.skip)
-        results = [quality for path in args.checkpoints for quality in compare_widths(path.resolve(), stories)]
+        stories, variants = read_stories(args.text, args.stories, args.skip), _variants(args)
+        results = [q for path in args.checkpoints for q in compare_variants(path.resolve(), stories, variants)]
     except EdgeInferError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    differences = layout_differences(results)
     if args.json:
-        sys.stdout.write(json.dumps([asdict(q) for q in results], indent=1) + "\n")
+        found = {"results": [q.to_dict() for q in results], "layouts": [asdict(each) for each in differences]}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        sys.stdout.write(_table(results))
+        sys.stdout.write(_table(results, differences))
     return 0
 
 
-def _table(results: Sequence[Quality]) -> str:
-    lines = ["| model | width | bits per weight | perplexity | change | same next token |", "|---|---|---|---|---|---|"]
+def _table(results: Sequence[Quality], differences: Sequence[Difference]) -> str:
+    header = "model | weights | layout | bits per weight | perplexity | change | same next token | KL divergence, nats"
+    lines = [f"| {header} |", "|" + "---|" * 8]
     for q in results:
+        mean, error = q.divergence
         figures = f"{q.bits_per_weight:.2f} | {q.perplexity:.3f} | {q.change:+.2%} | {q.agreement:.2%}"
-        lines.append(f"| {q.model} | {q.width} | {figures} |")
-    return "\n".join(lines) + f"\n\n{results[0].tokens} to {results[-1].tokens} tokens.\n"
+        lines.append(
+            f"| {q.model} | {q.variant.scheme} | {q.variant.layout or ''} | {figures} | {mean:.6f} ± {error:.6f} |"
+        )
+    lines.append(f"\n{len(results[0].divergences)} to {len(results[-1].divergences)} tokens.")
+    for d in differences:
+        lines.append(f"{d.model}, {d.scheme}: {d.layouts[0]} - {d.layouts[1]} = {d.mean:+.6f} ± {d.error:.6f} nats")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-__all__ = ["DECODE", "Samples", "Spread", "Task", "rotated", "visits"]
+__all__ = ["DECODE", "PREFILL", "Samples", "Spread", "Task", "rotated", "visits"]
 
 T = TypeVar("T")
-# What is timed in one visit: a pass over so many tokens, or plain decoding.
-Task = int | Literal["decode"]
+# What is timed in one visit: a pass over so many tokens, plain decoding, or taking in a whole prompt.
+Task = int | Literal["decode", "prefill"]
 DECODE: Literal["decode"] = "decode"
+PREFILL: Literal["prefill"] = "prefill"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory of a child process over its life, sampled from outside so as to add none; knows nothing of models."""
+"""Memory of processes, seen from outside so as to add none; knows nothing of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 from edgeinfer.errors import BackendError
 
-__all__ = ["Watched", "run_watched"]
+__all__ = ["Mapped", "Watched", "anonymous_bytes", "mapped_memory", "run_watched"]
 
 INTERVAL_SECONDS = 0.01
 
@@ -38,6 +38,21 @@ class Watched:
     anonymous_bytes: int
     file_bytes: int
     peak_anonymous_bytes: int
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What a process has of a file it maps.
+
+    Attributes:
+        resident_bytes: pages of the file in its memory, counted once for each place they are mapped to.
+        proportional_bytes: the same, each page divided by the number of places in all processes.
+        private_bytes: pages mapped to one place of this process alone.
+    """
+
+    resident_bytes: int
+    proportional_bytes: int
+    private_bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,37 @@ def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) ->
         file_bytes=largest.file,
         peak_anonymous_bytes=max(sample.anonymous for sample in samples),
     )
+
+
+def anonymous_bytes(pid: int) -> int:
+    """The process's memory without a file behind it now; 0 where the system does not tell."""
+    sample = _sample(pid)
+    return sample.anonymous if sample else 0
+
+
+def mapped_memory(pid: int, path: Path) -> Mapped:
+    """What a process has of a file now.
+
+    Raises:
+        BackendError: the system is not Linux, or the process does not map the file.
+    """
+    if sys.platform != "linux":
+        raise BackendError("Only Linux tells which pages processes share.", "Run this there.")
+    found, suffix, sizes = (
+        False,
+        f" {path.resolve()}",
+        dict.fromkeys(("Rss", "Pss", "Private_Clean", "Private_Dirty"), 0),
+    )
+    for line in Path(f"/proc/{pid}/smaps").read_text("utf-8", "surrogateescape").splitlines():
+        name, _, rest = line.partition(":")
+        if line[0] in "0123456789abcdef":
+            inside = line.endswith(suffix)
+            found |= inside
+        elif inside and name in sizes:
+            sizes[name] += int(rest.split()[0]) * 1024
+    if not found:
+        raise BackendError(f"The process does not map {path}.", "Give a bundle whose weights are used in place.")
+    return Mapped(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
 
 
 def _text(file: IO[bytes]) -> str:

@@ -1,8 +1,8 @@
 """One engine in a process of its own, timed on request over pipes; knows nothing of other engines or statistics.
 
 Run by path with whatever interpreter has the engine, so the standard library is all it imports before it is told which
-engine to load. Each line of stdin is a JSON object: first the engine and its options, then requests; each is answered
-by one JSON line on stdout. The process ends with its input.
+engine to load. Each line of stdin is a JSON object: first the engine and its options, then methods of the engine and
+their arguments; each is answered by one JSON line on stdout. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-PREFILL_CHUNK = 64
 # Any ids do, as time does not depend on them; these lie inside every vocabulary and avoid its special tokens.
 FIRST_TOKEN, TOKEN_SPAN = 3, 200
 
@@ -33,6 +32,9 @@ class Engine(Protocol):
     def decode_times(self, tokens: int, past: int) -> list[float]:
         """Milliseconds of each of so many greedy steps: one pass and the choice of the next token."""
 
+    def prefill_times(self, tokens: int) -> list[float]:
+        """Milliseconds, once, from an empty cache to the logits after a prompt of so many tokens."""
+
 
 def token_ids(count: int) -> list[int]:
     """A fixed sequence of ordinary token ids."""
@@ -40,10 +42,10 @@ def token_ids(count: int) -> list[int]:
 
 
 class EdgeInferEngine:
-    """edgeinfer on a bundle."""
+    """edgeinfer on a bundle; `options` are those of `edgeinfer.load`."""
 
-    def __init__(self, path: str, threads: int, context: int, exact: bool) -> None:
-        self._model = import_module("edgeinfer").load(path, threads=threads, context=context, exact=exact)
+    def __init__(self, path: str, **options: Any) -> None:
+        self._model = import_module("edgeinfer").load(path, **options)
         self.version = str(import_module("edgeinfer").__version__)
 
     def pass_times(self, size: int, past: int, count: int) -> list[float]:
@@ -54,6 +56,23 @@ class EdgeInferEngine:
     def decode_times(self, tokens: int, past: int) -> list[float]:
         """See Engine."""
         return list(self._model.measure_decode(tokens, past=past).total_ms)
+
+    def prefill_times(self, tokens: int) -> list[float]:
+        """See Engine."""
+        return list(self._model.measure_prefill(tokens, repeats=1))
+
+    def pass_work(self, size: int) -> dict[str, Any]:
+        """Fields of a PassWork: a pass over `size` new tokens with all their logits."""
+        return dict(vars(self._model.pass_work(size, size)))
+
+    def prefill_work(self, tokens: int) -> dict[str, Any]:
+        """Fields of a PassWork: the passes that take in a prompt, of which the last computes one row of logits."""
+        chunk = self._model.plan.prefill_chunk
+        last = (tokens - 1) // chunk * chunk
+        work = self._model.pass_work(tokens - last, 1)
+        for _ in range(0, last, chunk):
+            work += self._model.pass_work(chunk, 0)
+        return dict(vars(work))
 
 
 class LlamaCppEngine:
@@ -70,14 +89,14 @@ class LlamaCppEngine:
         model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         options = lib.llama_context_default_params()
         options.n_ctx = context
-        options.n_batch = options.n_ubatch = PREFILL_CHUNK
         options.n_threads = options.n_threads_batch = threads
         self._context = lib.llama_init_from_model(model, options) if model else None
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-        self._batch = lib.llama_batch_init(PREFILL_CHUNK, 0, 1)
+        self._batch_size = int(lib.llama_n_batch(self._context))
+        self._batch = lib.llama_batch_init(self._batch_size, 0, 1)
         self._length = 0
 
     def pass_times(self, size: int, past: int, count: int) -> list[float]:
@@ -86,7 +105,7 @@ class LlamaCppEngine:
         tokens, times = token_ids(size), []
         for _ in range(count + 1):
             started = time.perf_counter()
-            self._forward(tokens, logits=True)
+            self._forward(tokens, logits=size)
             self._lib.llama_get_logits(self._context)
             times.append((time.perf_counter() - started) * 1e3)
             self._truncate(past)
@@ -98,22 +117,35 @@ class LlamaCppEngine:
         token, times = FIRST_TOKEN, []
         for _ in range(tokens + 1):
             started = time.perf_counter()
-            self._forward([token], logits=True)
+            self._forward([token], logits=1)
             pointer = self._lib.llama_get_logits(self._context)
             token = int(self._np.ctypeslib.as_array(pointer, shape=(self._vocab_size,)).argmax())
             times.append((time.perf_counter() - started) * 1e3)
         self._truncate(past)
         return times[1:]
 
+    def prefill_times(self, tokens: int) -> list[float]:
+        """See Engine."""
+        self._truncate(0)
+        started = time.perf_counter()
+        self._take_in(tokens, last_logits=1)
+        self._lib.llama_get_logits(self._context)
+        return [(time.perf_counter() - started) * 1e3]
+
     def _prefill(self, past: int) -> None:
         if self._length == past:
             return
         self._truncate(0)
-        tokens = token_ids(past)
-        for start in range(0, past, PREFILL_CHUNK):
-            self._forward(tokens[start : start + PREFILL_CHUNK], logits=False)
+        self._take_in(past, last_logits=0)
 
-    def _forward(self, tokens: list[int], *, logits: bool) -> None:
+    def _take_in(self, count: int, last_logits: int) -> None:
+        tokens = token_ids(count)
+        for start in range(0, count, self._batch_size):
+            end = min(start + self._batch_size, count)
+            self._forward(tokens[start:end], logits=last_logits if end == count else 0)
+
+    def _forward(self, tokens: list[int], *, logits: int) -> None:
+        """One call over the tokens, with logits of so many of the last of them."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):
@@ -121,7 +153,7 @@ class LlamaCppEngine:
             batch.pos[index] = self._length + index
             batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = 0
-            batch.logits[index] = logits
+            batch.logits[index] = index >= len(tokens) - logits
         status = self._lib.llama_decode(self._context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
@@ -174,19 +206,104 @@ class GenaiEngine:
         self._generator.rewind_to(past)
         return times
 
+    def prefill_times(self, tokens: int) -> list[float]:
+        """See Engine."""
+        self._generator.rewind_to(0)
+        started = time.perf_counter()
+        self._prefill(tokens)
+        return [(time.perf_counter() - started) * 1e3]
+
     def _prefill(self, past: int) -> None:
         if self._generator.token_count() == past:
             return
         self._generator.rewind_to(0)
-        tokens = self._np.array(token_ids(past), self._np.int32)
-        for start in range(0, past, PREFILL_CHUNK):
-            self._generator.append_tokens(tokens[start : start + PREFILL_CHUNK])
+        self._generator.append_tokens(self._np.array(token_ids(past), self._np.int32))
+
+
+class OpenVinoEngine:
+    """OpenVINO on a model of openvino_model.py; with its default options matrices take int8 activations."""
+
+    def __init__(self, path: str, threads: int, context: int) -> None:
+        lib = self._lib = import_module("openvino")
+        self._np = import_module("numpy")
+        self.version = str(lib.get_version())
+        core = lib.Core()
+        options = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+        compiled = core.compile_model(core.read_model(str(Path(path, "model.xml"))), "CPU", options)
+        # Two, in turns: the keys and values that one put out are what the other takes in, without a copy.
+        self._requests = [compiled.create_infer_request() for _ in range(2)]
+        self._past = {
+            port.any_name: port.partial_shape for port in compiled.inputs if port.any_name.startswith("past.")
+        }
+        self._length = -1
+
+    def pass_times(self, size: int, past: int, count: int) -> list[float]:
+        """See Engine."""
+        self._prefill(past)
+        return [self._timed(token_ids(size), size) for _ in range(count + 1)][1:]
+
+    def decode_times(self, tokens: int, past: int) -> list[float]:
+        """See Engine."""
+        self._prefill(past)
+        token, times = FIRST_TOKEN, []
+        for _ in range(tokens + 1):
+            started = time.perf_counter()
+            self._timed([token], 1)
+            token = int(self._requests[0].get_tensor("logits").data.argmax())
+            self._step(1)
+            times.append((time.perf_counter() - started) * 1e3)
+        self._length = -1
+        return times[1:]
+
+    def prefill_times(self, tokens: int) -> list[float]:
+        """See Engine."""
+        self._forget()
+        return [self._timed(token_ids(tokens), 1)]
+
+    def _prefill(self, past: int) -> None:
+        if self._length == past:
+            return
+        self._forget()
+        self._timed(token_ids(past), 0)
+        self._step(past)
+
+    def _forget(self) -> None:
+        for name, shape in self._past.items():
+            sizes = [size.get_length() if size.is_static else 0 for size in shape]
+            self._requests[0].set_tensor(name, self._lib.Tensor(self._np.zeros(sizes, self._np.float32)))
+        self._length = 0
+
+    def _timed(self, tokens: list[int], logits: int) -> float:
+        """Milliseconds of a pass with logits of so many of the last tokens; `_step` keeps what it appends."""
+        np, size, request = self._np, len(tokens), self._requests[0]
+        started = time.perf_counter()
+        mask = np.zeros((1, 1, size, self._length + size), np.float32)
+        mask[0, 0, :, self._length :][np.triu(np.ones((size, size), np.bool_), 1)] = -np.inf
+        inputs = {
+            "input_ids": np.array([tokens], np.int64),
+            "position_ids": np.arange(self._length, self._length + size)[None],
+            "mask": mask,
+            "rows": np.arange(size - logits, size),
+        }
+        for name, array in inputs.items():
+            request.set_tensor(name, self._lib.Tensor(array))
+        request.infer()
+        return (time.perf_counter() - started) * 1e3
+
+    def _step(self, tokens: int) -> None:
+        """Keeps what the last pass appended."""
+        done, after = self._requests
+        for name in self._past:
+            after.set_tensor(name, done.get_tensor(name.replace("past", "present")))
+        self._requests.reverse()
+        self._length += tokens
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
     "edgeinfer": EdgeInferEngine,
     "llamacpp": LlamaCppEngine,
     "genai": GenaiEngine,
+    "openvino": OpenVinoEngine,
 }
 
 
@@ -198,13 +315,9 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         kind = request.pop("kind")
         if engine is None:
             engine = ENGINES[kind](**request)
-            answer: dict[str, Any] = {"version": engine.version}
-        elif kind == "passes":
-            answer = {"ms": engine.pass_times(**request)}
-        elif kind == "decode":
-            answer = {"ms": engine.decode_times(**request)}
+            answer: Any = {"version": engine.version}
         else:
-            raise ValueError(f"unknown request {kind!r}")
+            answer = getattr(engine, kind)(**request)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,14 +14,28 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench import compare as compare_module
 from edgeinfer.apps.bench import footprint
-from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.compare import CompareConfig
+from edgeinfer.apps.bench.artifacts import Artifacts, BundleKind
+from edgeinfer.apps.bench.contenders import CompareConfig
 from edgeinfer.apps.bench.driver import Worker
+from edgeinfer.apps.bench.jobs import chat_until_full
 from edgeinfer.apps.bench.shapes import SHAPES
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.errors import BackendError, NativeUnavailableError, UsageError
 
 pytest.importorskip("onnx", reason="needs the export extra")
 TINY = SHAPES["tiny"]
+PORTABLE = BundleKind("portable", group_size=32)
+
+
+def _has_kernel() -> bool:
+    try:
+        edgeinfer.measure_device()
+    except NativeUnavailableError:
+        return False
+    return True
+
+
+needs_kernel = pytest.mark.skipif(not _has_kernel(), reason="needs the native kernel")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +46,79 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _compare(work: Path, out: Path, engines: str, *more: str) -> dict[str, Any]:
     sizes = ["--past", "16", "--repeats", "2", "--burst", "2", "--decode-tokens", "3", "--sizes", "1,2,4"]
     files = ["--work", str(work), "--json", str(out)]
-    assert compare_module.main(["--shape", "tiny", "--engines", engines, *sizes, *files, *more]) == 0
+    arguments = ["--shape", "tiny", "--engines", engines, "--prefill", "70", *sizes, *files, *more]
+    assert compare_module.main(arguments) == 0
     data: dict[str, Any] = json.loads(out.read_text())
     return data
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None or find_spec("gguf") is None, reason="needs the gguf extra")
-def test_compare_times_both_engines_on_every_size(work: Path, tmp_path: Path) -> None:
-    data = _compare(work, tmp_path / "out.json", "edgeinfer,llamacpp")
-    assert set(data["engines"]) == {"edgeinfer g32 exact", "edgeinfer g32 fast", "llama.cpp Q4_0"}
+def test_compare_times_both_engines_on_every_task(work: Path, tmp_path: Path) -> None:
+    data = _compare(work, tmp_path / "out.json", "edgeinfer,llamacpp", "--layouts", "portable", "--exact", "both")
+    labels = {"edgeinfer MatMulNBits g128 exact", "edgeinfer MatMulNBits g128 fast", "llama.cpp Q4_0"}
+    assert set(data["engines"]) == labels
     for engine in data["engines"].values():
-        assert set(engine["ms"]) == {"decode", "1", "2", "4"}
+        assert set(engine["ms"]) == {"decode", "1", "2", "4", "prefill"}
         assert [len(burst) for burst in engine["samples"]["decode"]] == [3, 3]
         assert [len(burst) for burst in engine["samples"]["4"]] == [2, 2]
+        assert [len(burst) for burst in engine["samples"]["prefill"]] == [1, 1]
         assert all(spread["p25"] > 0 for spread in engine["ms"].values())
+
+
+@needs_kernel
+def test_compare_sets_layouts_and_bits_side_by_side(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = _compare(work, tmp_path / "out.json", "edgeinfer", "--bits", "4,2", "--group-sizes", "32")
+    native, portable = "edgeinfer native 4-bit g32 exact", "edgeinfer MatMulNBits 4-bit g32 exact"
+    fewer = "edgeinfer native 2-bit g32 exact"
+    assert set(data["engines"]) == {native, portable, fewer, "edgeinfer MatMulNBits 2-bit g32 exact"}
+    assert set(data["engines"][fewer]["speedup_vs"]) == {native, portable}
+    assert f"times faster than {portable}" in capsys.readouterr().out
+    # Limits are measured beside every task of every repeat.
+    assert {task: len(many) for task, many in data["limits"]["samples"].items()} == dict.fromkeys(
+        ("decode", "1", "2", "4", "prefill"), 2
+    )
+    floors = data["engines"][native]["floors"]
+    assert floors["4"]["multiply_adds"] == 4 * floors["1"]["multiply_adds"]
+    assert (
+        floors["4"]["weight_bytes"]
+        == floors["1"]["weight_bytes"]
+        > data["engines"][fewer]["floors"]["1"]["weight_bytes"]
+    )
+    # 70 tokens take two passes, of which one computes one row of logits.
+    head = TINY.vocab_size * TINY.hidden
+    layers = floors["1"]["multiply_adds"] - head
+    assert floors["prefill"]["multiply_adds"] == 70 * layers + head
+    assert floors["prefill"]["weight_bytes"] < 2 * floors["1"]["weight_bytes"]
+    assert all(floor["times"]["median"] > 0 for floor in floors.values())
+
+
+def test_compare_goes_on_without_the_kernel(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EDGEINFER_NATIVE", "0")
+    data = _compare(work, tmp_path / "out.json", "edgeinfer", "--prefill", "0")
+    (engine,) = data["engines"].values()
+    assert set(data["engines"]) == {"edgeinfer MatMulNBits g128 exact"}
+    assert data["limits"] is None and "floors" not in engine and "prefill" not in engine["ms"]
+    assert "EDGEINFER_NATIVE" in data["skipped"]["edgeinfer native"]
+    assert "edgeinfer native: skipped: EDGEINFER_NATIVE=0" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(find_spec("onnxruntime_genai") is not None, reason="onnxruntime-genai is installed")
 def test_compare_says_why_it_skips_an_engine(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = _compare(work, tmp_path / "out.json", "edgeinfer,genai", "--exact", "on", "--group-sizes", "64")
-    assert set(data["engines"]) == {"edgeinfer g64 exact"}
+    data = _compare(work, tmp_path / "out.json", "edgeinfer,genai", "--layouts", "portable", "--group-sizes", "64")
+    assert set(data["engines"]) == {"edgeinfer MatMulNBits g64 exact"}
     assert "--genai-python" in data["skipped"]["genai"]
     assert "genai: skipped:" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(find_spec("openvino") is None, reason="openvino is not installed")
+def test_compare_times_openvino(work: Path, tmp_path: Path) -> None:
+    data = _compare(work, tmp_path / "out.json", "openvino")
+    (engine,) = data["engines"].values()
+    assert all(spread["p25"] > 0 for spread in engine["ms"].values())
 
 
 def test_model_files_are_built_once_and_left_whole(work: Path) -> None:
@@ -63,18 +129,29 @@ def test_model_files_are_built_once_and_left_whole(work: Path) -> None:
 
 
 def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
-    options = {"path": str(tmp_path / "absent"), "threads": 1, "context": 64, "exact": True}
+    options = {"path": str(tmp_path / "absent"), "threads": 1, "context": 64}
     with pytest.raises(BackendError, match="absent"):
         Worker("edgeinfer", options)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"threads": 0}, {"sizes": (65,)}, {"sizes": (0,)}, {"engines": ("vllm",)}, {"group_sizes": (48,)}, {"past": 999}],
+    [
+        {"threads": 0},
+        {"sizes": (65,)},
+        {"sizes": (0,)},
+        {"engines": ("vllm",)},
+        {"group_sizes": (48,)},
+        {"layouts": ("tiled",)},
+        {"bits": ()},
+        {"past": 999},
+        {"prefill": 512},
+        {"prefill": -1},
+    ],
 )
 def test_comparisons_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        CompareConfig(TINY, **{"past": 64, **change})
+        CompareConfig(TINY, **{"past": 64, "prefill": 64, **change})
 
 
 def test_an_unknown_shape_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,20 +173,41 @@ def test_footprint_of_an_export(work: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_footprint_of_a_chat_that_fills_the_context(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = _footprint(capsys, ["chat", "--shape", "tiny", "--work", str(work), "-c", "256"])
+    data = _footprint(capsys, ["chat", "--shape", "tiny", "--layout", "portable", "--work", str(work), "-c", "256"])
     assert data["turns"] >= 1
     assert 100 <= data["context_tokens"] <= data["context"] == 256
     assert data["peak_rss_bytes"] >= data["anonymous_bytes"] > 0
 
 
 def test_overhead_is_what_the_session_call_leaves_of_a_step(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = str(Artifacts(work, TINY).bundle(32))
+    bundle = str(Artifacts(work, TINY).bundle(PORTABLE))
     data = _footprint(capsys, ["overhead", "-m", bundle, "--tokens", "8", "--past", "16"])
     assert 0 < data["overhead_ms"]["median"] < data["total_ms"]["median"]
 
 
+@linux_only
+def test_footprint_of_loading(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["load", "--shape", "tiny", "--layout", "portable", "--work", str(work)]
+    data = _footprint(capsys, [*arguments, "-c", "256", "--prompt", "200", "--repeats", "2"])
+    assert 0 < data["load_without_tokenizer_ms"]["median"] < data["load_ms"]["median"]
+    assert data["tokenizer_bytes"]["median"] < data["loaded_bytes"]["median"]
+    assert data["loaded_bytes"]["median"] > 0 and data["prefilled_bytes"]["median"] > 0
+    assert data["libraries_bytes"]["median"] > 10e6
+
+
+@needs_kernel
+@linux_only
+def test_two_processes_share_the_weights(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _footprint(capsys, ["share", "--shape", "tiny", "--work", str(work)])
+    alone = data["alone_proportional_bytes"]
+    assert 0 < alone <= data["alone_resident_bytes"]
+    for who in ("first_of_two", "second_of_two"):
+        assert data[f"{who}_proportional_bytes"] < 0.6 * alone
+        assert data[f"{who}_private_bytes"] < 0.1 * alone
+
+
 def test_chatting_ends_before_the_context_does(work: Path) -> None:
-    with edgeinfer.load(Artifacts(work, TINY).bundle(32), context=256) as model:
-        length = footprint.chat_until_full(model, reply_tokens=8, message_tokens=24)
+    with edgeinfer.load(Artifacts(work, TINY).bundle(PORTABLE), context=256) as model:
+        length = chat_until_full(model, reply_tokens=8, message_tokens=24)
     assert length.turns > 2
     assert length.context_tokens > 200
