@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.runtime.native import library
+from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel, native_kernel
 
 __all__ = ["require_kernel"]
@@ -14,4 +15,6 @@ def require_kernel() -> NativeKernel:
     """The kernel; anything but its absence is a failure."""
     if not library.LIBRARY.is_file():
         pytest.skip("edgeinfer was installed here without a C compiler")
+    if Binding(library.LIBRARY).isas() == (library.PORTABLE,):
+        pytest.skip("the kernel has no fast path for this processor")
     return native_kernel()

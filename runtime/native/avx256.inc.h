@@ -1,4 +1,4 @@
-/* What the paths of 256-bit registers share: unpacking, scales, panels of rows; knows nothing of how dots are summed.
+/* What the paths of 256-bit registers share: unpacking, scales, walking a tile; knows nothing of how dots are summed.
  *
  * A path includes this file and then defines add_dots.
  */
@@ -20,31 +20,24 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 #define NOINLINE static __attribute__((noinline))
 #endif
 
-/* Has a value where it is written. */
+/* Has a sum updated where that is written: GCC else computes the products of many steps first, and spills them. */
 #if defined(__GNUC__)
-#define KEEP(value) __asm__("" : "+x"(value))
+#define KEEP(sum) __asm__("" : "+x"(sum))
 #else
-#define KEEP(value) (void)0
+#define KEEP(sum) (void)0
 #endif
 
-/* Rows whose sums, of 16 columns, stay in registers beside the weights. */
+/* A register holds 8 columns by 4 consecutive k; these cover a tile. */
+enum { REGISTERS = 4 };
+/* Rows whose integer sums, two registers each, stay in registers beside the weights. */
 enum { PANEL = 4 };
 /* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
- * itself: it is told AHEAD bytes early. */
-#ifndef FF
-#define FF 4
-#endif
-#ifndef RUN
-#define RUN 128
-#endif
-#ifndef AH
-#define AH 2048
-#endif
-enum { FETCH_FROM = FF, AHEAD = AH };
+ * itself: it is told AHEAD bytes early. With fewer rows telling it only costs. */
+enum { FETCH_FROM = 4, AHEAD = 2048 };
+/* Panels take turns after this many k: if each crossed the whole tile, memory would wait for all but the first. */
+enum { TURN = 128 };
 /* Formats, by how bytes become weights. */
 enum { BITS2, BITS4, BITS8, HIGH8 };
-/* Registers of 8 columns in a tile, and bytes of a tile by 4 consecutive k. */
-enum { PARTS = 4, STEP = 128 };
 
 /* One tile of a matrix and all rows. */
 typedef struct {
@@ -53,22 +46,21 @@ typedef struct {
     const int8_t *values;
     const float *row_scales;
     const int32_t *row_sums;
-    int64_t m, blocks; /* m of all rows: the stride between blocks */
+    int64_t m; /* the stride between blocks */
 } tile_view;
 
-/* What add_dots multiplies: one block of weights and rows, `parts` registers of 8 columns wide. */
+/* One block of weights, `width` registers of the tile, and of some rows. */
 typedef struct {
-    const uint8_t *data, *low, *ahead, *low_ahead;
+    int format, block, width, rows;
+    const uint8_t *data, *low;
+    int64_t ahead; /* bytes from here to what is fetched */
     const int8_t *values;
-    int format, block, count, parts;
-} job;
+} piece;
 
-/* Adds the integer products of one block to sums, in the units of values.h. */
-INLINE void add_dots(job j, __m256i sums[PANEL][PARTS]);
+/* Adds the integer products of a piece to sums, in the units of values.h. */
+INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]);
 
-INLINE void fetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-
-INLINE int slots(int format) { return format == BITS2 ? 4 : 2; }
+INLINE int values_per_byte(int format) { return format == BITS2 ? 4 : 2; }
 
 INLINE __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
@@ -78,15 +70,23 @@ INLINE __m256i four(const int8_t *values) {
     return _mm256_set1_epi32(word);
 }
 
-/* Weights of 8 columns, 4 consecutive k of the s-th part of the block. */
+/* The s-th values of each byte; of 8 bits with both planes. */
 INLINE __m256i unpack(int format, int s, __m256i data, __m256i low) {
-    const __m256i two = _mm256_set1_epi8(3), four = _mm256_set1_epi8(15), high = _mm256_set1_epi8(-16);
-    if (format == BITS2) return _mm256_and_si256(_mm256_srli_epi16(data, 2 * s), two);
-    if (format == BITS8 && s == 0)
-        return _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(data, four), 4), _mm256_and_si256(low, four));
-    if (format == BITS8)
-        return _mm256_or_si256(_mm256_and_si256(data, high), _mm256_and_si256(_mm256_srli_epi16(low, 4), four));
-    return _mm256_and_si256(s == 0 ? data : _mm256_srli_epi16(data, 4), four);
+    const __m256i mask = _mm256_set1_epi8(format == BITS2 ? 3 : 15);
+    if (format == BITS2) return _mm256_and_si256(_mm256_srli_epi16(data, 2 * s), mask);
+    if (format == BITS8) {
+        __m256i high = s == 0 ? _mm256_slli_epi16(_mm256_and_si256(data, mask), 4) : _mm256_andnot_si256(mask, data);
+        return _mm256_or_si256(high, _mm256_and_si256(s == 0 ? low : _mm256_srli_epi16(low, 4), mask));
+    }
+    return _mm256_and_si256(s == 0 ? data : _mm256_srli_epi16(data, 4), mask);
+}
+
+/* Asks for what lies ahead of k = v of a plane, each pass over half a tile's columns for half of the bytes. Two planes
+ * are more than the first cache waits for at once: they are asked into the second. */
+INLINE void fetch(piece p, const uint8_t *plane, int v) {
+    const char *line = (const char *)(plane + p.ahead + v * LOWBIT_GROUP);
+    if (p.rows >= FETCH_FROM && p.format == BITS8) _mm_prefetch(line, _MM_HINT_T1);
+    if (p.rows >= FETCH_FROM && p.format != BITS8) _mm_prefetch(line, _MM_HINT_T0);
 }
 
 /* Scales of 8 columns of a block, in the units of values.h. */
@@ -106,21 +106,21 @@ INLINE __m256i offsets(int format, const tile_view *t, int64_t b, int part, int3
     const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + part * 8;
     __m256i zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
     if (format == HIGH8) zeros = _mm256_sub_epi32(_mm256_slli_epi32(zeros, 1), _mm256_set1_epi32(15));
-    /* Both factors fit 16 bits, the sum being at most 128 * 127; the other half of each lane multiplies zero. */
+    /* Both factors fit 16 bits, a sum being within 128 * 127; the other half of each lane is multiplied by zero. */
     return _mm256_madd_epi16(zeros, _mm256_set1_epi32(-row_sum & 0xffff));
 }
 
-/* Adds one block's products, from register `part` of the tile on, less zero * sum, scaled, to the rows' sums. */
-INLINE void add_block(job j, const tile_view *t, int64_t b, int part, int64_t first, float *sums) {
+/* Adds a piece's products, less zero * sum, scaled, to the rows' sums; it begins at register `part` of block b. */
+INLINE void add_piece(piece p, const tile_view *t, int64_t b, int part, int64_t first, float *sums) {
     int64_t at = b * t->m + first;
-    __m256i dots[PANEL][PARTS];
-    for (int r = 0; r < j.count; r++)
-        for (int c = 0; c < j.parts; c++) dots[r][c] = offsets(j.format, t, b, part + c, t->row_sums[at + r]);
-    j.values = t->values + at * j.block;
-    add_dots(j, dots);
-    for (int c = 0; c < j.parts; c++) {
-        __m256 scales = column_scales(j.format, t, b, part + c);
-        for (int r = 0; r < j.count; r++) {
+    __m256i dots[PANEL][REGISTERS];
+    p.values = t->values + at * p.block;
+    for (int r = 0; r < p.rows; r++)
+        for (int c = 0; c < p.width; c++) dots[r][c] = offsets(p.format, t, b, part + c, t->row_sums[at + r]);
+    add_dots(p, dots);
+    for (int c = 0; c < p.width; c++) {
+        __m256 scales = column_scales(p.format, t, b, part + c);
+        for (int r = 0; r < p.rows; r++) {
             float *sum = sums + r * LOWBIT_TILE + (part + c) * 8;
             __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(t->row_scales[at + r]));
             _mm256_storeu_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r][c]), scale, _mm256_loadu_ps(sum)));
@@ -128,17 +128,18 @@ INLINE void add_block(job j, const tile_view *t, int64_t b, int part, int64_t fi
     }
 }
 
-/* Adds the products of a tile and `count` <= PANEL rows to their sums. */
-INLINE void panel(int format, int block, int count, const tile_view *t, int64_t from, int64_t to, int64_t ahead, int64_t first,
-                  float *sums) {
-    const int64_t step = block * (format == BITS2 ? 8 : 16);
-    const int parts = count == 1 || (count == 2 && format != BITS2) ? PARTS : PARTS / 2;
+/* Adds the products of blocks from..to-1 and `rows` <= PANEL rows to their sums. One or two rows take all columns at
+ * once, for more independent sums; the four values of a byte leave registers for one. */
+INLINE void panel(int format, int block, int rows, const tile_view *t, int64_t from, int64_t to, int64_t ahead,
+                  int64_t first, float *sums) {
+    const int step = block * (format == BITS2 ? 8 : 16), width = rows <= (format == BITS2 ? 1 : 2) ? 4 : 2;
     for (int64_t b = from; b < to; b++)
-        for (int part = 0; part < PARTS; part += parts) {
-            const uint8_t *data = t->data + b * step, *low = format == BITS8 ? t->low + b * step : data;
-            int64_t next = ahead + part * (step / PARTS);
-            job j = {data + part * 32, low + part * 32, data + next, low + next, NULL, format, block, count, parts};
-            add_block(j, t, b, part, first, sums);
+        for (int part = 0; part < REGISTERS; part += width) {
+            int64_t at = b * step + part * 32;
+            piece p = {.format = format, .block = block, .width = width, .rows = rows, .data = t->data + at};
+            p.low = format == BITS8 ? t->low + at : p.data;
+            p.ahead = ahead + part * (step / REGISTERS - 32);
+            add_piece(p, t, b, part, first, sums);
         }
 }
 
@@ -146,22 +147,21 @@ INLINE void panel(int format, int block, int count, const tile_view *t, int64_t 
  * every sum in its own. */
 typedef void panel_function(const tile_view *t, int64_t from, int64_t to, int64_t ahead, int64_t first, float *sums);
 
-#define ONE(format, block, count)                                                                             \
-    NOINLINE void panel_##format##_##block##_##count(const tile_view *t, int64_t from, int64_t to, int64_t ahead, int64_t first, \
-                                                     float *sums) {                                            \
-        panel(format, block, count, t, from, to, ahead, first, sums);                                                 \
+#define ONE(format, block, rows)                                                                                \
+    NOINLINE void panel_##format##_##block##_##rows(const tile_view *t, int64_t from, int64_t to, int64_t ahead, \
+                                                    int64_t first, float *sums) {                               \
+        panel(format, block, rows, t, from, to, ahead, first, sums);                                            \
     }
-#define ALL_COUNTS(what, format, block) \
+#define ALL_ROWS(what, format, block) \
     what(format, block, 1) what(format, block, 2) what(format, block, 3) what(format, block, 4)
-#define ALL_BLOCKS(format) \
-    ALL_COUNTS(ONE, format, 32) ALL_COUNTS(ONE, format, 64) ALL_COUNTS(ONE, format, 128)
-ALL_BLOCKS(BITS2)
-ALL_BLOCKS(BITS4)
-ALL_BLOCKS(BITS8)
-ALL_BLOCKS(HIGH8)
+#define ALL_BLOCKS(what, format) ALL_ROWS(what, format, 32) ALL_ROWS(what, format, 64) ALL_ROWS(what, format, 128)
+ALL_BLOCKS(ONE, BITS2)
+ALL_BLOCKS(ONE, BITS4)
+ALL_BLOCKS(ONE, BITS8)
+ALL_BLOCKS(ONE, HIGH8)
 
-#define NAME(format, block, count) panel_##format##_##block##_##count,
-#define OF_FORMAT(format) {{ALL_COUNTS(NAME, format, 32)}, {ALL_COUNTS(NAME, format, 64)}, {ALL_COUNTS(NAME, format, 128)}}
+#define NAME(format, block, rows) panel_##format##_##block##_##rows,
+#define OF_FORMAT(format) {{ALL_ROWS(NAME, format, 32)}, {ALL_ROWS(NAME, format, 64)}, {ALL_ROWS(NAME, format, 128)}}
 static panel_function *const panel_functions[4][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8)};
 
@@ -183,17 +183,13 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
         .row_scales = rows->scales,
         .row_sums = rows->sums,
         .m = rows->m,
-        .blocks = blocks,
     };
-    panel_function *const *functions = panel_functions[format_of(w)][w->block == 32 ? 0 : w->block == 64 ? 1 : 2];
-    if (count <= PANEL) {
-        functions[count - 1](&t, 0, blocks, AHEAD, first, sums);
-        return;
-    }
-    const int64_t run = RUN / w->block;
-    for (int64_t from = 0; from < blocks; from += run) {
-        int64_t to = smaller(from + run, blocks);
-        for (int64_t p = 0; p < count; p += PANEL)
-            functions[smaller(count - p, PANEL) - 1](&t, from, to, p ? 0 : AHEAD, first + p, sums + p * LOWBIT_TILE);
-    }
+    panel_function *const *functions = panel_functions[format_of(w)][w->block / 64];
+    int64_t turn = count <= PANEL ? blocks : TURN / w->block;
+    for (int64_t from = 0; from < blocks; from += turn)
+        for (int64_t r = 0; r < count; r += PANEL) {
+            panel_function *add = functions[smaller(count - r, PANEL) - 1];
+            /* Later panels find their bytes in the cache, and ask only for those. */
+            add(&t, from, smaller(from + turn, blocks), r == 0 ? AHEAD : 0, first + r, sums + r * LOWBIT_TILE);
+        }
 }

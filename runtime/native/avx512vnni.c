@@ -129,10 +129,11 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
         }
 }
 
-/* Adds the products of a tile and `count` <= PANEL rows to their sums. */
-INLINE void panel(int format, int block, int count, const tile_view *t, int64_t first, float *sums) {
+/* Adds the products of blocks begin..end-1 of a tile and `count` <= PANEL rows to their sums. */
+INLINE void panel(int format, int block, int count, const tile_view *t, int64_t begin, int64_t end, int64_t first,
+                  float *sums) {
     const int64_t step = block * (format == BITS2 ? 8 : 16);
-    for (int64_t b = 0; b < t->blocks; b++) {
+    for (int64_t b = begin; b < end; b++) {
         int64_t at = b * t->m + first;
         __m512i dots[PANEL][2];
         if (format == BITS2) _mm_prefetch((const char *)(t->data + b * step + AHEAD), _MM_HINT_T0);
@@ -153,11 +154,12 @@ INLINE void panel(int format, int block, int count, const tile_view *t, int64_t 
 
 /* One function per format, block and number of rows: the compiler then addresses all rows from one register and keeps
  * every sum in its own. */
-typedef void panel_function(const tile_view *t, int64_t first, float *sums);
+typedef void panel_function(const tile_view *t, int64_t begin, int64_t end, int64_t first, float *sums);
 
 #define ONE(format, block, count)                                                                             \
-    NOINLINE void panel_##format##_##block##_##count(const tile_view *t, int64_t first, float *sums) {         \
-        panel(format, block, count, t, first, sums);                                                           \
+    NOINLINE void panel_##format##_##block##_##count(const tile_view *t, int64_t begin, int64_t end,           \
+                                                     int64_t first, float *sums) {                             \
+        panel(format, block, count, t, begin, end, first, sums);                                               \
     }
 #define ALL_COUNTS(what, format, block)                                                                       \
     what(format, block, 1) what(format, block, 2) what(format, block, 3) what(format, block, 4)                \
@@ -181,7 +183,8 @@ static int format_of(const lowbit_matrix *w) {
     return lowbit_high_only(w) ? HIGH8 : BITS8;
 }
 
-/* The first panel streams the tile from memory, the others find it in the cache. */
+/* Panels take turns every 128 k: the first streams them from memory, the others find them in the cache. If each went
+ * through the whole tile, memory would idle while all but the first do. */
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums) {
     int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
@@ -197,8 +200,11 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
         .blocks = blocks,
     };
     panel_function *const *functions = panel_functions[format_of(w)][w->block == 32 ? 0 : w->block == 64 ? 1 : 2];
-    for (; count > 0; first += PANEL, count -= PANEL, sums += PANEL * LOWBIT_TILE)
-        functions[smaller(count, PANEL) - 1](&t, first, sums);
+    int64_t turn = count <= PANEL ? blocks : 128 / w->block;
+    for (int64_t b = 0; b < blocks; b += turn)
+        for (int64_t r = 0; r < count; r += PANEL)
+            functions[smaller(count - r, PANEL) - 1](&t, b, smaller(b + turn, blocks), first + r,
+                                                     sums + r * LOWBIT_TILE);
 }
 
 const lowbit_isa lowbit_avx512vnni = {"avx512vnni", quantize, multiply};

@@ -17,11 +17,13 @@ from edgeinfer.errors import NativeUnavailableError, UsageError
 from edgeinfer.runtime.native.binding import VERSION, Binding
 from edgeinfer.runtime.native.selftest import agrees_with_portable, portable_is_right
 
-__all__ = ["LIBRARY", "NativeKernel", "load_kernel", "native_kernel", "switched_off"]
+__all__ = ["LIBRARY", "PORTABLE", "NativeKernel", "load_kernel", "native_kernel", "switched_off"]
 
 _SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
+PORTABLE = "portable"
 LIBRARY = Path(__file__).with_name("edgeinfer_native" + _SUFFIXES.get(sys.platform, ".so"))
 _BUILD = "Install edgeinfer where a C compiler is found, or go on without: it is slower, not different."
+_SLOW = "Nothing needs to be done: onnxruntime's own operators run instead."
 _REBUILD = "Install edgeinfer again on this machine, or go on without: it is slower, not different."
 
 _log = logging.getLogger("edgeinfer")
@@ -57,7 +59,8 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
     """Loads and tests a kernel library, and selects the instruction set for sessions that are made from now on.
 
     Args:
-        isa: the instruction set to use; None takes the best that passes.
+        isa: the instruction set to use; None takes the best that passes. "portable" only runs when it is named: it is
+            slower than onnxruntime's own operators.
 
     Raises:
         NativeUnavailableError, UsageError: as `native_kernel`.
@@ -67,7 +70,7 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
     if isa is not None and isa not in names:
         message = f"EDGEINFER_NATIVE_ISA={isa} is not an instruction set of this machine."
         raise UsageError(message, f"Choose one of {', '.join(names)}, or remove the variable.")
-    chosen = _first_right(path, (isa,) if isa is not None else names)
+    chosen = _first_right(path, (isa,) if isa is not None else tuple(name for name in names if name != PORTABLE))
     binding.select(chosen)
     return NativeKernel(path, chosen)
 
@@ -95,10 +98,11 @@ def _first_right(path: Path, isas: tuple[str, ...]) -> str:
         message = "The native kernel fails its self-test: its portable path is wrong."
         raise NativeUnavailableError(message, _REBUILD)
     for isa in isas:
-        if isa == "portable" or agrees_with_portable(binding, isa):
+        if isa == PORTABLE or agrees_with_portable(binding, isa):
             return isa
         _log.warning("The native kernel fails its self-test on %s; the next instruction set is used.", isa)
-    raise NativeUnavailableError(f"The native kernel fails its self-test on {', '.join(isas)}.", _REBUILD)
+    reason = f"fails its self-test on {', '.join(isas)}" if isas else "has no fast path for this processor"
+    raise NativeUnavailableError(f"The native kernel {reason}.", _REBUILD if isas else _SLOW)
 
 
 def _check_format(path: Path) -> None:

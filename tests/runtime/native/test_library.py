@@ -146,13 +146,29 @@ def only_right(binding: Binding, monkeypatch: pytest.MonkeyPatch) -> Broken:
 
 
 def test_a_wrong_instruction_set_gives_way_to_the_next(
-    kernel: NativeKernel, only_right: Broken, caplog: pytest.LogCaptureFixture
+    kernel: NativeKernel, binding: Binding, only_right: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if kernel.isa == "portable":
-        pytest.skip("this machine has only the portable path")
+    best, second, *_ = binding.isas()
+    if second == "portable":
+        pytest.skip("this machine has only one fast path")
+    only_right({second, "portable"})
+    assert load_kernel(kernel.path).isa == second
+    assert f"fails its self-test on {best}" in caplog.text
+
+
+def test_the_slow_portable_path_never_takes_the_place_of_a_fast_one(kernel: NativeKernel, only_right: Broken) -> None:
     only_right({"portable"})
-    assert load_kernel(kernel.path).isa == "portable"
-    assert f"fails its self-test on {kernel.isa}" in caplog.text
+    with pytest.raises(NativeUnavailableError, match=f"fails its self-test on {kernel.isa}"):
+        load_kernel(kernel.path)
+    assert load_kernel(kernel.path, "portable").isa == "portable"
+
+
+def test_a_processor_without_a_fast_path_goes_without_the_kernel(
+    kernel: NativeKernel, binding: Binding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(binding), "isas", lambda self: ("portable",))
+    with pytest.raises(NativeUnavailableError, match=r"no fast path for this processor\. Nothing needs to be done"):
+        load_kernel(kernel.path)
 
 
 def test_a_wrong_portable_path_rules_the_library_out(kernel: NativeKernel, only_right: Broken) -> None:
@@ -162,8 +178,6 @@ def test_a_wrong_portable_path_rules_the_library_out(kernel: NativeKernel, only_
 
 
 def test_a_wrong_instruction_set_that_was_asked_for_is_an_error(kernel: NativeKernel, only_right: Broken) -> None:
-    if kernel.isa == "portable":
-        pytest.skip("this machine has only the portable path")
     only_right({"portable"})
     with pytest.raises(NativeUnavailableError, match=f"fails its self-test on {kernel.isa}"):
         load_kernel(kernel.path, kernel.isa)
