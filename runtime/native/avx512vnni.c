@@ -183,11 +183,10 @@ static int format_of(const lowbit_matrix *w) {
     return lowbit_high_only(w) ? HIGH8 : BITS8;
 }
 
-static panel_function *const *panels_of(const lowbit_matrix *w) {
-    return panel_functions[format_of(w)][w->block == 32 ? 0 : w->block == 64 ? 1 : 2];
-}
-
-static tile_view view_of(const lowbit_matrix *w, const lowbit_rows *rows, int64_t tile) {
+/* Panels take turns every 128 k: the first streams them from memory, the others find them in the cache. If each went
+ * through the whole tile, memory would idle while all but the first do. */
+static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
+                      float *sums) {
     int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
     const tile_view t = {
         .data = w->data + tile * step,
@@ -200,51 +199,15 @@ static tile_view view_of(const lowbit_matrix *w, const lowbit_rows *rows, int64_
         .m = rows->m,
         .blocks = blocks,
     };
-    return t;
-}
-
-/* k in a turn of those who take turns: 2 KB of 4-bit weights. */
-enum { TURN = 128 };
-
-/* Panels take turns: the first streams its weights from memory, the others find them in the cache. If each went
- * through the whole tile, memory would idle while all but the first do. */
-static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
-                      float *sums) {
-    const tile_view t = view_of(w, rows, tile);
-    panel_function *const *panels = panels_of(w);
-    int64_t turn = count <= PANEL ? t.blocks : TURN / w->block;
-    for (int64_t b = 0; b < t.blocks; b += turn)
+    panel_function *const *functions = panel_functions[format_of(w)][w->block == 32 ? 0 : w->block == 64 ? 1 : 2];
+    int64_t turn = count <= PANEL ? blocks : 128 / w->block;
+    for (int64_t b = 0; b < blocks; b += turn)
         for (int64_t r = 0; r < count; r += PANEL)
-            panels[smaller(count - r, PANEL) - 1](&t, b, smaller(b + turn, t.blocks), first + r,
-                                                  sums + r * LOWBIT_TILE);
+            functions[smaller(count - r, PANEL) - 1](&t, b, smaller(b + turn, blocks), first + r,
+                                                     sums + r * LOWBIT_TILE);
 }
 
-/* Rows up to which a product of 4-bit weights waits for memory. */
-enum { WAITING_ROWS = 2 };
-
-/* Few rows and one plane of 4 bits: two tiles far apart take turns, since two runs of pages arrive faster than one. At
- * 2 bits, and with two planes, one tile is faster (docs/LOG.md, 2026-11-21). */
-static void multiply_tiles(const lowbit_matrix *w, const lowbit_rows *rows, const lowbit_output *out, int64_t first,
-                           int64_t last) {
-    int64_t half = (last - first) / 2, count = rows->m, turn = TURN / w->block;
-    int format = format_of(w);
-    if (count > WAITING_ROWS || (format != BITS4 && format != HIGH8)) half = 0;
-    panel_function *panel = half ? panels_of(w)[count - 1] : NULL;
-    for (int64_t tile = first; tile < first + half; tile++) {
-        const tile_view near = view_of(w, rows, tile), far = view_of(w, rows, tile + half);
-        float sums[2][WAITING_ROWS * LOWBIT_TILE] = {{0}};
-        for (int64_t b = 0; b < near.blocks; b += turn) {
-            int64_t end = smaller(b + turn, near.blocks);
-            panel(&near, b, end, 0, sums[0]);
-            panel(&far, b, end, 0, sums[1]);
-        }
-        finish(w, out, tile, sums[0], 0, count);
-        finish(w, out, tile + half, sums[1], 0, count);
-    }
-    multiply(w, rows, out, first + 2 * half, last);
-}
-
-const lowbit_isa lowbit_avx512vnni = {"avx512vnni", quantize, multiply_tiles};
+const lowbit_isa lowbit_avx512vnni = {"avx512vnni", quantize, multiply};
 #else
 const lowbit_isa lowbit_avx512vnni = {"avx512vnni", NULL, NULL};
 #endif
