@@ -217,7 +217,8 @@ def _read(theirs: edgeinfer.Model, ours: edgeinfer.Model, story: str) -> Iterato
     start = 0
     for pair in zip(theirs.logits(ids), ours.logits(ids), strict=True):
         reference, candidate = (_log_softmax(logits) for logits in pair)  # (R, V)
-        targets = np.array(ids[start + 1 : start + 1 + len(reference)])
+        # The last token of a story has no target, and may be alone in its array.
+        targets = np.array(ids[start + 1 : start + 1 + len(reference)], np.int64)
         chosen = np.arange(len(targets)), targets
         yield _Rows(
             divergence=(np.exp(reference) * (reference - candidate)).sum(axis=1),

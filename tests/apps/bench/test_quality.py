@@ -71,6 +71,16 @@ def test_divergence_is_that_of_the_distributions(tmp_path: Path) -> None:
     assert result.perplexity == pytest.approx(perplexity)
 
 
+@pytest.mark.parametrize("tokens", [2, 16, 17, 18])
+def test_stories_of_any_length_are_read(tmp_path: Path, tokens: int) -> None:
+    """Logits come in arrays of 16 rows; the last token of a story, which has no target, may be alone in one."""
+    make_checkpoint(tmp_path / "model", "llama")
+    # Each letter is a token of the byte-level vocabulary, after the begin token.
+    story = ("xyz" * 6)[: tokens - 1]
+    (result,) = compare_variants(tmp_path / "model", [story], [])
+    assert len(result.divergences) == tokens
+
+
 def test_layouts_of_the_same_weights_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         edgeinfer.measure_device()
