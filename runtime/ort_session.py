@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state
 
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.contracts import PassCancelledError
+from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.library import NativeKernel
 
 __all__ = ["OrtSession"]
@@ -64,6 +67,8 @@ class OrtSession:
             # onnxruntime raises a family of exceptions without a common base of its own.
             reason = str(error).splitlines()[0]
             raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
+        # Loading ran through most of the library's code, running needs a part of it; that part comes back by itself.
+        MappedFile(Path(onnxruntime_pybind11_state.__file__)).release()
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
         self.run_ns = 0

@@ -21,8 +21,8 @@ DEFAULT_CONTEXT = 2048
 # Constants measured in docs/LOG.md, 2026-11-21. A loaded tokenizer: bytes in all, and per byte of tokenizer.json; what
 # parsing it takes on the way, per byte.
 _TOKENIZER_BYTES, _TOKENIZER_FACTOR, _TOKENIZER_PARSING = 6_000_000, 9, 21
-# Session, graph and touched code of onnxruntime, which stays, beyond its import.
-_SESSION_BYTES = 36_000_000
+# Session, graph and touched code of onnxruntime beyond its import.
+_SESSION_BYTES = 28_000_000
 # What importing and planning itself add to the process between two plans.
 _GROWTH_BYTES = 4_000_000
 # A cache that grows by concatenation is written anew by every pass, from one copy into the other.
