@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ __all__ = [
     "plan",
 ]
 __version__ = "0.1.0"
+
+# onnxruntime 1.31 reports events to its makers and writes an identifier of the device into the user's cache, beginning
+# with its import, unless this is set. Whoever has set it otherwise has decided for themselves.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
     "Chat": "chat",
