@@ -5,20 +5,12 @@
 #include <immintrin.h>
 
 #include "lowbit.h"
-#include "values.h"
+#include "tile.h"
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
 
 #include "kernel.inc.h"
-
-#if defined(_MSC_VER) && !defined(__clang__)
-#define INLINE static __forceinline
-#define NOINLINE static __declspec(noinline)
-#else
-#define INLINE static inline __attribute__((always_inline))
-#define NOINLINE static __attribute__((noinline))
-#endif
 
 /* Has a sum updated where that is written: GCC else computes the products of many steps first, and spills them. */
 #if defined(__GNUC__)
@@ -36,19 +28,6 @@ enum { PANEL = 4 };
 enum { FETCH_FROM = 4, AHEAD = 2048 };
 /* Panels take turns after this many k: if each crossed the whole tile, memory would wait for all but the first. */
 enum { TURN = 128 };
-/* Formats, by how bytes become weights. */
-enum { BITS2, BITS4, BITS8, HIGH8 };
-
-/* One tile of a matrix and all rows. */
-typedef struct {
-    const uint8_t *data, *low, *zeros;
-    const uint16_t *scales;
-    const int8_t *values;
-    const float *row_scales;
-    const int32_t *row_sums;
-    int64_t m; /* the stride between blocks */
-} tile_view;
-
 /* One block of weights, `width` registers of the tile, and of some rows. */
 typedef struct {
     int format, block, width, rows;
@@ -100,8 +79,7 @@ INLINE __m256 column_scales(int format, const tile_view *t, int64_t b, int part)
 /* Zero points of 8 columns of a block times minus a row's sum of activations. */
 INLINE __m256i offsets(int format, const tile_view *t, int64_t b, int part, int32_t row_sum) {
     if (!t->zeros) {
-        int32_t middle = format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128 - 15;
-        return _mm256_set1_epi32(-middle * row_sum);
+        return _mm256_set1_epi32(-middle_of(format) * row_sum);
     }
     const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + part * 8;
     __m256i zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
@@ -165,31 +143,15 @@ ALL_BLOCKS(ONE, HIGH8)
 static panel_function *const panel_functions[4][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8)};
 
-static int format_of(const lowbit_matrix *w) {
-    if (w->bits == 2) return BITS2;
-    if (w->bits == 4) return BITS4;
-    return lowbit_high_only(w) ? HIGH8 : BITS8;
-}
-
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums) {
-    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
-    const tile_view t = {
-        .data = w->data + tile * step,
-        .low = w->low ? w->low + tile * step : NULL,
-        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
-        .scales = w->scales + tile * blocks * LOWBIT_TILE,
-        .values = rows->values,
-        .row_scales = rows->scales,
-        .row_sums = rows->sums,
-        .m = rows->m,
-    };
+    const tile_view t = view_of(w, tile, rows);
     panel_function *const *functions = panel_functions[format_of(w)][w->block / 64];
-    int64_t turn = count <= PANEL ? blocks : TURN / w->block;
-    for (int64_t from = 0; from < blocks; from += turn)
+    int64_t turn = count <= PANEL ? t.blocks : TURN / w->block;
+    for (int64_t from = 0; from < t.blocks; from += turn)
         for (int64_t r = 0; r < count; r += PANEL) {
             panel_function *add = functions[smaller(count - r, PANEL) - 1];
             /* Later panels find their bytes in the cache, and ask only for those. */
-            add(&t, from, smaller(from + turn, blocks), r == 0 ? AHEAD : 0, first + r, sums + r * LOWBIT_TILE);
+            add(&t, from, smaller(from + turn, t.blocks), r == 0 ? AHEAD : 0, first + r, sums + r * LOWBIT_TILE);
         }
 }

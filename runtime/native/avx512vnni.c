@@ -3,7 +3,7 @@
  * vpdpbusd adds four products of unsigned weights and signed activations per lane, exactly.
  */
 #include "lowbit.h"
-#include "values.h"
+#include "tile.h"
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
@@ -13,32 +13,12 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 #if defined(__AVX512VNNI__) || (defined(_MSC_VER) && defined(__AVX512F__))
 #include <immintrin.h>
 
-#if defined(_MSC_VER)
-#define INLINE static __forceinline
-#define NOINLINE static __declspec(noinline)
-#else
-#define INLINE static inline __attribute__((always_inline))
-#define NOINLINE static __attribute__((noinline))
-#endif
-
 /* Rows whose integer sums, two registers each, stay in registers beside the weights. */
 enum { PANEL = 8 };
 /* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
  * itself: it is told AHEAD bytes early. With fewer rows telling it of every line only costs; at 2 bits one line per
  * block is worth a quarter (docs/LOG.md, 2026-11-21). */
 enum { FETCH_FROM = 7, AHEAD = 2048 };
-/* Formats, by how a step of 64 bytes becomes weights. */
-enum { BITS2, BITS4, BITS8, HIGH8 };
-
-typedef struct {
-    const uint8_t *data, *low, *zeros;
-    const uint16_t *scales;
-    const int8_t *values;
-    const float *row_scales;
-    const int32_t *row_sums;
-    int64_t m, blocks; /* m of all rows: the stride between blocks */
-} tile_view;
-
 INLINE int slot_bits(int format) { return format == BITS2 ? 2 : 4; }
 
 /* Rows whose sums fit the registers even once per slot of the weights' bytes. */
@@ -86,8 +66,7 @@ INLINE __m512 column_scales(int format, const tile_view *t, int64_t b, int g) {
 /* A block's zero points times a row's sum of activations. */
 INLINE __m512i offsets(int format, const tile_view *t, int64_t b, int g, int32_t row_sum) {
     if (!t->zeros) {
-        int32_t middle = format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128 - 15;
-        return _mm512_set1_epi32(middle * row_sum);
+        return _mm512_set1_epi32(middle_of(format) * row_sum);
     }
     const uint8_t *bytes = t->zeros + b * LOWBIT_TILE + g * LOWBIT_GROUP;
     __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
@@ -177,33 +156,16 @@ ALL_BLOCKS(ONE, HIGH8)
 static panel_function *const panel_functions[4][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8)};
 
-static int format_of(const lowbit_matrix *w) {
-    if (w->bits == 2) return BITS2;
-    if (w->bits == 4) return BITS4;
-    return lowbit_high_only(w) ? HIGH8 : BITS8;
-}
-
 /* Panels take turns every 128 k: the first streams them from memory, the others find them in the cache. If each went
  * through the whole tile, memory would idle while all but the first do. */
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums) {
-    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
-    const tile_view t = {
-        .data = w->data + tile * step,
-        .low = w->low ? w->low + tile * step : NULL,
-        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
-        .scales = w->scales + tile * blocks * LOWBIT_TILE,
-        .values = rows->values,
-        .row_scales = rows->scales,
-        .row_sums = rows->sums,
-        .m = rows->m,
-        .blocks = blocks,
-    };
-    panel_function *const *functions = panel_functions[format_of(w)][w->block == 32 ? 0 : w->block == 64 ? 1 : 2];
-    int64_t turn = count <= PANEL ? blocks : 128 / w->block;
-    for (int64_t b = 0; b < blocks; b += turn)
+    const tile_view t = view_of(w, tile, rows);
+    panel_function *const *functions = panel_functions[format_of(w)][w->block / 64];
+    int64_t turn = count <= PANEL ? t.blocks : 128 / w->block;
+    for (int64_t b = 0; b < t.blocks; b += turn)
         for (int64_t r = 0; r < count; r += PANEL)
-            functions[smaller(count - r, PANEL) - 1](&t, b, smaller(b + turn, blocks), first + r,
+            functions[smaller(count - r, PANEL) - 1](&t, b, smaller(b + turn, t.blocks), first + r,
                                                      sums + r * LOWBIT_TILE);
 }
 

@@ -8,7 +8,7 @@
 #include <arm_neon.h>
 
 #include "lowbit.h"
-#include "values.h"
+#include "tile.h"
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums);
@@ -17,11 +17,9 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #include <intrin.h>
-#define INLINE static __forceinline
 #define UNROLL
 #define FENCE() _ReadWriteBarrier()
 #else
-#define INLINE static inline __attribute__((always_inline))
 /* Keeps the compiler, not the processor, from loading early what there is no register for. */
 #define FENCE() __asm__ volatile("" ::: "memory")
 /* Sums stay in registers only where every index of theirs is a constant. */
@@ -33,20 +31,6 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 enum { PANEL = 4 };
 /* Registers of 4 columns in a tile. */
 enum { QUADS = LOWBIT_TILE / 4 };
-/* Formats, by how a register of bytes becomes weights. */
-enum { BITS2, BITS4, BITS8, HIGH8 };
-
-/* One tile of a matrix and all rows. */
-typedef struct {
-    const uint8_t *data, *low, *zeros;
-    const uint16_t *scales;
-    const int8_t *values;
-    const float *row_scales;
-    const int32_t *row_sums;
-    int64_t m, blocks; /* of all rows: the strides between blocks */
-    int32_t block;
-} tile_view;
-
 /* Scales, zero points and the power of two that products are multiplied by, of one block, in the units of values.h. */
 typedef struct {
     float32x4_t scales[QUADS];
@@ -248,19 +232,7 @@ static void rows_high8(const tile_view *t, int64_t first, int64_t count, float *
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums) {
-    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
-    const tile_view t = {
-        .data = w->data + tile * step,
-        .low = w->low ? w->low + tile * step : NULL,
-        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
-        .scales = w->scales + tile * blocks * LOWBIT_TILE,
-        .values = rows->values,
-        .row_scales = rows->scales,
-        .row_sums = rows->sums,
-        .m = rows->m,
-        .blocks = blocks,
-        .block = w->block,
-    };
+    const tile_view t = view_of(w, tile, rows);
     if (w->bits == 2)
         rows_bits2(&t, first, count, sums);
     else if (w->bits == 4)

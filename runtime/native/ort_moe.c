@@ -134,7 +134,9 @@ static void quantize_mid_job(void *data, size_t index) {
 /* One job's share of the tiles of all groups' gate_up or down. */
 static void multiply_share(const mixture *m, int64_t job, int down) {
     int64_t total = 0, start = 0;
-    for (int64_t i = 0; i < m->group_count; i++) total += lowbit_tiles(down ? &m->groups[i].down : &m->groups[i].gate_up);
+    for (int64_t i = 0; i < m->group_count; i++) {
+        total += lowbit_tiles(down ? &m->groups[i].down : &m->groups[i].gate_up);
+    }
     int64_t first = total * job / m->jobs, last = total * (job + 1) / m->jobs;
     for (int64_t i = 0; i < m->group_count && start < last; i++) {
         const group *g = &m->groups[i];

@@ -43,8 +43,9 @@ static const OrtApi *find_api(const OrtApiBase *base, OrtStatus **error) {
     if (api) return api;
     const OrtApi *first = base->GetApi(1);
     char message[160];
-    snprintf(message, sizeof message, "onnxruntime %.32s is not a version that edgeinfer's kernel works with: 1.%d to 1.x",
-             version, ORT_ABI_VERSION);
+    snprintf(message, sizeof message,
+             "onnxruntime %.32s is not a version that edgeinfer's kernel works with: 1.%d to 1.x", version,
+             ORT_ABI_VERSION);
     if (first) *error = first->CreateStatus(ORT_FAIL, message);
     return NULL;
 }

@@ -1,0 +1,58 @@
+/* What the vector paths call a tile and its formats; knows nothing of registers. */
+#ifndef EDGEINFER_TILE_H
+#define EDGEINFER_TILE_H
+
+#include "lowbit.h"
+#include "values.h"
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define INLINE static __forceinline
+#define NOINLINE static __declspec(noinline)
+#else
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#endif
+
+/* Formats, by how bytes become weights. */
+enum { BITS2, BITS4, BITS8, HIGH8 };
+
+/* One tile of a matrix and all rows. */
+typedef struct {
+    const uint8_t *data, *low, *zeros;
+    const uint16_t *scales;
+    const int8_t *values;
+    const float *row_scales;
+    const int32_t *row_sums;
+    int64_t m, blocks; /* m of all rows: the stride between blocks */
+    int32_t block;
+} tile_view;
+
+INLINE int format_of(const lowbit_matrix *w) {
+    if (w->bits == 2) return BITS2;
+    if (w->bits == 4) return BITS4;
+    return lowbit_high_only(w) ? HIGH8 : BITS8;
+}
+
+INLINE tile_view view_of(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows) {
+    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
+    const tile_view t = {
+        .data = w->data + tile * step,
+        .low = w->low ? w->low + tile * step : NULL,
+        .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
+        .scales = w->scales + tile * blocks * LOWBIT_TILE,
+        .values = rows->values,
+        .row_scales = rows->scales,
+        .row_sums = rows->sums,
+        .m = rows->m,
+        .blocks = blocks,
+        .block = w->block,
+    };
+    return t;
+}
+
+/* The zero point where none are stored, in the units of values.h. */
+INLINE int32_t middle_of(int format) {
+    return format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128 - 15;
+}
+
+#endif
