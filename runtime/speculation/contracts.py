@@ -1,0 +1,242 @@
+"""What drafters promise, what a draft is and what a round tells; knows nothing of models, costs or policies.
+
+Words: the *root* is the last committed token, which is chosen but not yet in the target's cache. A draft is a tree of
+tokens below the root; a chain is a tree without branches. The target's pass feeds the root and then the draft's nodes,
+so node i is row i + 1 of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.contracts import Floats, Ints
+
+__all__ = [
+    "Context",
+    "Draft",
+    "Drafter",
+    "Draw",
+    "Guess",
+    "Law",
+    "Resumption",
+    "Round",
+    "State",
+    "TargetView",
+    "Verdict",
+    "Verifier",
+]
+
+Law = NDArray[np.float64]  # (V,), a distribution over tokens
+State = Mapping[str, NDArray[Any]]
+
+
+class Draw(Protocol):
+    """How a drafter that has logits chooses from them."""
+
+    def __call__(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:  # (V,)
+        """The token after context and drafted tokens; the law it was drawn from, None where it is deterministic.
+
+        Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that
+        agrees with the target proposes what the target will sample.
+        """
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a round starts from.
+
+    Attributes:
+        tokens: all committed tokens, prompt and reply; the last is the root. A live list that only grows during a
+            generation; not to be changed by drafters.
+        draw: chooses from a drafter's logits.
+        forced: tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
+    """
+
+    tokens: list[int]
+    draw: Draw
+    forced: Callable[[Sequence[int]], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One proposed token.
+
+    Attributes:
+        token: its id.
+        sign: the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart.
+        law: what it was drawn from, for verification by ratio; None is deterministic.
+    """
+
+    token: int
+    sign: int
+    law: Law | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that one pass of the target will verify.
+
+    Attributes:
+        guesses: the nodes, parents before children; of a chain in order.
+        parents: index of each node's parent, -1 for the root.
+        sources: name of the drafter of each node.
+    """
+
+    guesses: tuple[Guess, ...] = ()
+    parents: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.guesses)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The nodes' tokens."""
+        return [guess.token for guess in self.guesses]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def children(self, node: int) -> list[int]:
+        """Nodes below a node, or below the root (-1), in order."""
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def depth(self, node: int) -> int:
+        """Nodes above this one: 0 for a child of the root."""
+        depth, parent = 0, self.parents[node]
+        while parent >= 0:
+            depth, parent = depth + 1, self.parents[parent]
+        return depth
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child to this node; empty for the root (-1)."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.guesses[node].token)
+            node = self.parents[node]
+        return tokens[::-1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided.
+
+    Attributes:
+        accepted: nodes on the accepted path, from the root down.
+        token: chosen after the last of them: the recovered token where a proposal was rejected, else the bonus.
+        bonus: whether the path ended at a node (or root) that had no child to reject.
+    """
+
+    accepted: tuple[int, ...]
+    token: int
+    bonus: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of the target settled, told to every drafter, whoever drafted.
+
+    Attributes:
+        draft: what was verified; may be empty.
+        verdict: what came of it.
+        committed: tokens that the context grew by: the accepted ones and the verdict's.
+        fed: tokens of the pass: the root, then the draft's nodes. (S,)
+        logits: after each of them; a view that is valid during `observe`. (S, V)
+    """
+
+    draft: Draft
+    verdict: Verdict
+    committed: tuple[int, ...]
+    fed: Ints
+    logits: Floats
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a verification pass goes on where drafting left the target.
+
+    Attributes:
+        hidden: states of every fed row that enter the first layer of the mask. (S, D)
+        layer_mask: layers still to run. (2 L,)
+    """
+
+    hidden: Floats
+    layer_mask: NDArray[np.bool_]
+
+
+class TargetView(Protocol):
+    """What verification may ask of the target after a pass; nodes count as in `Draft`, -1 is the root."""
+
+    def token(self, node: int) -> int:
+        """The token that plain decoding chooses after this node, with the draw keyed by its position."""
+
+    def law(self, node: int) -> Law:  # (V,)
+        """The distribution after this node: penalties, bans, masks, temperature and truncation of its path applied."""
+
+    def chance(self, depth: int, draw: int) -> float:
+        """A number in [0, 1) for the position `depth` tokens after the root's; independent for each draw."""
+
+
+class Verifier(Protocol):
+    """Decides about a draft; a pure function of the draft and the target's view."""
+
+    def __call__(self, draft: Draft, target: TargetView) -> Verdict:
+        """The accepted path and the token after it."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Its state follows the context by `begin` and `observe`; `guesses` must not disturb it."""
+
+    @property
+    def name(self) -> str:
+        """As the command line knows it."""
+
+    @property
+    def priors(self) -> Sequence[float]:
+        """Acceptance of each sign before anything was observed; its length is the number of signs."""
+
+    @property
+    def uses_target(self) -> bool:
+        """Whether guessing runs passes of the target, whose rows the engine drops before it verifies."""
+
+    @property
+    def branches(self) -> bool:
+        """Whether `guesses` can give more than one."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A generation begins after this prompt, or whatever of it differs from what is known already."""
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""
+
+    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+        """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
+
+        Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.
+        """
+
+    def observe(self, round: Round) -> None:
+        """Takes in what a pass settled."""
+
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+
+    def state(self) -> State:
+        """What is worth keeping for the next session with the same bundle; empty for none."""
+
+    def restore(self, state: State) -> None:
+        """Takes back what `state` gave.
+
+        Raises:
+            StorageError: it is damaged or of another model.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds."""
