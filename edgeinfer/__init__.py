@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgeinfer.api import Model, TokenStream, load, plan
+    from edgeinfer.api import Model, TokenStream, TuneResult, load, plan
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
     from edgeinfer.device import measure_device
@@ -23,6 +23,7 @@ __all__ = [
     "Model",
     "Result",
     "TokenStream",
+    "TuneResult",
     "load",
     "measure_device",
     "plan",
@@ -42,6 +43,7 @@ _HOMES = {
     "Model": "api",
     "Result": "results",
     "TokenStream": "api",
+    "TuneResult": "api",
     "load": "api",
     "measure_device": "device",
     "plan": "api",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.errors import BundleError, PromptError, TemplateError, UsageError
+from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.generation import ModelParts, TokenStream
 from edgeinfer.hub import resolve
 from edgeinfer.openai import chat_completion
@@ -27,9 +28,13 @@ from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
 from edgeinfer.runtime.plan import MemoryPlan, make_plan
+from edgeinfer.runtime.speculation.assembly import make_speculator
+from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
 from edgeinfer.runtime.text import ChatTemplate, Tokenizer
+from edgeinfer.text_files import boundary_ids, chat_template
+from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
 
-__all__ = ["Model", "TokenStream", "load", "plan"]
+__all__ = ["Model", "TokenStream", "TuneResult", "load", "plan"]
 
 
 def load(
@@ -42,6 +47,10 @@ def load(
     prefill_chunk: int = 64,
     backend: str | None = None,
     native: bool | None = None,
+    speculation: str = "auto",
+    draft_model: str | Path | None = None,
+    draft_max: int | None = None,
+    remember: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Model:
     """Loads a model.
@@ -56,6 +65,11 @@ def load(
         backend: "onnx" or "reference"; None is the bundle's own.
         native: multiply by the native kernel: None where it works and the bundle stores its layout, False never, True
             always.
+        speculation: who may draft tokens ahead: "auto", "off", or names such as "copy,recycle". It changes the speed,
+            never the text.
+        draft_model: a small model with the same tokenizer that drafts, as bundle directory or hub id.
+        draft_max: tokens in a draft at most; None chooses.
+        remember: keep what drafters learn (token ids and counts, no text) in this user's cache.
         progress: called with a stage, steps done and steps in all while weights are converted, which a device that
             cannot run a bundle's layout does once.
 
@@ -67,17 +81,22 @@ def load(
         UsageError: an option is out of range.
     """
     started = time.perf_counter()
-    config = _load_config(memory, context, threads, exact, prefill_chunk, backend, native)
-    bundle = open_bundle(resolve(model))
-    memory_plan = make_plan(bundle, config, run_layout(bundle, config))
+    draft = None if draft_model is None else str(draft_model)
+    budget = None if memory is None else parse_size(memory)
+    drafting = (speculation, draft, draft_max, remember)
+    config = LoadConfig(context, budget, threads, exact, prefill_chunk, backend, native, *drafting)
+    bundles = _Bundles.open(model, config)
+    memory_plan = bundles.plan(config)
     memory_plan.require_fit()
     return_large_frees()
+    bundle = bundles.target
     # The tokenizer first: parsing it takes more than it keeps, and what it frees must be gone before the weights come.
     parsing, before = time.perf_counter(), process_memory().anonymous
     tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
     release_freed()
     tokenizer_ms, tokenizer_bytes = (time.perf_counter() - parsing) * 1e3, process_memory().anonymous - before
     engine = Engine(make_backend(bundle, config, memory_plan, progress), memory_plan.prefill_chunk)
+    speculator = make_speculator(engine.backend, config, memory_plan, bundle, bundles.drafter)
     manifest = bundle.manifest
     info = ModelInfo(
         name=manifest.name,
@@ -87,11 +106,32 @@ def load(
         backend=engine.backend.name,
         kernel=engine.backend.kernel,
     )
-    begin_ids, eos_ids = _boundary_ids(bundle)
+    begin_ids, eos_ids = boundary_ids(bundle)
     costs = LoadCosts((time.perf_counter() - started) * 1e3, tokenizer_ms, tokenizer_bytes)
     tensors = tensors_in(manifest, memory_plan.layout)
-    parts = ModelParts(engine, tokenizer, memory_plan, info, begin_ids, eos_ids, costs, tensors)
-    return Model(parts, _template(bundle))
+    parts = ModelParts(engine, tokenizer, memory_plan, info, begin_ids, eos_ids, costs, tensors, speculator)
+    return Model(parts, chat_template(bundle))
+
+
+@dataclass(frozen=True)
+class _Bundles:
+    """What is loaded: the model, and the small one that drafts for it."""
+
+    target: Bundle
+    drafter: Bundle | None
+
+    @classmethod
+    def open(cls, model: str | Path | None, config: LoadConfig) -> _Bundles:
+        target = open_bundle(resolve(model))
+        if config.draft_model is None:
+            return cls(target, None)
+        drafter = open_bundle(resolve(config.draft_model))
+        check_same_vocabulary(target, drafter)
+        return cls(target, drafter)
+
+    def plan(self, config: LoadConfig) -> MemoryPlan:
+        layout = run_layout(self.target, config)
+        return make_plan(self.target, config, layout, self.drafter)
 
 
 def plan(
@@ -101,46 +141,25 @@ def plan(
     context: int | None = None,
     prefill_chunk: int = 64,
     native: bool | None = None,
+    speculation: str = "auto",
+    draft_model: str | Path | None = None,
+    draft_max: int | None = None,
 ) -> MemoryPlan:
     """What `load` with the same arguments would take, without loading; a plan that does not fit is returned too.
 
     Raises:
         ModelError, UsageError: as `load`.
     """
-    config = _load_config(memory, context, None, True, prefill_chunk, None, native)
-    bundle = open_bundle(resolve(model))
-    return make_plan(bundle, config, run_layout(bundle, config))
-
-
-def _load_config(
-    memory: int | str | None,
-    context: int | None,
-    threads: int | None,
-    exact: bool,
-    prefill_chunk: int,
-    backend: str | None,
-    native: bool | None,
-) -> LoadConfig:
-    budget = None if memory is None else parse_size(memory)
-    return LoadConfig(context, budget, threads, exact, prefill_chunk, backend, native)
-
-
-def _boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
-    """The tokens that begin a text, one or none, and those that end a reply."""
-    config = bundle.read_object("generation_config.json")
-    begin, ends = config.get("bos_token_id"), config.get("eos_token_id", [])
-    for name, ids in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            expected = "an id" if name == "bos_token_id" else "a list of ids"
-            raise BundleError(f"generation_config.json: {name} must be {expected}.", "Export the bundle again.")
-    return () if begin is None else (begin,), frozenset(ends)
-
-
-def _template(bundle: Bundle) -> ChatTemplate | None:
-    if not bundle.has("chat_template.jinja"):
-        return None
-    special = bundle.read_object("special_tokens.json") if bundle.has("special_tokens.json") else {}
-    return ChatTemplate(bundle.read_text("chat_template.jinja"), special)
+    config = LoadConfig(
+        context=context,
+        memory=None if memory is None else parse_size(memory),
+        prefill_chunk=prefill_chunk,
+        native=native,
+        speculation=speculation,
+        draft_model=None if draft_model is None else str(draft_model),
+        draft_max=draft_max,
+    )
+    return _Bundles.open(model, config).plan(config)
 
 
 class Model:
@@ -222,11 +241,7 @@ class Model:
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        if self._template is None:
-            raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
-        text = self._template.render(messages, add_generation_prompt=True)
-        ids = self._parts.tokenizer.encode(text, add_special_tokens=False)
-        return self._start(ids, config, started, continues=False, on_finish=on_finish)
+        return self._start(self.tokenize_chat(messages), config, started, continues=False, on_finish=on_finish)
 
     def create_chat_completion(
         self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **options: Any
@@ -247,6 +262,17 @@ class Model:
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         return self._parts.tokenizer.encode(text)
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of OpenAI-style messages in the model's chat template, up to where the reply begins.
+
+        Raises:
+            TemplateError: the model has no chat template, or its template rejects the messages.
+        """
+        if self._template is None:
+            raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
+        text = self._template.render(messages, add_generation_prompt=True)
+        return self._parts.tokenizer.encode(text, add_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -284,10 +310,49 @@ class Model:
         self._require_idle()
         return measure.score_tokens(self._parts.engine, tokens)
 
+    def tune(
+        self,
+        prompts: Sequence[str] | None = None,
+        *,
+        granularity: int = 1,
+        evaluations: int = 200,
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> TuneResult:
+        """Finds the layers of this model that can be skipped while drafting; what pays is kept, and used from now on.
+
+        Args:
+            prompts: texts whose replies tell how well skipping does; None takes a few of edgeinfer's own.
+            granularity: consecutive layers that are skipped together.
+            evaluations: sets of layers to try at most.
+            progress: called with sets tried and to try.
+
+        Raises:
+            CapabilityError: the backend cannot skip layers.
+            UsageError: a prompt has no reply to score by, or the context is too small.
+        """
+        self._require_idle()
+        texts = [self.tokenize(prompt) for prompt in prompts or TUNING_PROMPTS]
+        options = {"granularity": granularity, "evaluations": evaluations, "seed": seed, "progress": progress}
+        result = tune_by(texts, self.generate, self._parts.engine.backend, **options)
+        self._parts.engine.forget()
+        self._parts.speculator.tuned(result.tuning)
+        return result
+
+    def drafting_state(self) -> dict[str, Any]:
+        """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""
+        return self._parts.speculator.state()
+
+    def restore_drafting(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `drafting_state` gave; an empty one makes drafters forget all."""
+        self._require_idle()
+        self._parts.speculator.restore(state)
+
     def close(self) -> None:
         """Frees the model; it is unusable afterwards."""
         if self._running is not None:
             self._running.close()
+        self._parts.speculator.close()
         self._parts.engine.backend.close()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,14 @@ from typing import Any, Self
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["GenerationConfig", "LoadConfig", "format_size", "parse_size"]
+__all__ = ["DRAFTERS", "VERIFICATIONS", "GenerationConfig", "LoadConfig", "drafters_in", "format_size", "parse_size"]
+
+# Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
+DRAFTERS = ("forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits")
+# How drafts can be verified; runtime/speculation/verification has them.
+VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
+# Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
+MOST_DRAFTED = 15
 
 _UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 1000**2, "MB": 1000**2, "G": 1000**3, "GB": 1000**3}
 _UNITS |= {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
@@ -58,6 +65,24 @@ def _require(condition: bool, name: str, value: object, rule: str) -> None:
         raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
 
 
+def drafters_in(speculation: str) -> tuple[str, ...]:
+    """The drafters that an option such as "copy,ngram" names; none for "off", all that a model has for "auto".
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    if speculation == "off":
+        return ()
+    if speculation == "auto":
+        return DRAFTERS
+    names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))
+    for name in names:
+        if name not in DRAFTERS:
+            known = f"auto, off, or some of {', '.join(DRAFTERS)}"
+            raise UsageError(f"Unknown drafter {name!r}.", f"speculation must be {known}, separated by commas.")
+    return names
+
+
 @dataclass(frozen=True)
 class LoadConfig:
     """How a model is loaded.
@@ -71,6 +96,11 @@ class LoadConfig:
         backend: "onnx" or "reference"; None takes the bundle's own.
         native: whether the native kernel multiplies: None where it works and the bundle stores its layout, False never,
             True always, converting the weights if need be.
+        speculation: who may draft: "auto" for all that pay, "off", or names of DRAFTERS separated by commas.
+        draft_model: bundle directory or hub id of a small model with the same tokenizer that drafts.
+        draft_max: tokens in a draft at most, for which memory is planned; None takes 15, or fewer where the budget
+            needs it and `speculation` is "auto".
+        remember: keep what drafters learn (ids of tokens and counts) in the user's cache for the next session.
     """
 
     context: int | None = None
@@ -80,8 +110,14 @@ class LoadConfig:
     prefill_chunk: int = 64
     backend: str | None = None
     native: bool | None = None
+    speculation: str = "auto"
+    draft_model: str | None = None
+    draft_max: int | None = None
+    remember: bool = True
 
     def __post_init__(self) -> None:
+        drafters_in(self.speculation)
+        _require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
         _require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
         _require(self.memory is None or self.memory > 0, "memory", self.memory, "positive")
         _require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
@@ -106,7 +142,13 @@ class GenerationConfig:
         stop_token_ids: ids that end the reply, added to the model's own.
         ignore_eos: do not stop at the model's end-of-text tokens.
         seed: of the position-keyed generator; None draws one.
-        speculation: name of the drafting mode; "off" decodes plainly.
+        speculation: who may draft, of those the model was loaded with: "auto", "off", or names of DRAFTERS separated by
+            commas. The text is the same whatever is chosen, unless `verification` says otherwise.
+        draft_max: tokens in a draft at most; None is what the model was loaded with.
+        draft_width: guesses per drafter and place; above 1 drafts are trees.
+        verification: "keyed" gives the text of plain decoding; "rejection" (Leviathan and Chen) and "k-seq" (SpecTr)
+            give text of the same distribution; "typical" (Medusa) accepts more and is lossy.
+        choices: the reply must be one of these texts; empty leaves it free.
     """
 
     max_tokens: int | None = None
@@ -123,6 +165,10 @@ class GenerationConfig:
     ignore_eos: bool = False
     seed: int | None = None
     speculation: str = "auto"
+    draft_max: int | None = None
+    draft_width: int = 1
+    verification: str = "keyed"
+    choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -137,16 +183,27 @@ class GenerationConfig:
         _require(all(self.stop), "stop", self.stop, "free of empty strings")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
         _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias", "NaN", "free of NaN")
-        # Every mode listed here must exist; drafters join when they land.
-        _require(self.speculation in ("auto", "off"), "speculation", self.speculation, "'auto' or 'off'")
+        drafters_in(self.speculation)
+        _require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
+        _require(1 <= self.draft_width <= 8, "draft_width", self.draft_width, "between 1 and 8")
+        known = ", ".join(VERIFICATIONS)
+        _require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
+        _require(all(self.choices), "choices", self.choices, "free of empty texts")
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
         for name in _NUMBERS:
             _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
-        for name in ("max_tokens", "top_k", "seed"):
+        for name in ("max_tokens", "top_k", "seed", "draft_max", "draft_width"):
             value = getattr(self, name)
-            _require(_is_integer(value) or (value is None and name != "top_k"), name, value, "a whole number")
+            optional = name not in ("top_k", "draft_width")
+            _require(_is_integer(value) or (value is None and optional), name, value, "a whole number")
+        for name in ("speculation", "verification"):
+            _require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
+        choices = self.choices
+        texts = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
+        _require(texts, "choices", choices, "several texts")
+        object.__setattr__(self, "choices", tuple(choices))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         ids, bias = self.stop_token_ids, self.logit_bias
         strings = isinstance(stop, list | tuple) and all(isinstance(s, str) for s in stop)

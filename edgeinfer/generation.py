@@ -14,12 +14,12 @@ import numpy as np
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
-from edgeinfer.runtime.contracts import Floats
+from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
 from edgeinfer.runtime.engine import Engine, Step
 from edgeinfer.runtime.memory import process_memory
 from edgeinfer.runtime.plan import MemoryPlan
-from edgeinfer.runtime.sampling import Sampler, TokenCounts
+from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
+from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, Tokenizer
 
 __all__ = ["ModelParts", "TokenStream"]
@@ -37,22 +37,7 @@ class ModelParts:
     eos_ids: frozenset[int]
     load: LoadCosts
     tensors: tuple[TensorEntry, ...]
-
-
-class _Sampling:
-    """Chooses tokens with a sampler and remembers them for its penalties."""
-
-    def __init__(self, config: GenerationConfig, vocab_size: int, prompt: Sequence[int]) -> None:
-        seed = config.seed if config.seed is not None else time.time_ns()
-        self._sampler = Sampler(config, vocab_size, seed)
-        self._counts = TokenCounts(prompt) if self._sampler.counting else None
-
-    def choose(self, logits: Floats, position: int) -> int:  # (V,)
-        """The token at an absolute position."""
-        token = self._sampler.token(logits, position, self._counts)
-        if self._counts is not None:
-            self._counts.push(token)
-        return token
+    speculator: Speculator
 
 
 class TokenStream:
@@ -91,8 +76,12 @@ class TokenStream:
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if continues else ())
         self._stops = StopMatcher(config.stop)
-        chooser = _Sampling(config, parts.engine.backend.geometry.vocab_size, prompt)
-        self._steps = parts.engine.generate(prompt, chooser, max_tokens=config.max_tokens, stop_ids=self._stop_ids)
+        self._config = config
+        chooser = self._chooser()
+        self._rounds = parts.speculator.rounds(chooser, config)
+        self._steps = parts.engine.generate(
+            prompt, chooser, max_tokens=config.max_tokens, stop_ids=self._stop_ids, rounds=self._rounds
+        )
         self._chunks = self._run()
 
     @property
@@ -169,6 +158,16 @@ class TokenStream:
             if self._result is None:
                 self._finish("cancelled")
 
+    def _chooser(self) -> TokenChooser:
+        config, parts = self._config, self._parts
+        seed = config.seed if config.seed is not None else time.time_ns()
+        sampler = Sampler(config, parts.engine.backend.geometry.vocab_size, seed)
+        constraint = None
+        if config.choices:
+            ids = [parts.tokenizer.encode(text, add_special_tokens=False) for text in config.choices]
+            constraint = ChoiceConstraint(ids, self._stop_ids)
+        return TokenChooser(sampler, self._prompt, constraint)
+
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text, matched = self._stops.push(self._decoder.flush())
         if matched:
@@ -184,13 +183,13 @@ class TokenStream:
         self._step_ms.append(step.ms + (0.0 if self._step_ms else begun))
 
     def _finish(self, reason: FinishReason) -> None:
-        parts, memory = self._parts, process_memory()
+        parts, memory, timings = self._parts, process_memory(), self._timings()
         self._result = Result(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
             finish_reason=reason,
             usage=Usage(len(self._prompt), len(self._token_ids)),
-            timings=self._timings(),
+            timings=timings,
             memory=MemoryUse(
                 budget_bytes=parts.plan.budget_bytes,
                 planned_bytes=parts.plan.planned_bytes,
@@ -199,9 +198,10 @@ class TokenStream:
                 file_bytes=memory.file,
                 terms=dict(parts.plan.terms),
             ),
-            speculation=Speculation(mode="off"),
+            speculation=parts.speculator.summary(self._config, self._rounds, timings.per_token_ms),
             model=parts.info,
         )
+        parts.speculator.finished()
         self._on_finish(self._result)
 
     def _timings(self) -> Timings:

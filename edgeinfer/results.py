@@ -12,6 +12,7 @@ from typing import Any, Literal
 __all__ = [
     "Chunk",
     "DeviceLimits",
+    "DrafterUse",
     "FinishReason",
     "LoadCosts",
     "MemoryUse",
@@ -76,17 +77,64 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """What drafting did; all zero when decoding was plain."""
+class DrafterUse:
+    """What one drafter did in a reply.
 
-    mode: str
-    lossless: bool = True
+    Attributes:
+        rounds: passes that verified at least one of its tokens.
+        drafted, accepted: its tokens.
+        accepted_per_position: accepted tokens by place in the draft, the first at index 0.
+    """
+
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafting did; all zero when decoding was plain.
+
+    Attributes:
+        mode: as it was asked for.
+        verification: how drafts were verified.
+        lossless: whether the text is distributed as the target's own.
+        exact: whether it is the very text of plain decoding, bit for bit of the logits; None where that is not known.
+        rounds: passes of the target that verified a draft or none, after the prompt's.
+        drafted, accepted: tokens.
+        recovered: tokens that replaced the first rejected one of a draft.
+        bonus: tokens that followed a fully accepted draft, or an empty one.
+        rechecked: choices that were within rounding of a tie and taken again by a plain pass.
+        accepted_per_position: accepted tokens by place in the draft, the first at index 0.
+        acceptance_rate: accepted / drafted; 0 without drafts.
+        mean_accepted_length: tokens committed per pass of the target; 1 is plain decoding.
+        draft_ms, verify_ms, overhead_ms: where the time of the rounds went; the last is choosing and bookkeeping.
+        choices: rounds by what the governor chose: names of the drafters in the draft joined by "+", or "none".
+        per_drafter: what each did.
+        plain_ms: a plain step, its median in this process; None before the first was timed.
+        speedup_vs_plain: plain_ms over the reply's mean milliseconds per token.
+    """
+
+    mode: str
+    verification: str = "keyed"
+    lossless: bool = True
+    exact: bool | None = None
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    recovered: int = 0
+    bonus: int = 0
+    rechecked: int = 0
+    accepted_per_position: tuple[int, ...] = ()
     acceptance_rate: float = 0.0
     mean_accepted_length: float = 0.0
-    per_drafter: dict[str, Any] = field(default_factory=dict)
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    overhead_ms: float = 0.0
+    choices: dict[str, int] = field(default_factory=dict)
+    per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
+    plain_ms: float | None = None
     speedup_vs_plain: float | None = None
 
 

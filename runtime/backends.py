@@ -14,7 +14,7 @@ from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.layouts import Progress, choose_layout
 from edgeinfer.runtime.plan import MemoryPlan
 
-__all__ = ["BACKENDS", "make_backend", "run_layout"]
+__all__ = ["BACKENDS", "make_backend", "run_layout", "thread_count"]
 
 Maker = Callable[[Bundle, LoadConfig, MemoryPlan, Progress | None], Backend]
 
@@ -31,14 +31,14 @@ def _onnx(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progre
     from edgeinfer.runtime.onnx_backend import OnnxBackend
 
     return OnnxBackend(
-        bundle, plan.context, threads=_threads(config), exact=config.exact, layout=plan.layout, progress=progress
+        bundle, plan.context, threads=thread_count(config), exact=config.exact, layout=plan.layout, progress=progress
     )
 
 
 def _onnx_optimum(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progress | None) -> Backend:
     from edgeinfer.runtime.concat_backend import ConcatBackend
 
-    return ConcatBackend(bundle, plan.context, threads=_threads(config))
+    return ConcatBackend(bundle, plan.context, threads=thread_count(config))
 
 
 def _reference(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progress | None) -> Backend:
@@ -58,7 +58,8 @@ BACKENDS: dict[str, _Kind] = {
 }
 
 
-def _threads(config: LoadConfig) -> int:
+def thread_count(config: LoadConfig) -> int:
+    """Threads of the linear algebra."""
     return config.threads or psutil.cpu_count(logical=False) or 1
 
 

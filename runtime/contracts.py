@@ -117,7 +117,11 @@ class Backend(Protocol):
         """
 
     def truncate(self, length: int) -> None:
-        """Drops all rows from `length` on. Costs nothing."""
+        """Drops all rows from `length` on. Costs nothing.
+
+        Until they are overwritten they stay what they are, for a pass that starts there and masks the layers that
+        wrote them.
+        """
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """After a tree pass that began at `start`: keeps these of its rows, in this order, and drops the others."""

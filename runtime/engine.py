@@ -16,14 +16,27 @@ import numpy as np
 from edgeinfer.errors import ContextLengthError, PromptError
 from edgeinfer.runtime.contracts import Backend, Floats, PassCancelledError
 
-__all__ = ["Chooser", "Engine", "Prefill", "Step"]
+__all__ = ["Chooser", "Engine", "Multistep", "Prefill", "Step"]
 
 
 class Chooser(Protocol):
     """Chooses the token of an absolute position from its logits."""
 
-    def choose(self, logits: Floats, position: int) -> int:  # (V,)
+    def token(self, logits: Floats, position: int) -> int:  # (V,)
         """The token at `position`."""
+
+    def accept(self, token: int) -> None:
+        """The token joins the reply."""
+
+
+class Multistep(Protocol):
+    """Decodes several tokens per pass, as `speculation.rounds.Rounds` does."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Starts after these tokens, of which the cache holds all but the last."""
+
+    def next(self, room: int) -> Sequence[int]:
+        """One to `room` tokens, accepted by the chooser; the cache then holds all tokens but the last."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +50,32 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Step:
-    """One decoded token and the milliseconds since the one before it."""
+    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all."""
 
     token: int
     ms: float
+
+
+_ONE_ROW = np.zeros(1, np.int64)
+
+
+class _Plain:
+    """One token per pass."""
+
+    def __init__(self, backend: Backend, chooser: Chooser) -> None:
+        self._backend = backend
+        self._chooser = chooser
+        self._root = 0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._root = tokens[-1]
+
+    def next(self, room: int) -> tuple[int]:
+        start = self._backend.length
+        output = self._backend.forward(np.array([self._root]), np.array([start]), _ONE_ROW)
+        self._root = self._chooser.token(output.logits[0], start + 1)
+        self._chooser.accept(self._root)
+        return (self._root,)
 
 
 class Engine:
@@ -69,9 +104,18 @@ class Engine:
         self.backend.cancel()
 
     def generate(
-        self, prompt: Sequence[int], chooser: Chooser, *, max_tokens: int | None, stop_ids: frozenset[int]
+        self,
+        prompt: Sequence[int],
+        chooser: Chooser,
+        *,
+        max_tokens: int | None,
+        stop_ids: frozenset[int],
+        rounds: Multistep | None = None,
     ) -> Generator[Step]:
         """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
+
+        Args:
+            rounds: decodes what follows the first token, by the same chooser; None is one token per pass.
 
         Raises:
             PromptError: the prompt is empty, or holds an id that is no token.
@@ -81,27 +125,39 @@ class Engine:
         # Here, not when iteration begins: a `cancel` in between counts.
         self._cancelled.clear()
         self.prefill = Prefill(0, 0, 0.0)
-        return self._steps(prompt, chooser, max_tokens, stop_ids)
-
-    def _steps(
-        self, prompt: Sequence[int], chooser: Chooser, max_tokens: int | None, stop_ids: frozenset[int]
-    ) -> Generator[Step]:
         room = self.backend.capacity - len(prompt) + 1
         left = room if max_tokens is None else min(max_tokens, room)
+        return self._steps(prompt, chooser, left, stop_ids, rounds or _Plain(self.backend, chooser))
+
+    def _steps(
+        self, prompt: Sequence[int], chooser: Chooser, left: int, stop_ids: frozenset[int], rounds: Multistep
+    ) -> Generator[Step]:
         begun = time.perf_counter()
         try:
-            logits = self._take_in(prompt)
-            while not self._cancelled.is_set():
-                token = chooser.choose(logits, len(self._tokens))
-                now = time.perf_counter()
-                yield Step(token, (now - begun) * 1e3)
-                begun = now
-                left -= 1
-                if left == 0 or token in stop_ids or self._cancelled.is_set():
+            token = chooser.token(self._take_in(prompt), len(prompt))
+            chooser.accept(token)
+            tokens: Sequence[int] = (token,)
+            now = time.perf_counter()
+            # The first token goes out before drafters take in the prompt.
+            yield Step(token, (now - begun) * 1e3)
+            if left > 1 and token not in stop_ids and not self._cancelled.is_set():
+                rounds.begin([*prompt, token])
+            while True:
+                left -= len(tokens)
+                if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                     return
-                logits = self._extend([token], want_logits=True)
+                begun, root = now, tokens[-1]
+                tokens = _until(rounds.next(left), stop_ids)
+                self._tokens += [root, *tokens[:-1]]
+                now = time.perf_counter()
+                for place, token in enumerate(tokens):
+                    yield Step(token, 0.0 if place else (now - begun) * 1e3)
         except PassCancelledError:
             return
+        finally:
+            # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
+            if self.backend.length > len(self._tokens):
+                self.backend.truncate(len(self._tokens))
 
     def forget(self) -> None:
         """Empties the cache."""
@@ -160,3 +216,11 @@ class Engine:
     def _truncate(self, length: int) -> None:
         del self._tokens[length:]
         self.backend.truncate(length)
+
+
+def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
+    """The tokens up to and with the first stop id."""
+    for place, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: place + 1]
+    return tokens

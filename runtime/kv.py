@@ -55,7 +55,8 @@ class KVBuffers:
                 # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN.
                 grown = np.zeros(shape, np.float32)
                 if layer < len(arrays):
-                    grown[:, :, : self.length] = arrays[layer][:, :, : self.length]
+                    # All rows, not only those in use: a pass that resumes reads what was written behind the length.
+                    grown[:, :, : arrays[layer].shape[2]] = arrays[layer]
                     arrays[layer] = grown
                 else:
                     arrays.append(grown)

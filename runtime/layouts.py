@@ -7,9 +7,7 @@ serves every bundle with the same weights and is never taken for another.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.runtime.native.library import native_kernel, switched_off
+from edgeinfer.runtime.user_cache import user_cache
 
 __all__ = ["Progress", "RunnableGraph", "choose_layout", "prepare"]
 
@@ -105,8 +104,8 @@ def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None) ->
     model, weights = bundle.model_file(layout), bundle.weights_file(layout)
     if layout == bundle.manifest.layout or is_converted(bundle, layout, weights):
         return RunnableGraph(layout, model, weights)
-    folder = _cache_folder(bundle, layout)
     try:
+        folder = _cache_folder(bundle, layout)
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return _convert(bundle, layout, folder, progress)
@@ -138,13 +137,4 @@ def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | 
 
 def _cache_folder(bundle: Bundle, layout: Layout) -> Path:
     digest = bundle.manifest.files[WEIGHTS].sha256
-    return _user_cache() / "edgeinfer" / "weights" / f"{digest}-{layout}-v{LAYOUT_VERSIONS[layout]}"
-
-
-def _user_cache() -> Path:
-    """Where programs keep what they can make again."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return user_cache() / "edgeinfer" / "weights" / f"{digest}-{layout}-v{LAYOUT_VERSIONS[layout]}"

@@ -60,10 +60,13 @@ class _Greedy:
         self._backend = backend
         self.session_ns: list[int] = []
 
-    def choose(self, logits: Floats, position: int) -> int:  # (V,)
+    def token(self, logits: Floats, position: int) -> int:  # (V,)
         """The most likely token."""
         self.session_ns.append(self._backend.run_ns)
         return int(logits.argmax())
+
+    def accept(self, token: int) -> None:
+        """Nothing depends on the tokens before."""
 
 
 def _filler(engine: Engine, count: int) -> list[int]:

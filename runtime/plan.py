@@ -14,6 +14,7 @@ from edgeinfer.bundle.tables import stored_tensors, tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError, ContextLengthError
 from edgeinfer.runtime.memory import process_memory
+from edgeinfer.runtime.speculation.memory import draft_lengths, drafting_bytes
 
 __all__ = ["DEFAULT_CONTEXT", "MemoryPlan", "make_plan"]
 
@@ -41,6 +42,7 @@ class MemoryPlan:
         budget_bytes: the user's budget; None when there is none.
         terms: bytes by name; their sum is `planned_bytes`.
         layout: the layout of weights that runs.
+        draft_max: tokens in a draft at most; 0 is no speculation.
     """
 
     context: int
@@ -48,6 +50,7 @@ class MemoryPlan:
     budget_bytes: int | None
     terms: dict[str, int]
     layout: Layout
+    draft_max: int = 0
 
     @property
     def planned_bytes(self) -> int:
@@ -90,41 +93,73 @@ class MemoryPlan:
             "minimum_bytes": self.minimum_bytes,
             "planned_bytes": self.planned_bytes,
             "terms": dict(self.terms),
-            "choice": {"context": self.context, "prefill_chunk": self.prefill_chunk, "layout": self.layout},
+            "choice": {
+                "context": self.context,
+                "prefill_chunk": self.prefill_chunk,
+                "layout": self.layout,
+                "draft_max": self.draft_max,
+            },
             "alternatives": [],
         }
 
 
-def make_plan(bundle: Bundle, config: LoadConfig, layout: Layout | None = None) -> MemoryPlan:
+def make_plan(
+    bundle: Bundle, config: LoadConfig, layout: Layout | None = None, drafter: Bundle | None = None
+) -> MemoryPlan:
     """Plans a bundle for a process that has its libraries imported and nothing loaded yet.
+
+    Where `speculation` is "auto", drafts get shorter, down to none, before a plan exceeds its budget.
 
     Args:
         layout: the layout of weights that will run; None is the one the bundle stores.
+        drafter: a small model that drafts for it.
 
     Raises:
         ContextLengthError: the context asked for is larger than the model allows.
     """
-    manifest, geometry = bundle.manifest, bundle.manifest.geometry
-    longest = geometry.max_positions
+    context = _context(bundle.manifest, config)
+    chunk = min(config.prefill_chunk, context)
+    layout = layout or bundle.manifest.layout
+    process = _process_bytes()
+    for draft_max in draft_lengths(config):
+        terms = _terms(bundle, layout, context, chunk)
+        if draft_max:
+            terms["drafting"] = drafting_bytes(config, bundle.manifest.geometry, context, draft_max)
+        if draft_max and drafter is not None:
+            own = _terms(drafter, drafter.manifest.layout, min(context, drafter.manifest.geometry.max_positions), chunk)
+            terms["draft_model"] = sum(own.values()) - own["tokenizer"]
+        # The tokenizer is parsed before anything else is there; only what that takes beyond all the rest counts.
+        parsing = (_TOKENIZER_FACTOR + _TOKENIZER_PARSING) * _tokenizer_bytes(bundle) - sum(terms.values())
+        if parsing > 0:
+            terms["tokenizer_parsing"] = parsing
+        plan = MemoryPlan(context, chunk, config.memory, {"process": process} | terms, layout, draft_max)
+        if plan.fits:
+            break
+    return plan
+
+
+def _context(manifest: Manifest, config: LoadConfig) -> int:
+    longest = manifest.geometry.max_positions
     if config.context is not None and config.context > longest:
         message = f"A context of {config.context} tokens was asked for, the model allows {longest}."
         raise ContextLengthError(message, f"Use a context of at most {longest} (-c {longest}).")
-    context = config.context or min(DEFAULT_CONTEXT, longest)
-    chunk = min(config.prefill_chunk, context)
-    layout = layout or manifest.layout
-    tokenizer = manifest.files["tokenizer.json"].bytes if bundle.has("tokenizer.json") else 0
-    terms = {
+    return config.context or min(DEFAULT_CONTEXT, longest)
+
+
+def _terms(bundle: Bundle, layout: Layout, context: int, chunk: int) -> dict[str, int]:
+    """Bytes of one model by term."""
+    manifest = bundle.manifest
+    return {
         "session": _SESSION_BYTES,
         **_weights(manifest, layout),
-        "kv": geometry.kv_bytes_per_token() * (context + 1) * (1 if manifest.decoder else _CONCAT_COPIES),
+        "kv": manifest.geometry.kv_bytes_per_token() * (context + 1) * (1 if manifest.decoder else _CONCAT_COPIES),
         "activations": _activations(manifest, chunk, context),
-        "tokenizer": _TOKENIZER_BYTES + _TOKENIZER_FACTOR * tokenizer,
+        "tokenizer": _TOKENIZER_BYTES + _TOKENIZER_FACTOR * _tokenizer_bytes(bundle),
     }
-    # The tokenizer is parsed before anything else is there; only what that takes beyond all the rest counts.
-    parsing = (_TOKENIZER_FACTOR + _TOKENIZER_PARSING) * tokenizer - sum(terms.values())
-    if parsing > 0:
-        terms["tokenizer_parsing"] = parsing
-    return MemoryPlan(context, chunk, config.memory, {"process": _process_bytes()} | terms, layout)
+
+
+def _tokenizer_bytes(bundle: Bundle) -> int:
+    return bundle.manifest.files["tokenizer.json"].bytes if bundle.has("tokenizer.json") else 0
 
 
 def _process_bytes() -> int:

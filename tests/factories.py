@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import torch
 import transformers
+from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["ARCHITECTURES", "VARIANTS", "make_checkpoint", "make_tokenizer"]
+from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_graph, seal
+
+__all__ = ["ARCHITECTURES", "VARIANTS", "make_bigram_bundle", "make_checkpoint", "make_tokenizer"]
 
 _VOCABULARY = 320
 _SENTENCES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
@@ -120,20 +126,52 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.12 * noise)
 
 
-def make_tokenizer(folder: Path, chat_template: str | None = None) -> None:
-    """Saves a byte-level BPE tokenizer with `<s>` as token 0 and `</s>` as token 1."""
+def make_tokenizer(
+    folder: Path, chat_template: str | None = None, *, sentences: Sequence[str] = _SENTENCES, size: int = _VOCABULARY
+) -> None:
+    """Saves a byte-level BPE tokenizer of `size` tokens with `<s>` as token 0 and `</s>` as token 1."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
+        vocab_size=size,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    tokenizer.train_from_iterator(sentences, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<s>"}
     if chat_template is not None:
         settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+
+
+def make_bigram_bundle(folder: Path, capacity: int = 64) -> Path:
+    """A bundle of the kind that Optimum exports: its logits depend on the last token alone, and its cache on nothing.
+
+    Its backend verifies chains, and can neither skip layers nor verify trees.
+    """
+    chance = np.random.default_rng(0)
+    table = chance.normal(size=(_VOCABULARY, _VOCABULARY)).astype(np.float32)
+    nodes = [helper.make_node("Gather", ["table", "input_ids"], ["logits"])]  # (1, S, V)
+    nodes.append(helper.make_node("Gather", ["embed", "input_ids"], ["rows"]))  # (1, S, 2)
+    nodes.append(helper.make_node("Unsqueeze", ["rows", "one"], ["new"]))  # (1, 1, S, 2)
+    past, present = concat_graph.past_names(1), concat_graph.present_names(1)
+    for before, after in zip(past, present, strict=True):
+        nodes.append(helper.make_node("Concat", [before, "new"], [after], axis=2))
+    arrays = {"table": table, "embed": table[:, :2].copy(), "one": np.array([1])}
+    inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "S"])]
+    inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, "P", 2]) for name in past]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, "S", _VOCABULARY])]
+    outputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, "T", 2]) for name in present]
+    weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "bigrams", inputs, outputs, weights)
+    folder.mkdir(parents=True)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), folder / MODEL)
+    make_tokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": [1]}')
+    geometry = Geometry(_VOCABULARY, 2, 1, 1, 2, capacity)
+    seal(folder, Manifest("bigrams", "Bigrams", "onnx-optimum", geometry, table.size, Capabilities(False, False, False)))
+    return folder

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -82,6 +82,12 @@ class Worker:
     def prefill_work(self, tokens: int) -> PassWork:
         """What taking in a prompt of so many tokens has to do; edgeinfer only."""
         return PassWork(**self._ask({"kind": "prefill_work", "tokens": tokens}))
+
+    def generate(self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int], lookup: int) -> dict[str, Any]:
+        """A greedy reply: its token_ids, the ms after the first of them, and the rounds these took; llama.cpp only."""
+        request = {"kind": "generate", "prompt": list(prompt), "tokens": tokens, "stop_ids": list(stop_ids)}
+        answer: dict[str, Any] = self._ask({**request, "lookup": lookup})
+        return answer
 
     def close(self) -> None:
         """End the process."""

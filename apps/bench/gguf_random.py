@@ -1,4 +1,4 @@
-"""Random GGUF files of a named shape, every matrix in Q4_0; knows nothing of engines or timing."""
+"""GGUF files of a shape with every matrix in Q4_0, and random ones; knows nothing of engines or timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from edgeinfer.apps.bench.shapes import STANDARD_DEVIATION, Shape
 from edgeinfer.errors import UsageError
 
-__all__ = ["write_random_gguf"]
+__all__ = ["q4_0_writer", "write_random_gguf"]
 
 # A Q4_0 block is a half-precision scale d and 32 nibbles q, each standing for d * (q - 8).
 BLOCK_VALUES = 32
@@ -30,6 +30,19 @@ def write_random_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
     Raises:
         UsageError: the gguf package is not installed, or a matrix has rows that Q4_0 cannot hold.
     """
+    writer = q4_0_writer(path, shape, name=f"{shape.name} random")
+    generator = np.random.default_rng(seed)
+    for name, dimensions in shape.tensors().items():
+        writer.write_tensor_data(_random_tensor(generator, name, dimensions))
+    writer.close()
+
+
+def q4_0_writer(path: Path, shape: Shape, name: str) -> Any:
+    """A GGUF writer that has written everything but the tensors' data, which are to follow in the shape's order.
+
+    Raises:
+        UsageError: the gguf package is not installed, or a matrix has rows that Q4_0 cannot hold.
+    """
     try:
         import gguf
     except ModuleNotFoundError as error:
@@ -37,13 +50,12 @@ def write_random_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
     if shape.hidden % BLOCK_VALUES or shape.ffn % BLOCK_VALUES:
         raise UsageError(f"Q4_0 cannot hold the shape {shape.name}.", f"Rows must be multiples of {BLOCK_VALUES}.")
     writer = gguf.GGUFWriter(path, shape.model_type)
-    _add_metadata(writer, shape)
+    _add_metadata(writer, shape, name)
     arch = gguf.MODEL_ARCH.QWEN2 if shape.model_type == "qwen2" else gguf.MODEL_ARCH.LLAMA
     names = gguf.get_tensor_name_map(arch, shape.layers)
-    tensors = shape.tensors()
-    for name, dimensions in tensors.items():
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
+    for tensor, dimensions in shape.tensors().items():
+        target = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        assert target is not None, tensor
         if len(dimensions) == 1:
             writer.add_tensor_info(target, dimensions, np.dtype(np.float32), 4 * dimensions[0])
             continue
@@ -53,15 +65,12 @@ def write_random_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    generator = np.random.default_rng(seed)
-    for name, dimensions in tensors.items():
-        writer.write_tensor_data(_random_tensor(generator, name, dimensions))
-    writer.close()
+    return writer
 
 
-def _add_metadata(writer: Any, shape: Shape) -> None:
+def _add_metadata(writer: Any, shape: Shape, name: str) -> None:
     """The keys llama.cpp requires of both architectures."""
-    writer.add_name(f"{shape.name} random")
+    writer.add_name(name)
     writer.add_file_type(2)  # LLAMA_FTYPE_MOSTLY_Q4_0
     writer.add_quantization_version(2)
     writer.add_context_length(shape.max_position)

@@ -7,21 +7,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.apps.bench.safetensors_file import Dtype, encode, write_header
 from edgeinfer.apps.bench.vocabulary import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
 from edgeinfer.errors import UsageError
 
 __all__ = ["SHAPES", "Dtype", "Shape", "find_shape", "write_random_checkpoint"]
 
-Dtype = Literal["float32", "float16", "bfloat16"]
-
 STANDARD_DEVIATION = 0.02
 SLAB_ELEMENTS = 1 << 22
-_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -166,29 +164,11 @@ def write_random_checkpoint(folder: Path, shape: Shape, dtype: Dtype = "float32"
         (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(folder / "tokenizer.json", shape.vocab_entries)
     with (folder / "model.safetensors").open("wb") as file:
-        _write_header(file, shape, dtype)
+        write_header(file, shape.tensors(), dtype)
         generator = np.random.default_rng(seed)
         for name, dimensions in shape.tensors().items():
             for slab in _slabs(generator, math.prod(dimensions), ones=name.endswith("norm.weight")):
-                file.write(_encode(slab, dtype).data)
-
-
-def _write_header(file: BinaryIO, shape: Shape, dtype: Dtype) -> None:
-    """The safetensors header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8."""
-    width = 4 if dtype == "float32" else 2
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, dimensions in shape.tensors().items():
-        end = offset + width * math.prod(dimensions)
-        entries[name] = {
-            "dtype": _SAFETENSORS_TYPES[dtype],
-            "shape": list(dimensions),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    file.write(len(header).to_bytes(8, "little") + header)
+                file.write(encode(slab, dtype).data)
 
 
 def _slabs(generator: np.random.Generator, size: int, *, ones: bool) -> Iterator[npt.NDArray[np.float32]]:
@@ -201,12 +181,3 @@ def _slabs(generator: np.random.Generator, size: int, *, ones: bool) -> Iterator
             slab = generator.standard_normal(count, np.float32)
             slab *= STANDARD_DEVIATION
             yield slab
-
-
-def _encode(slab: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:
-    """Little-endian storage of the values; bfloat16 keeps the upper half of each float32."""  # (slab,)
-    if dtype == "float32":
-        return slab.astype("<f4", copy=False)
-    if dtype == "float16":
-        return slab.astype("<f2")
-    return (slab.view(np.uint32) >> 16).astype("<u2")

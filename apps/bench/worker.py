@@ -98,6 +98,42 @@ class LlamaCppEngine:
         self._batch_size = int(lib.llama_n_batch(self._context))
         self._batch = lib.llama_batch_init(self._batch_size, 0, 1)
         self._length = 0
+        self._prompt: list[int] = []
+
+    def generate(self, prompt: list[int], tokens: int, stop_ids: list[int], lookup: int) -> dict[str, Any]:
+        """A greedy reply, drafted by the binding's own prompt lookup where `lookup` tokens are to be drafted at most.
+
+        Answers token_ids, the milliseconds after the first of them, and the rounds that these took. A prompt that was
+        the last one, too, is not taken in again.
+        """
+        draft = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=lookup)
+        if prompt != self._prompt:
+            self._truncate(0)
+            for start in range(0, len(prompt) - 1, self._batch_size):
+                self._forward(prompt[start : min(start + self._batch_size, len(prompt) - 1)], logits=0)
+            self._prompt = prompt
+        self._truncate(len(prompt) - 1)
+        text = [*prompt, *self._choices(prompt[-1:])]
+        end, rounds, started = len(prompt) + tokens, 0, time.perf_counter()
+        while len(text) < end and text[-1] not in stop_ids:
+            room = min(lookup, end - len(text) - 1)
+            drafted = draft(self._np.array(text, self._np.intc))[:room].tolist() if room > 0 else []
+            choices = self._choices([text[-1], *drafted])
+            agreed = next((i for i, token in enumerate(drafted) if choices[i] != token), len(drafted))
+            fresh = choices[: agreed + 1]
+            ending = next((i for i, token in enumerate(fresh) if token in stop_ids), agreed)
+            text += fresh[: ending + 1]
+            self._truncate(len(text) - 1)
+            rounds += 1
+        return {"token_ids": text[len(prompt) :], "ms": (time.perf_counter() - started) * 1e3, "rounds": rounds}
+
+    def _choices(self, tokens: list[int]) -> list[int]:
+        """The likeliest token after each of these, which are taken in."""
+        self._forward(tokens, logits=len(tokens))
+        pointer = self._lib.llama_get_logits(self._context)
+        rows = self._np.ctypeslib.as_array(pointer, shape=(len(tokens), self._vocab_size))
+        choices: list[int] = rows.argmax(axis=1).tolist()
+        return choices
 
     def pass_times(self, size: int, past: int, count: int) -> list[float]:
         """See Engine."""
@@ -163,6 +199,8 @@ class LlamaCppEngine:
         if not self._lib.llama_memory_seq_rm(self._memory, 0, length, -1):
             raise RuntimeError(f"llama.cpp cannot truncate its cache to {length} tokens")
         self._length = length
+        if length < len(self._prompt) - 1:
+            self._prompt = []
 
 
 class GenaiEngine:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from edgeinfer.config import GenerationConfig, LoadConfig, format_size, parse_size
+from edgeinfer.config import DRAFTERS, VERIFICATIONS, GenerationConfig, LoadConfig, format_size, parse_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Parser",
     "add_command",
+    "add_drafting_options",
     "add_generation_options",
     "add_json_option",
     "add_load_options",
@@ -86,6 +87,25 @@ def add_load_options(parser: Parser) -> None:
     group.add_argument("--no-exact", action="store_true", help=text)
     group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
     add_native_option(group)
+    add_drafting_options(parser)
+
+
+def add_drafting_options(parser: Parser) -> None:
+    """Adds the options of LoadConfig about speculation."""
+    group = parser.add_argument_group("drafting ahead (the text stays the same)")
+    text = (
+        f"auto: draft tokens ahead where that is faster; off; or drafters such as copy,recycle: {', '.join(DRAFTERS)}"
+    )
+    group.add_argument("--spec", dest="speculation", metavar="WHO", help=text)
+    text = "a small model with the same tokenizer that drafts: bundle directory or hub id"
+    group.add_argument("--draft-model", metavar="MODEL", help=text)
+    text = "tokens in a draft at most (default: 15, or fewer where memory is short)"
+    group.add_argument("--spec-draft-n-max", dest="draft_max", type=int, metavar="N", help=text)
+    text = "keep nothing of what drafters learn from your texts (token ids and counts) for the next session"
+    group.add_argument("--no-remember", action="store_true", help=text)
+
+
+_LOADING = ("memory", "context", "threads", "backend", "speculation", "draft_model", "draft_max")
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,10 +114,11 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a value is out of range.
     """
-    given = {name: getattr(args, name) for name in ("memory", "context", "threads", "backend")}
+    given = {name: getattr(args, name) for name in _LOADING}
     options = {name: value for name, value in given.items() if value is not None}
     options |= {"exact": False} if args.no_exact else {}
     options |= {"native": False} if args.no_native else {}
+    options |= {"remember": False} if args.no_remember else {}
     LoadConfig(**options)
     return options
 
@@ -124,8 +145,12 @@ def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     text = "end the reply before this text; may be given several times"
     group.add_argument("--stop", action="append", metavar="TEXT", help=text)
-    text = "auto: draft tokens ahead where that is faster, with the same text; off: plain decoding"
-    group.add_argument("--spec", dest="speculation", choices=("auto", "off"), help=text)
+    text = "keyed: the text of plain decoding; rejection, k-seq: its distribution; typical: lossy (default: keyed)"
+    group.add_argument("--spec-verify", dest="verification", choices=VERIFICATIONS, help=text)
+    text = "guesses per drafter and place; above 1 drafts are trees (default: 1)"
+    group.add_argument("--spec-tree-width", dest="draft_width", type=int, metavar="N", help=text)
+    text = "the reply must be one of the texts given by this option; may be given several times"
+    group.add_argument("--choice", dest="choices", action="append", metavar="TEXT", help=text)
 
 
 _GENERATION = (
@@ -140,6 +165,9 @@ _GENERATION = (
     "seed",
     "stop",
     "speculation",
+    "draft_width",
+    "verification",
+    "choices",
 )
 
 
@@ -153,6 +181,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in _GENERATION if getattr(args, name) is not None}
     if "stop" in options:
         options["stop"] = tuple(utf8(text, "--stop") for text in options["stop"])
+    if "choices" in options:
+        options["choices"] = tuple(utf8(text, "--choice") for text in options["choices"])
     GenerationConfig(**options)
     return options
 

@@ -6,7 +6,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.cli.options import add_command, add_json_option, add_memory_options, add_model_option, add_native_option
+from edgeinfer.cli.options import (
+    add_command,
+    add_drafting_options,
+    add_json_option,
+    add_memory_options,
+    add_model_option,
+    add_native_option,
+)
 from edgeinfer.cli.output import print_json, print_table
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError
@@ -23,6 +30,8 @@ example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
 
+_OPTIONS = ("memory", "context", "speculation", "draft_model", "draft_max")
+
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
@@ -30,14 +39,16 @@ def add_parser(commands: Subparsers) -> None:
     add_model_option(parser)
     add_memory_options(parser)
     add_native_option(parser)
+    add_drafting_options(parser)
     add_json_option(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    LoadConfig(context=args.context, memory=args.memory)
-    native = {"native": False} if args.no_native else {}
-    plan = edgeinfer.plan(args.model, memory=args.memory, context=args.context, **native)
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    given |= {"native": False} if args.no_native else {}
+    LoadConfig(**given)
+    plan = edgeinfer.plan(args.model, **given)
     if args.json:
         print_json(plan.to_dict())
     else:

@@ -102,7 +102,9 @@ def _write(stream: TokenStream, after: str) -> None:
 
 
 def _summary(result: Result) -> str:
+    drafting = result.speculation
+    drafts = f", {drafting.mean_accepted_length:.1f} tokens per pass" if drafting.rounds else ""
     return (
-        f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s, "
+        f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s{drafts}, "
         f"first token after {result.timings.ttft_ms:.0f} ms, peak memory {format_size(result.memory.peak_rss_bytes)}"
     )

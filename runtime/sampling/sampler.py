@@ -17,15 +17,18 @@ from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 __all__ = ["Sampler", "TokenLogprobs"]
 
 Logits = NDArray[np.floating[Any]]
+Ids = NDArray[np.int64]
 
 # Sorting a whole vocabulary costs more than all else here, and a nucleus is nearly always inside this many tokens.
 _NUCLEUS_GUESS = 256
+# Copying a whole row costs as much as copying one of this many logits by its id (measured at 152 thousand).
+_SPARSE = 32
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probabilities under the model itself, before bias, penalties, temperature and truncation.
+    """Natural log-probabilities under the model itself, before bias, penalties, mask, temperature and truncation.
 
     Attributes:
         logprob: of the chosen token.
@@ -39,8 +42,9 @@ class TokenLogprobs:
 class Sampler:
     """Turns logits into tokens as one generation asks.
 
-    Order: bias, penalties, temperature, top-k, top-p, min-p. Each truncation works on what the one before left,
-    renormalised; at its edge the lower token id wins a tie. Not for use by several threads at once.
+    Order: bias, penalties, mask, temperature, top-k, top-p, min-p. The mask is the ids that a constraint allows, and
+    the work after it is on those alone. Each truncation works on what the one before left, renormalised; at its edge
+    the lower token id wins a tie. Not for use by several threads at once.
 
     Args:
         config: the options of the generation.
@@ -59,10 +63,10 @@ class Sampler:
         self._row = np.empty(vocab_size if self._penalties.active else 0, np.float32)
         # Arrays of a large vocabulary are fresh pages each time they are allocated, and faulting those in costs more
         # than the arithmetic; so the ones every draw needs are kept.
-        whole = 0 if config.greedy or 0 < config.top_k < vocab_size else vocab_size
-        self._ids = np.arange(whole)
-        self._weights = np.empty(whole)
-        self._cumulative = np.empty(whole)
+        most = 0 if config.greedy else config.top_k if 0 < config.top_k < vocab_size else vocab_size
+        self._ids = np.arange(most)
+        self._weights = np.empty(most)
+        self._cumulative = np.empty(most)
 
     @property
     def config(self) -> GenerationConfig:
@@ -79,80 +83,61 @@ class Sampler:
         """Whether results depend on token counts; where false, `counts` may be None."""
         return self._penalties.counting
 
-    def probabilities(self, logits: Logits, counts: TokenCounts | None = None) -> NDArray[np.float64]:  # (V,)
+    def probabilities(
+        self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
+    ) -> NDArray[np.float64]:  # (V,)
         """The distribution tokens are drawn from; one-hot when greedy.
 
         Args:
             logits: of one position. (V,)
             counts: tokens before that position.
+            allowed: ids that may follow, ascending, at least one; None is all. (A,)
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
         """
-        ids, weights = self.support(logits, counts)
+        ids, weights = self.support(logits, counts, allowed)
         full = np.zeros(self._vocab_size)
         full[ids] = weights / weights.sum()
         return full
 
     def support(
-        self, logits: Logits, counts: TokenCounts | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # (S,), (S,)
-        """Token ids that survive truncation, ascending, and their probabilities up to a common factor.
+        self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None
+    ) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
+        """Token ids that survive mask and truncation, ascending, and their probabilities up to a common factor.
 
         The arrays are valid until the next call and must not be written to.
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
         """
-        row = self._penalised(logits, counts)
+        row = self._masked(logits, counts, allowed)
         best = _argmax(row)
-        config = self._config
-        if config.greedy:
-            return np.array([best]), np.ones(1)
-        if 0 < config.top_k < len(row):
-            ids = _largest(row, config.top_k)
-            weights = row[ids].astype(np.float64)
-        elif config.top_p == 1 and config.min_p > 0:
-            # Nearly all of the vocabulary goes out here, before the exponential; the slack leaves the edge to min-p.
-            top = float(row[best])
-            floor = top + config.temperature * math.log(config.min_p) - 1e-3 - 1e-6 * abs(top)
-            ids = np.flatnonzero(row >= np.float32(max(floor, _LOWEST)))
-            weights = row[ids].astype(np.float64)
-        else:
-            ids, weights = self._ids, self._weights
-            np.copyto(weights, row)
-        # The best value leaves before dividing, so that no temperature, however small, overflows.
-        weights -= float(row[best])
-        with np.errstate(over="ignore"):  # an overflow to -inf is a weight of 0
-            weights /= config.temperature
-        np.exp(weights, out=weights)
-        if config.top_p < 1:
-            keep = _nucleus(weights, config.top_p)
-            ids, weights = ids[keep], weights[keep]
-        if config.min_p > 0:
-            likely = weights >= config.min_p  # the best weight is 1
-            ids, weights = ids[likely], weights[likely]
-        return ids, weights
+        ids, weights = (np.array([best]), np.ones(1)) if self._config.greedy else self._truncated(row, best)
+        return ids if allowed is None else allowed[ids], weights
 
-    def token(self, logits: Logits, position: int, counts: TokenCounts | None = None) -> int:
+    def token(
+        self, logits: Logits, position: int, counts: TokenCounts | None = None, allowed: Ids | None = None
+    ) -> int:
         """The token for an absolute position: the most likely one when greedy, else drawn by inverse CDF.
 
-        The draw depends on the logits, the seed and the position alone. The CDF runs in order of token id, so that
-        a rounding difference in the logits moves its edges a little and never reorders them.
+        The draw depends on the logits, what is allowed, the seed and the position alone. The CDF runs in order of
+        token id, so that a rounding difference in the logits moves its edges a little and never reorders them.
 
         Args:
             logits: that predict this position. (V,)
             position: absolute index of the token in prompt plus reply.
             counts: tokens before that position.
+            allowed: ids that may follow, ascending, at least one; None is all. (A,)
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
         """
         if self._config.greedy:
-            return _argmax(self._penalised(logits, counts))
-        ids, weights = self.support(logits, counts)
-        whole = len(weights) == len(self._cumulative)
-        cumulative = np.cumsum(weights, out=self._cumulative if whole else None)
+            best = _argmax(self._masked(logits, counts, allowed))
+            return best if allowed is None else int(allowed[best])
+        ids, weights = self.support(logits, counts, allowed)
+        cumulative = weights.cumsum(out=self._cumulative[: len(weights)])
         total = cumulative[-1]
         drawn = int(cumulative.searchsorted(uniform(self._seed, position) * total, side="right"))
         # Rounding can lift the product to the total; the last token of non-zero weight owns that edge.
@@ -179,13 +164,47 @@ class Sampler:
         pairs = tuple((int(i), float(shifted[i]) - normaliser) for i in ids)
         return TokenLogprobs(float(shifted[token]) - normaliser, pairs)
 
-    def _penalised(self, logits: Logits, counts: TokenCounts | None) -> Logits:
+    def _truncated(self, row: Logits, best: int) -> tuple[Ids, NDArray[np.float64]]:  # (S,), (S,)
+        """Indices of a row (A,) that survive truncation, and their weights; the one at `best` has weight 1."""
+        config = self._config
+        if 0 < config.top_k < len(row):
+            ids = _largest(row, config.top_k)
+            weights = row[ids].astype(np.float64)
+        elif config.top_p == 1 and config.min_p > 0:
+            # Nearly all of the vocabulary goes out here, before the exponential; the slack leaves the edge to min-p.
+            top = float(row[best])
+            floor = top + config.temperature * math.log(config.min_p) - 1e-3 - 1e-6 * abs(top)
+            ids = np.flatnonzero(row >= np.float32(max(floor, _LOWEST)))
+            weights = row[ids].astype(np.float64)
+        else:
+            ids, weights = self._ids[: len(row)], self._weights[: len(row)]
+            np.copyto(weights, row)
+        # The best value leaves before dividing, so that no temperature, however small, overflows.
+        weights -= float(row[best])
+        with np.errstate(over="ignore"):  # an overflow to -inf is a weight of 0
+            weights /= config.temperature
+        np.exp(weights, out=weights)
+        if config.top_p < 1:
+            keep = _nucleus(weights, config.top_p)
+            ids, weights = ids[keep], weights[keep]
+        if config.min_p > 0:
+            likely = weights >= config.min_p  # the best weight is 1
+            ids, weights = ids[likely], weights[likely]
+        return ids, weights
+
+    def _masked(self, logits: Logits, counts: TokenCounts | None, allowed: Ids | None) -> Logits:  # (A,) or (V,)
         assert logits.shape == (self._vocab_size,), f"logits of shape {logits.shape}, expected ({self._vocab_size},)"
+        assert allowed is None or len(allowed), "a constraint that lets no token follow"
         if not self._penalties.active:
-            return logits
-        np.copyto(self._row, logits)
+            return logits if allowed is None else logits[allowed]
+        if allowed is None or len(allowed) * _SPARSE > len(logits):
+            np.copyto(self._row, logits)
+        else:
+            # Only what is read below: what is allowed, and what penalties change.
+            for ids in (allowed, self._penalties.bias_ids, *(() if counts is None else (counts.ids,))):
+                self._row[ids] = logits[ids]
         self._penalties.apply(self._row, counts)
-        return self._row
+        return self._row if allowed is None else self._row[allowed]
 
 
 def _argmax(row: Logits) -> int:
@@ -195,12 +214,12 @@ def _argmax(row: Logits) -> int:
     if not np.isfinite(row[best]):
         raise BackendError(
             f"No token can be chosen: the largest logit is {row[best]}.",
-            "If logit_bias bans every token, relax it; otherwise the model's weights or its export are broken.",
+            "If logit_bias bans every token that may follow, relax it; else the model's weights or export are broken.",
         )
     return best
 
 
-def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
+def _largest(row: NDArray[Any], count: int) -> Ids:
     """Ascending indices of the `count` largest values, count < len(row); lower indices win ties at the edge."""
     if count == 0:
         return np.empty(0, np.int64)
@@ -213,7 +232,7 @@ def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
     return ids
 
 
-def _nucleus(weights: NDArray[np.float64], mass: float) -> NDArray[np.int64]:
+def _nucleus(weights: NDArray[np.float64], mass: float) -> Ids:
     """Ascending indices of the smallest set of largest weights whose share of the total reaches `mass`."""
     wanted = mass * weights.sum()
     size = _NUCLEUS_GUESS

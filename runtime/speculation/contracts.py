@@ -21,6 +21,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "Draw",
+    "Further",
     "Guess",
     "Law",
     "Resumption",
@@ -46,6 +47,20 @@ class Draw(Protocol):
         """
 
 
+class Further(Protocol):
+    """How further tokens are drawn from a law at a place where some were drawn before."""
+
+    def __call__(self, law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:  # (V,)
+        """The next draw after `taken`: without replacement, or independent where the verification wants that.
+
+        None where nothing is left.
+        """
+
+
+def _nothing(law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Context:
     """What a round starts from.
@@ -55,11 +70,13 @@ class Context:
             generation; not to be changed by drafters.
         draw: chooses from a drafter's logits.
         forced: tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
+        further: draws siblings of a token that `draw` drew from a law.
     """
 
     tokens: list[int]
     draw: Draw
     forced: Callable[[Sequence[int]], Sequence[int]]
+    further: Further = _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +198,10 @@ class TargetView(Protocol):
         """The distribution after this node: penalties, bans, masks, temperature and truncation of its path applied."""
 
     def chance(self, depth: int, draw: int) -> float:
-        """A number in [0, 1) for the position `depth` tokens after the root's; independent for each draw."""
+        """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root).
+
+        Independent for each draw, of the draw behind `token` and of drafters' draws.
+        """
 
 
 class Verifier(Protocol):
@@ -209,6 +229,10 @@ class Drafter(Protocol):
     @property
     def branches(self) -> bool:
         """Whether `guesses` can give more than one."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether its guesses are drawn by `Context.draw`, so that they may carry laws."""
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A generation begins after this prompt, or whatever of it differs from what is known already."""

@@ -45,13 +45,24 @@ FIELDS: dict[str, set[str] | None] = {
     "memory": {"budget_bytes", "planned_bytes", "peak_rss_bytes", "anonymous_bytes", "file_bytes", "terms"},
     "speculation": {
         "mode",
+        "verification",
         "lossless",
+        "exact",
         "rounds",
         "drafted",
         "accepted",
+        "recovered",
+        "bonus",
+        "rechecked",
+        "accepted_per_position",
         "acceptance_rate",
         "mean_accepted_length",
+        "draft_ms",
+        "verify_ms",
+        "overhead_ms",
+        "choices",
         "per_drafter",
+        "plain_ms",
         "speedup_vs_plain",
     },
     "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel"},
@@ -61,6 +72,7 @@ FIELDS: dict[str, set[str] | None] = {
 def test_a_result_as_json(model: edgeinfer.Model) -> None:
     result = model.generate(PROMPT, max_tokens=6, ignore_eos=True)
     data = json.loads(json.dumps(result.to_dict()))
+    assert data == result.to_dict()
     assert set(data) == set(FIELDS)
     for name, fields in FIELDS.items():
         if fields is not None:
@@ -70,7 +82,7 @@ def test_a_result_as_json(model: edgeinfer.Model) -> None:
     assert data["model"]["architecture"] == "LlamaForCausalLM"
     assert data["model"]["backend"] == "onnx"
     assert data["memory"]["planned_bytes"] == sum(data["memory"]["terms"].values()) == model.plan.planned_bytes
-    assert data["speculation"]["mode"] == "off" and data["speculation"]["lossless"] is True
+    assert data["speculation"]["mode"] == "auto" and data["speculation"]["lossless"] is True
 
 
 def test_a_plan_as_json(small_bundle: Path) -> None:

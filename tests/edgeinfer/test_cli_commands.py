@@ -120,7 +120,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
 
     def plan(model: Any = None, **options: Any) -> FakePlan:
         calls.append((model, options))
-        return FakePlan(options["memory"])
+        return FakePlan(options.get("memory"))
 
     monkeypatch.setattr(edgeinfer, "plan", plan, raising=False)
     return calls
@@ -134,9 +134,11 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
         assert line in out
 
 
-def test_plan_without_the_native_kernel(planned: list[tuple[Any, dict[str, Any]]]) -> None:
-    assert main(["plan", "--no-native"]) == 0
-    assert planned[0][1]["native"] is False
+def test_plan_options(planned: list[tuple[Any, dict[str, Any]]]) -> None:
+    line = "plan --no-native --spec copy,model --draft-model small --spec-draft-n-max 5"
+    assert main(line.split()) == 0
+    drafting = {"speculation": "copy,model", "draft_model": "small", "draft_max": 5}
+    assert planned == [(None, {"native": False} | drafting)]
 
 
 def test_plan_that_does_not_fit(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:

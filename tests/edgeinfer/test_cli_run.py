@@ -136,10 +136,12 @@ def test_options_reach_the_model(model: FakeModel) -> None:
     line = (
         "run -m some/dir -p Hi -n 7 -c 512 -t 3 --memory 600MB --temp 0.7 --top-k 5 --top-p 0.9 --min-p 0.1"
         " --repeat-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3 --seed 1 --stop END --stop ."
-        " --spec off --no-exact --backend reference"
+        " --no-exact --backend reference --spec copy,model --draft-model small --spec-draft-n-max 9 --no-remember"
+        " --spec-verify rejection --spec-tree-width 2 --choice yes --choice no"
     )
     assert main(line.split()) == 0
     loading = {"memory": 600_000_000, "context": 512, "threads": 3, "exact": False, "backend": "reference"}
+    loading |= {"speculation": "copy,model", "draft_model": "small", "draft_max": 9, "remember": False}
     assert model.loaded == ("some/dir", loading)
     assert model.prompts[0][1] == {
         "max_tokens": 7,
@@ -152,7 +154,10 @@ def test_options_reach_the_model(model: FakeModel) -> None:
         "presence_penalty": 0.3,
         "seed": 1,
         "stop": ("END", "."),
-        "speculation": "off",
+        "speculation": "copy,model",
+        "verification": "rejection",
+        "draft_width": 2,
+        "choices": ("yes", "no"),
     }
 
 
@@ -214,10 +219,22 @@ def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) ->
         ["run", "-p", "Hi", "--top-p", "2"],
         ["run", "-p", "Hi", "--seed", "-1"],
         ["run", "-p", "Hi", "--stop", ""],
+        ["run", "-p", "Hi", "--choice", ""],
+        ["run", "-p", "Hi", "--spec", ""],
+        ["run", "-p", "Hi", "--spec", "nonsense"],
+        ["run", "-p", "Hi", "--spec", "copy,"],
+        ["run", "-p", "Hi", "--spec", "auto,copy"],
+        ["run", "-p", "Hi", "--spec-draft-n-max", "0"],
+        ["run", "-p", "Hi", "--spec-draft-n-max", "1000"],
+        ["run", "-p", "Hi", "--spec-draft-n-max", "many"],
+        ["run", "-p", "Hi", "--spec-tree-width", "0"],
+        ["run", "-p", "Hi", "--spec-tree-width", "9"],
+        ["run", "-p", "Hi", "--spec-verify", "hope"],
         ["run", "-p", "Hi", "--system", "x"],
         ["run", "-p", "\udcff"],
         ["run", "-p", "Hi", "--chat", "--system", "\udcff"],
         ["run", "-p", "Hi", "--stop", "\udcff"],
+        ["run", "-p", "Hi", "--choice", "\udcff"],
         ["run", "-f", "does-not-exist.txt"],
         ["run", "-f", str(ROOT)],
         ["walk"],
@@ -278,7 +295,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"edgeinfer {edgeinfer.__version__}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "export", "convert", "inspect", "plan", "pull"])
+@pytest.mark.parametrize("command", ["run", "chat", "export", "convert", "inspect", "plan", "pull", "tune", "bench"])
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"  edgeinfer {command}" in capsys.readouterr().out

@@ -246,8 +246,11 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     engine = Engine(backend, chunk=3)
 
     class Greedy:
-        def choose(self, logits: NDArray[np.float32], position: int) -> int:
+        def token(self, logits: NDArray[np.float32], position: int) -> int:
             return int(logits.argmax())
+
+        def accept(self, token: int) -> None:
+            pass
 
     tokens = [1, 2, 3, 4]
     for step in engine.generate(tokens[:], Greedy(), max_tokens=3, stop_ids=frozenset()):

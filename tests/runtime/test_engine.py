@@ -122,9 +122,12 @@ class Greedy:
     def __init__(self) -> None:
         self.positions: list[int] = []
 
-    def choose(self, logits: Floats, position: int) -> int:
+    def token(self, logits: Floats, position: int) -> int:
         self.positions.append(position)
         return int(logits.argmax())
+
+    def accept(self, token: int) -> None:
+        pass
 
 
 def generate(

@@ -122,13 +122,15 @@ def test_never_larger_than_the_capacity() -> None:
     assert KVBuffers(GEOMETRY, 10, spare=1).rows == 11
 
 
-def test_new_rows_are_zero() -> None:
+def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
     cache = filled(256)
     for array in (*cache.keys, *cache.values):
-        array[:] = np.nan
+        array[:] = 7
     cache.truncate(3)
     cache.reserve(300)
-    assert all(not array[:, :, 3:].any() for array in (*cache.keys, *cache.values))
+    for array in (*cache.keys, *cache.values):
+        assert (array[:, :, :256] == 7).all()
+        assert not array[:, :, 256:].any()
 
 
 def test_refuses_more_rows_than_the_capacity() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.sampling import Sampler, TokenCounts, uniform
+from edgeinfer.runtime.sampling import Penalties, Sampler, TokenCounts, uniform
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -188,3 +188,104 @@ def test_edges_of_the_interval_never_reach_impossible_tokens(
     monkeypatch.setattr("edgeinfer.runtime.sampling.sampler.uniform", lambda seed, position: u)
     row = np.array([-math.inf, 0.0, 1.0, 0.5, -math.inf], np.float32)
     assert Sampler(GenerationConfig(temperature=1.0), 5, 0).token(row, 0) == token
+
+
+@st.composite
+def rows_and_masks(draw: st.DrawFn) -> tuple[list[float], list[int]]:
+    row = draw(ROWS)
+    usable = [i for i, value in enumerate(row) if value > -math.inf]
+    return row, sorted(draw(st.sets(st.sampled_from(range(len(row))))) | {draw(st.sampled_from(usable))})
+
+
+def masked(row: list[float], allowed: list[int]) -> list[float]:
+    return [value if i in allowed else -math.inf for i, value in enumerate(row)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows_and_masks(), SETTINGS)
+def test_a_mask_leaves_the_distribution_of_what_it_allows(
+    case: tuple[list[float], list[int]], options: dict[str, Any]
+) -> None:
+    row, allowed = case
+    config = GenerationConfig(**options)
+    got = Sampler(config, len(row), 0).probabilities(np.array(row, np.float32), None, np.array(allowed))
+    if config.top_p < 1:
+        exact = dataclasses.replace(config, top_p=min(config.top_p * (1 + 1e-9), 1.0))
+        below = dataclasses.replace(config, top_p=config.top_p * (1 - 1e-9))
+        if oracle(masked(row, allowed), exact) != oracle(masked(row, allowed), below):
+            return
+    np.testing.assert_allclose(got, oracle(masked(row, allowed), config), rtol=1e-9, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(rows_and_masks(), st.integers(0, 2**64 - 1), st.integers(0, 2**32), st.integers(0, 60), st.floats(0, 1))
+def test_a_draw_under_a_mask_is_that_from_masked_logits(
+    case: tuple[list[float], list[int]], seed: int, position: int, top_k: int, min_p: float
+) -> None:
+    row, allowed = case
+    logits, hidden = np.array(row, np.float32), np.array(masked(row, allowed), np.float32)
+    for temperature in (0.0, 1.0):
+        sampler = Sampler(GenerationConfig(temperature=temperature, top_k=top_k, min_p=min_p), len(row), seed)
+        token = sampler.token(logits, position, None, np.array(allowed))
+        assert token == sampler.token(hidden, position) and token in allowed
+        ids, weights = sampler.support(logits, None, np.array(allowed))
+        assert set(ids.tolist()) <= set(allowed) and len(ids) == len(weights) and (np.diff(ids) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.7}, {"temperature": 1.0, "top_k": 9, "min_p": 0.05}],
+)
+def test_allowing_all_changes_no_draw(options: dict[str, Any]) -> None:
+    rows = np.random.default_rng(2).normal(0, 2, (100, 300)).astype(np.float32)
+    sampler, everything = Sampler(GenerationConfig(repetition_penalty=1.2, **options), 300, 4), np.arange(300)
+    counts = TokenCounts([5, 6])
+    for position, row in enumerate(rows):
+        token = sampler.token(row, position, counts)
+        assert sampler.token(row, position, counts, everything) == token
+        counts.push(token)
+
+
+@pytest.mark.parametrize("size", [1, 3, 40, 390])
+def test_bias_and_penalties_come_before_the_mask(size: int) -> None:
+    chance = np.random.default_rng(size)
+    options = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {7: 4.0, 350: -2.0}}
+    config = GenerationConfig(temperature=0.8, **options)  # type: ignore[arg-type]
+    sampler, penalties, counts = Sampler(config, 400, 1), Penalties.from_config(config, 400), TokenCounts(range(30))
+    for position in range(50):
+        row = chance.normal(0, 2, 400).astype(np.float32)
+        allowed = np.sort(chance.choice(400, size, replace=False))
+        changed, before = row.copy(), row.copy()
+        penalties.apply(changed, counts)
+        expected = oracle(masked(changed.tolist(), allowed.tolist()), config)
+        np.testing.assert_allclose(sampler.probabilities(row, counts, allowed), expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(row, before)
+        counts.push(sampler.token(row, position, counts, allowed))
+        sampler.token(row, position, counts)  # leaves other values behind
+
+
+def test_greedy_takes_the_best_that_is_allowed() -> None:
+    row = np.array([0, 3, 9, 1, 3], np.float32)
+    sampler = Sampler(GenerationConfig(), 5, 0)
+    assert sampler.token(row, 0, None, np.array([0, 1, 3, 4])) == 1
+    assert sampler.token(row, 0, None, np.array([0, 3])) == 3
+    assert sampler.token(row, 0, None, np.array([0])) == 0
+    np.testing.assert_array_equal(sampler.probabilities(row, None, np.array([3, 4])), [0, 0, 0, 0, 1])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}])
+def test_a_bias_that_bans_all_that_is_allowed_is_an_error(options: dict[str, Any]) -> None:
+    sampler = Sampler(GenerationConfig(logit_bias={1: -math.inf, 2: -math.inf}, **options), 4, 0)
+    row = np.zeros(4, np.float32)
+    with pytest.raises(BackendError, match="bans every token that may follow"):
+        sampler.token(row, 0, None, np.array([1, 2]))
+    assert sampler.token(row, 0, None, np.array([1, 3])) == 3
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 0.5}, {"logit_bias": {3: -1e38}}])
+def test_what_a_mask_hides_does_not_pile_up(options: dict[str, Any]) -> None:
+    row, counts = np.ones(64, np.float32), TokenCounts([4])
+    sampler = Sampler(GenerationConfig(**options), 64, 0)
+    sampler.token(row, 0, counts)
+    for position in range(300):  # without overflow, which would warn
+        assert sampler.token(row, position, counts, np.array([9])) == 9

@@ -1,0 +1,85 @@
+"""Safetensors files read and written with numpy alone, one tensor at a time; knows nothing of models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import CheckpointError
+
+__all__ = ["Dtype", "TensorFile", "encode", "write_header"]
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read when asked for.
+
+    Raises:
+        CheckpointError: it is missing or not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(min(size, path.stat().st_size)))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"Cannot read {path}: {error}.", "Give a checkpoint in one file.") from error
+        self._start = 8 + size
+        self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        return {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor in float32, of the shape it is stored in.
+
+        Raises:
+            CheckpointError: the file has no such tensor, or one of another type.
+        """
+        entry = self._entries.get(name)
+        if entry is None or entry["dtype"] not in _STORED:
+            wrong = "is missing" if entry is None else f"has the type {entry['dtype']}"
+            raise CheckpointError(f"The tensor {name} {wrong} in {self._path}.", "Give a checkpoint in floating point.")
+        offset, stored = self._start + entry["data_offsets"][0], _STORED[entry["dtype"]]
+        data: npt.NDArray[Any] = np.fromfile(self._path, stored, math.prod(entry["shape"]), offset=offset)
+        if entry["dtype"] == "BF16":
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        values: npt.NDArray[np.float32] = data.astype(np.float32, copy=False).reshape(entry["shape"])
+        return values
+
+
+def write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> None:
+    """The header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8. Data follow in its order."""
+    width = 4 if dtype == "float32" else 2
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dimensions in shapes.items():
+        end = offset + width * math.prod(dimensions)
+        entries[name] = {"dtype": _TYPES[dtype], "shape": list(dimensions), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little") + header)
+
+
+def encode(values: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:
+    """Little-endian storage of the values; bfloat16 keeps the upper half of each float32."""  # any shape, kept
+    if dtype == "float32":
+        return values.astype("<f4", copy=False)
+    if dtype == "float16":
+        return values.astype("<f2")
+    return (values.view(np.uint32) >> 16).astype("<u2")

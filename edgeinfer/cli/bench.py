@@ -1,0 +1,135 @@
+"""`edgeinfer bench`: what speculation gains on this device; knows nothing of how it is measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.loading import load_model
+from edgeinfer.cli.options import add_command, add_load_options, load_options
+from edgeinfer.cli.output import print_note, progress_bar
+from edgeinfer.errors import StorageError
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.bench.spec_run import SpecOptions
+    from edgeinfer.cli.options import Parser, Subparsers
+
+__all__ = ["add_parser", "execute_spec"]
+
+_DESCRIPTION = """\
+Measure on this device.
+
+example:
+  edgeinfer bench spec
+"""
+_SPEC_DESCRIPTION = """\
+Compare speculation with plain decoding: the same prompts, model and process, mode after mode in turns.
+
+examples:
+  edgeinfer bench spec --modes off,copy,copy+recycle,auto -t 1
+  edgeinfer bench spec --data DATA --per-category 10 --json spec.json
+  edgeinfer bench spec --checkpoint CHECKPOINT --expand --llamacpp -t 1
+
+With --expand the figures are those of a cost-expanded model: a small trained checkpoint at the sizes of a larger one.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand and its own."""
+    layout = argparse.RawDescriptionHelpFormatter
+    text = "measure what speculation gains"
+    parser = commands.add_parser(
+        "bench", help=text, description=_DESCRIPTION, formatter_class=layout, allow_abbrev=False
+    )
+    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    spec = add_command(kinds, "spec", execute_spec, "speculation against plain decoding", _SPEC_DESCRIPTION)
+    add_load_options(spec)
+    _add_workload(spec)
+    _add_model_files(spec)
+    spec.add_argument("--json", type=Path, metavar="FILE", help="write everything, samples included")
+
+
+def _add_workload(parser: Parser) -> None:
+    group = parser.add_argument_group("workload")
+    text = "off, auto, or drafters joined by +, separated by commas; off is always measured (default: off,auto)"
+    group.add_argument("--modes", type=_names, default=("off", "auto"), metavar="LIST", help=text)
+    group.add_argument("--control", action="store_true", help="measure off twice: how far it is from itself is noise")
+    text = (
+        "folder with tales_dialogues/, mtbench/, specbench/, gsm8k/, summarization/ (default: a dozen built-in prompts)"
+    )
+    group.add_argument("--data", type=Path, metavar="PATH", help=text)
+    text = "only these, or all of a source: tales/retell,gsm8k"
+    group.add_argument("--categories", type=_names, metavar="LIST", help=text)
+    group.add_argument("--per-category", type=int, default=4, metavar="N", help="prompts of each (default: 4)")
+    group.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="of a reply (default: 128)")
+    group.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="a prompt's figure is their median (default: 3)"
+    )
+    text = "0 takes the likeliest token each time (default: 0)"
+    group.add_argument("--temp", "--temperature", dest="temperature", type=float, default=0.0, metavar="T", help=text)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the replies where --temp is above 0")
+
+
+def _add_model_files(parser: Parser) -> None:
+    group = parser.add_argument_group("cost-expanded model and llama.cpp")
+    text = "a small Llama checkpoint (Hugging Face, safetensors)"
+    group.add_argument("--checkpoint", type=Path, metavar="PATH", help=text)
+    text = "measure the checkpoint cost-expanded to this shape (qwen2.5-0.5b), instead of -m"
+    group.add_argument("--expand", nargs="?", const="qwen2.5-0.5b", metavar="SHAPE", help=text)
+    text = "bits of the bundle that --expand makes (default: 4)"
+    group.add_argument("--bits", type=int, choices=(4, 8), default=4, help=text)
+    text = "measure llama.cpp too, on the checkpoint in Q4_0: plainly and with its prompt lookup"
+    group.add_argument("--llamacpp", action="store_true", help=text)
+    group.add_argument("--work", type=Path, metavar="PATH", help="where these files are kept")
+    group.add_argument("--rebuild", action="store_true", help="export the bundle again")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def execute_spec(args: argparse.Namespace) -> int:
+    """Runs `edgeinfer bench spec`."""
+    from edgeinfer.apps.bench.spec_report import print_results
+    from edgeinfer.apps.bench.spec_run import run_spec
+
+    options = _options(args)
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise StorageError(f"Cannot write {args.json}: there is no such folder.", "Choose another place.")
+    with progress_bar() as progress:
+        results, finished = run_spec(options, load_model, progress)
+    print_results(results)
+    if args.json:
+        with storage_errors(args.json):
+            write_file(args.json, (json.dumps(results.to_dict(), indent=1) + "\n").encode("utf-8"))
+    if not finished:
+        print_note("Interrupted: the figures are of the prompts that were done.")
+    return 0 if finished else 130
+
+
+def _options(args: argparse.Namespace) -> SpecOptions:
+    from edgeinfer.apps.bench.spec import SpecConfig
+    from edgeinfer.apps.bench.spec_modes import Sampling
+    from edgeinfer.apps.bench.spec_results import CONTROL
+    from edgeinfer.apps.bench.spec_run import SpecOptions
+
+    modes = (*args.modes, *((CONTROL,) if args.control else ()))
+    sampling = Sampling(args.max_tokens, args.temperature, args.seed)
+    placed: dict[str, Any] = {} if args.work is None else {"work": args.work}
+    return SpecOptions(
+        config=SpecConfig(modes, sampling, args.repeats),
+        model=args.model,
+        load=load_options(args),
+        data=args.data,
+        per_category=args.per_category,
+        categories=args.categories,
+        checkpoint=args.checkpoint,
+        expand=args.expand,
+        bits=args.bits,
+        llamacpp=args.llamacpp,
+        rebuild=args.rebuild,
+        **placed,
+    )

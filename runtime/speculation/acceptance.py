@@ -1,0 +1,119 @@
+"""How often guesses come true, learnt for each drafter, sign and agreement as text is made; knows nothing of costs.
+
+A guess's estimate is its cell's share of successes, drawn towards the drafter's prior while there is little evidence,
+times a factor for its place in the draft: behind guesses that are themselves uncertain the shares of single cells
+multiply to a little too much or too little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import StorageError
+
+__all__ = ["ALONE", "CONFIRMED", "CONTRADICTED", "Acceptance"]
+
+# What the other drafters that were asked at the same place say: nothing, something else, the same.
+ALONE, CONTRADICTED, CONFIRMED = 0, 1, 2
+_AGREEMENTS = 3
+# A prior counts as this many observations: few enough that twenty rounds outweigh it, enough that two do not.
+_PRIOR_WEIGHT = 4.0
+# Observations a cell remembers: the text may turn from copied to new within a paragraph.
+_MEMORY = 200.0
+# Guesses that a drafter's mean runs over.
+_LATEST = 20.0
+# No guess is certain; a chain of certain ones would be worth any length.
+_SUREST = 0.999
+# Places in a draft that are told apart; those behind share the last one's factor.
+_DEPTHS = 8
+_DEPTH_WEIGHT = 20.0
+
+
+class _Record:
+    """What is known of one drafter's guesses."""
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self.priors = np.repeat(np.array(priors, np.float64)[:, None], _AGREEMENTS, 1)  # (signs, agreements)
+        self.accepted = np.zeros_like(self.priors)
+        self.seen = np.zeros_like(self.priors)
+        self.estimates: list[list[float]] = self.priors.tolist()
+        # Successes and what the cells expected of them, by place.
+        self.came = [0.0] * _DEPTHS
+        self.expected = [0.0] * _DEPTHS
+        self.mean = float(np.mean(priors))
+
+    def refresh(self, sign: int, agreement: int) -> None:
+        accepted, seen = float(self.accepted[sign, agreement]), float(self.seen[sign, agreement])
+        prior = float(self.priors[sign, agreement])
+        self.estimates[sign][agreement] = (accepted + _PRIOR_WEIGHT * prior) / (seen + _PRIOR_WEIGHT)
+
+
+class Acceptance:
+    """Running acceptance of guesses."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+
+    def add(self, drafter: str, priors: Sequence[float]) -> None:
+        """Begins to learn about a drafter, with its acceptance by sign before any observation."""
+        self._records[drafter] = _Record(priors)
+
+    def estimate(self, drafter: str, sign: int, agreement: int, depth: int) -> float:
+        """Probability that the target chooses this guess, if all before it in the draft are accepted."""
+        record, place = self._records[drafter], min(depth, _DEPTHS - 1)
+        factor = (record.came[place] + _DEPTH_WEIGHT) / (record.expected[place] + _DEPTH_WEIGHT)
+        return min(record.estimates[sign][agreement] * factor, _SUREST)
+
+    def mean(self, drafter: str) -> float:
+        """Share of the drafter's latest guesses that came true, whatever their signs."""
+        return self._records[drafter].mean
+
+    def observe(self, drafter: str, sign: int, agreement: int, depth: int, came: bool) -> None:
+        """Takes in what became of a guess whose predecessors were accepted."""
+        record, cell, place = self._records[drafter], (sign, agreement), min(depth, _DEPTHS - 1)
+        kept = 1 - 1 / _MEMORY
+        record.came[place] = record.came[place] * kept + came
+        record.expected[place] = record.expected[place] * kept + record.estimates[sign][agreement]
+        record.accepted[cell] = record.accepted[cell] * kept + came
+        record.seen[cell] = record.seen[cell] * kept + 1
+        record.mean += (came - record.mean) / _LATEST
+        record.refresh(sign, agreement)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Successes and observations of every cell, for the next session."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, record in self._records.items():
+            arrays |= {f"{name}_accepted": record.accepted.copy(), f"{name}_seen": record.seen.copy()}
+            arrays[f"{name}_places"] = np.array([record.came, record.expected])
+        return arrays
+
+    def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
+        """Takes back what `state` gave for one drafter; nothing where it is not in it, or has other signs.
+
+        Raises:
+            StorageError: the arrays are not counts.
+        """
+        record = self._records[drafter]
+        accepted, seen = (state.get(f"{drafter}_{what}") for what in ("accepted", "seen"))
+        if accepted is None or seen is None or not accepted.shape == seen.shape == record.priors.shape:
+            return
+        accepted, seen = accepted.astype(np.float64), seen.astype(np.float64)
+        # NaN compares false with everything.
+        if not bool(np.all((accepted >= 0) & (accepted <= seen + 1e-6) & (seen <= _MEMORY + 1))):
+            raise StorageError(f"The kept acceptance of {drafter} is damaged.", "Delete it; it is learnt anew.")
+        record.accepted, record.seen = accepted, seen
+        for sign, agreement in np.ndindex(record.priors.shape):
+            record.refresh(sign, agreement)
+        places = state.get(f"{drafter}_places")
+        if (
+            places is not None
+            and places.shape == (2, _DEPTHS)
+            and bool(np.all((places >= 0) & (places <= _MEMORY + 1)))
+        ):
+            record.came, record.expected = places.tolist()
+        if seen.any():
+            record.mean = float(accepted.sum() / seen.sum())

@@ -1,0 +1,154 @@
+"""What rounds cost on this device, taken from its profile or measured when first needed; knows no policy.
+
+The costs of passes are measured once per device, bundle and kernel, under a second; those of a drafter when it first
+drafts. Whether passes of different sizes agree bit for bit is checked with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.speculation.contracts import Context, Drafter
+from edgeinfer.runtime.speculation.costs import (
+    Costs,
+    DraftCosts,
+    PassCosts,
+    filler_tokens,
+    measure_guesses,
+    measure_passes,
+)
+from edgeinfer.runtime.speculation.profile import Profile, stamped
+from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
+
+__all__ = ["DeviceCosts"]
+
+_log = logging.getLogger("edgeinfer")
+
+# Plain steps timed where a process has none of its own yet.
+_PLAIN = 3
+# Tokens of the made-up conversation behind which guesses are timed.
+_FILLER = 48
+# What the governor and the commits of a round take besides passes and guesses: 40 microseconds on the machine of
+# docs/LOG.md. It is the same for every choice, so that its exact size decides nothing.
+_ROUND_MS = 0.04
+# A plain step that takes so many times longer than when costs were measured shows another state of the machine; one
+# that takes so much less shows that something disturbed the measurement.
+_SLOWER, _FASTER = 1.5, 0.9
+_EXACT = "exact"
+
+
+class DeviceCosts:
+    """Costs of one target and its drafters.
+
+    Args:
+        backend: the target.
+        profile: where costs are kept.
+        check: prove that rows do not depend on how a chain is cut into passes.
+    """
+
+    def __init__(self, backend: Backend, profile: Profile, check: bool) -> None:
+        self._backend = backend
+        self._profile = profile
+        self._check = check
+        self.exact: ExactCheck | None = None
+        self._passes: PassCosts | None = None
+        self._guess_ms: dict[str, float] = {}
+        self.plain_ms: list[float] = []
+
+    def prepare(self) -> None:
+        """Finds out what passes cost; empties the cache if they have to be measured."""
+        kept = self._profile.costs()
+        self.plain_ms = self._plain_steps()
+        if kept is not None and self._same_pace(kept.passes):
+            self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
+            self.exact = _check_from(self._profile.arrays(_EXACT))
+        if self._check and self.exact is None:
+            self.exact = check_exact(self._backend)
+            self._profile.save_arrays(_EXACT, _check_state(self.exact))
+        if self._passes is None:
+            exact = self.exact is not None and self.exact.bit_identical
+            # Exact passes are padded: attention wants two rows, MatMulNBits an even number.
+            step = max(2, self._backend.capabilities.row_multiple) if exact else 1
+            self._passes = measure_passes(self._backend, step=step)
+            self._save()
+        if self.exact is not None and not self.exact.bit_identical:
+            _log.warning(
+                "Passes of different sizes differ on this device, by up to %.2g in a logit: choices that close are "
+                "taken again by a plain pass, and texts may still part from those of plain decoding.",
+                self.exact.largest_difference,
+            )
+
+    def of(self, drafters: Sequence[Drafter]) -> Costs:
+        """All costs of rounds with these drafters."""
+        assert self._passes is not None, "prepare comes first"
+        missing = [drafter for drafter in drafters if drafter.name not in self._guess_ms]
+        for drafter in missing:
+            self._guess_ms[drafter.name] = self._measure(drafter)
+        if missing:
+            self._save()
+        return stamped(self._passes, DraftCosts(dict(self._guess_ms), _ROUND_MS))
+
+    def forget(self, drafter: str) -> None:
+        """The drafter of this name is another from now on."""
+        self._guess_ms.pop(drafter, None)
+
+    def _same_pace(self, passes: PassCosts) -> bool:
+        now = min(self.plain_ms, default=passes.ms(1))
+        if passes.ms(1) * _FASTER <= now <= passes.ms(1) * _SLOWER:
+            return True
+        _log.info("A pass takes %.2f ms, not %.2f as when costs were measured; measuring again.", now, passes.ms(1))
+        return False
+
+    def _plain_steps(self) -> list[float]:
+        """Milliseconds of a few passes over one token, behind whatever the cache holds."""
+        backend, start, times = self._backend, self._backend.length, []
+        if start == backend.capacity:
+            return []
+        token, place, row = filler_tokens(backend, 1), np.array([start]), np.zeros(1, np.int64)
+        for _ in range(1 + _PLAIN):  # the first reads the weights' pages in
+            begun = time.perf_counter()
+            backend.forward(token, place, row)
+            times.append((time.perf_counter() - begun) * 1e3)
+            backend.truncate(start)
+        return times[1:]
+
+    def _measure(self, drafter: Drafter) -> float:
+        """Times guesses behind a conversation that repeats itself, so that tables have something to say."""
+        backend = self._backend
+        base = backend.length
+        filler = filler_tokens(backend, _FILLER // 2).tolist()
+        tokens = (filler * (2 + (base + 1) // len(filler)))[
+            : max(base + 1, _FILLER) if not drafter.uses_target else base + 1
+        ]
+        context = Context(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
+        drafter.begin(tokens)
+        try:
+            return measure_guesses(drafter, context)
+        finally:
+            backend.truncate(base)
+
+    def _save(self) -> None:
+        assert self._passes is not None
+        self._profile.save_costs(stamped(self._passes, DraftCosts(dict(self._guess_ms), _ROUND_MS)))
+
+
+def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:
+    return {name: np.array([value]) for name, value in dataclasses.asdict(check).items()}
+
+
+def _check_from(state: dict[str, NDArray[Any]] | None) -> ExactCheck | None:
+    """What was kept of a check; None where that is not one."""
+    fields = {field.name for field in dataclasses.fields(ExactCheck)}
+    if state is None or set(state) != fields or any(a.shape != (1,) for a in state.values()):
+        return None
+    values = {name: array[0].item() for name, array in state.items()}
+    check = ExactCheck(**values)
+    return check if isinstance(check.bit_identical, bool) and 0 <= check.noise < np.inf else None

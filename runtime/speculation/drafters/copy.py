@@ -1,0 +1,166 @@
+"""Drafts by repeating the conversation: what followed the longest earlier match, kept in step through changes.
+
+Knows nothing of models or costs. After `begin` the guess is the continuation of the longest match (CopySpec,
+algorithms.md C2). While the reply repeats a source it follows that source (C4) unless a longer match is found elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
+from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
+
+__all__ = ["CopyDrafter"]
+
+# Signs of the source's next token: the run of agreement, doubts, substitution, and whether only one token can follow.
+# Upper edges of the runs, last bucket open.
+_RUNS = (0, 1, 2, 3, 5, 8, 14, 24)
+# Doubts where nothing has been missed lately: nothing foretold yet, up to three tokens foretold, more. Then the upper
+# edges of late misses, last bucket open.
+_FEW = 3
+_MISSES = (0.4, 0.9, 1.5, 3.0)
+_DOUBTS = 2 + len(_MISSES) + 1
+# No substitution, one not yet confirmed, a confirmed one.
+_KINDS = 3
+# Signs of the exact match's token where the source's is another: its length, by upper edges, last bucket open. One more
+# is of the source's own token where a substitution is made.
+_LENGTHS = (2, 3, 5, 9)
+_MATCHES = (len(_RUNS) + 1) * _DOUBTS * _KINDS * 2
+_UNREPLACED = _MATCHES + len(_LENGTHS) + 1
+_PRIORS = (0.5,) * (_UNREPLACED + 1)
+
+
+class _Place(NamedTuple):
+    """What is known behind text and path: where the longest exact match goes on, its length, and the cursor."""
+
+    position: int
+    length: int
+    cursor: Cursor | None
+
+
+class CopyDrafter:
+    """Repeats the conversation.
+
+    Args:
+        twins: ids of tokens that differ only in a leading space, both ways; may be empty.
+    """
+
+    name = "copy"
+    priors: Sequence[float] = _PRIORS
+    uses_target = False
+    branches = True
+    draws = False
+
+    def __init__(self, twins: Mapping[int, int] | None = None) -> None:
+        self._index = SuffixIndex()
+        self._aligner = Aligner(self._index, twins or {})
+        # Of every path that was asked about since the last round.
+        self._places: dict[tuple[int, ...], _Place] = {(): _Place(NONE, 0, None)}
+
+    @staticmethod
+    def planned_bytes(context: int) -> int:
+        """What a conversation of so many tokens will take at most."""
+        return SuffixIndex.planned_bytes(context)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Indexes what is new of a prompt; substitutions of the last generation are forgotten."""
+        self._index.replace(tokens)
+        self._aligner.forget()
+        position, length = self._index.longest()
+        cursor = self._aligner.place(position, (), Evidence.of_match(length)) if length else None
+        self._places = {(): _Place(position, length, cursor)}
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        """The source's next token or its replacement, then the exact match's, then the source's own."""
+        path = tuple(drafted)
+        place = self._places.get(path) or self._behind(path)
+        cursor = place.cursor
+        if cursor is None:
+            return []
+        last = path[-1] if path else self._index.tokens[-1]
+        found = [Guess(cursor.token, self._sign(cursor, last))]
+        if width == 1:
+            return found
+        if place.length and (token := self._at(place.position, path)) != cursor.token:
+            found.append(Guess(token, _MATCHES + bisect_left(_LENGTHS, place.length)))
+        if cursor.substitution is not None and cursor.done == 0:
+            own = cursor.substitution.span[0]
+            if all(own != guess.token for guess in found):
+                found.append(Guess(own, _UNREPLACED))
+        return found[:width]
+
+    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+        """Nothing: it does not use the target."""
+        return None
+
+    def observe(self, round: Round) -> None:
+        """Follows the committed tokens, and learns what they replaced."""
+        place = self._places[()]
+        for token in round.committed:
+            place = self._after(place, token, (token,), committed=True)
+            self._index.append(token)
+        self._places = {(): place}
+
+    def nbytes(self) -> int:
+        """Bytes of the index and the substitutions."""
+        return self._index.nbytes() + self._aligner.nbytes()
+
+    def state(self) -> State:
+        """Nothing: it knows the conversation alone."""
+        return {}
+
+    def restore(self, state: State) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Forgets the conversation."""
+        self.begin(())
+
+    def _at(self, position: int, path: Sequence[int]) -> int:
+        size = len(self._index)
+        return self._index.tokens[position] if position < size else path[position - size]
+
+    def _behind(self, path: tuple[int, ...]) -> _Place:
+        """What is known behind a path, kept for the paths that go on from there."""
+        known = len(path)
+        while path[:known] not in self._places:
+            known -= 1
+        place = self._places[path[:known]]
+        for end in range(known + 1, len(path) + 1):
+            place = self._after(place, path[end - 1], path[:end], committed=False)
+            self._places[path[:end]] = place
+        return place
+
+    def _after(self, place: _Place, token: int, path: Sequence[int], *, committed: bool) -> _Place:
+        """What is known after one more token, the last of the path."""
+        position, length, cursor = place
+        if length and token == self._at(position, path):
+            # The latest of the longest matches stays that: whatever else agrees now agreed before.
+            position, length = position + 1, length + 1
+        else:
+            position, length = self._index.longest(path)
+        if cursor is not None:
+            cursor = self._aligner.advance(cursor, token, path, committed=committed)
+        if length and (cursor is None or cursor.position != position):
+            if cursor is None:
+                cursor = self._aligner.place(position, path, Evidence.of_match(length))
+            elif cursor.done == 0 and length > max(cursor.evidence.run, cursor.evidence.trust):
+                cursor = self._aligner.move(cursor, position, length, path, committed=committed)
+        return _Place(position, length, cursor)
+
+    def _sign(self, cursor: Cursor, last: int) -> int:
+        run, _, misses, proven = cursor.evidence
+        if misses > _MISSES[0]:
+            doubt = 2 + bisect_left(_MISSES, misses)
+        else:
+            doubt = 2 if proven > _FEW else 1 if proven else 0
+        rule = cursor.substitution
+        kind = 0 if rule is None else 1 if rule.hits == 0 else 2
+        sure = self._index.only_successor(last) != NONE
+        return ((bisect_left(_RUNS, run) * _DOUBTS + doubt) * _KINDS + kind) * 2 + sure

@@ -1,0 +1,147 @@
+"""Drafting with a small model of its own, and whether its tokens are the target's; knows nothing of who verifies.
+
+The drafter's cache is its own too, so it keeps what earlier rounds fed and catches up when it is asked for a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.errors import ModelError
+from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+
+__all__ = ["ModelDrafter", "check_same_vocabulary"]
+
+_TOKENIZER = "tokenizer.json"
+
+
+class ModelDrafter(LogitDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        backend: of the drafter's bundle; this drafter's alone, and closed with it.
+        chunk: most tokens of a pass that catches up.
+        vocabulary: V, columns of the target's logits; None is as many as the drafter's. Where the two are padded
+            differently, tokens that only one of them has are never proposed.
+    """
+
+    name = "model"
+    uses_target = False
+
+    def __init__(self, backend: Backend, chunk: int, vocabulary: int | None = None) -> None:
+        own = backend.geometry.vocab_size
+        super().__init__(vocabulary or own)
+        self._backend = backend
+        self._own = own
+        self._follower = Follower(backend, self._run, chunk)
+        # Columns that the drafter lacks stay impossible.
+        self._padded = np.full(vocabulary if vocabulary and vocabulary > own else 0, -np.inf, np.float32)
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        # An id of the target's padding means nothing to either model; any other one stands for it here.
+        return self._backend.forward(np.minimum(tokens, self._own - 1), positions, rows).logits
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Forgets the guesses of the last round; what the cache shares with the prompt stays."""
+        super().begin(tokens)
+        self._follower.doubt()
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        if len(context.tokens) + len(drafted) > self._backend.capacity:
+            return None
+        return self._widened(self._follower.follow(context.tokens, drafted, 1)[0])
+
+    def _widened(self, logits: Floats) -> Floats:  # (V of the drafter,) -> (V,)
+        if not len(self._padded):
+            return logits[: len(self._powers)]
+        self._padded[: self._own] = logits
+        return self._padded
+
+    def knows(self, drafted: Sequence[int]) -> bool:
+        """Whether a guess after this path needs no pass."""
+        return tuple(drafted) in self._known
+
+    def look_ahead(self, context: Context, drafted: Sequence[int], proposed: Sequence[int], width: int) -> None:
+        """Works out in one pass the guesses after a path, and after each proposed token that is the first of such.
+
+        `guesses` then gives up to `width` of them without a pass: the very ones that it would have given anyway.
+        """
+        room = self._backend.capacity - len(context.tokens) - len(drafted)
+        if room < 0 or self.knows(drafted):
+            return
+        path, proposed = tuple(drafted), proposed[:room]
+        rows = self._follower.follow(context.tokens, [*path, *proposed], 1 + len(proposed))  # (R, V)
+        for index, logits in enumerate(rows):
+            first = self._learn(context, path, self._widened(logits), width)[0]
+            if index == len(proposed) or first.token != proposed[index]:
+                return
+            path = (*path, first.token)
+
+    def nbytes(self) -> int:
+        """Bytes that its backend allocated, and its own."""
+        return sum(self._backend.nbytes().values()) + super().nbytes() + self._padded.nbytes
+
+    def close(self) -> None:
+        """Closes the backend."""
+        super().close()
+        self._backend.close()
+
+
+def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:
+    """Refuses a drafter whose token ids do not mean what the target's mean.
+
+    Raises:
+        BundleError: a bundle has no tokenizer.json, or a damaged one.
+        ModelError: the tokenizers differ, or the drafter has no logits for some of their tokens.
+    """
+    theirs = target.read_object(_TOKENIZER)
+    same = target.manifest.files[_TOKENIZER] == drafter.manifest.files.get(_TOKENIZER)
+    ours = theirs if same else drafter.read_object(_TOKENIZER)
+    for what, part in (("vocabulary", _vocabulary), ("merges", _merges), ("special tokens", _added)):
+        if part(theirs) != part(ours):
+            _refuse(target, drafter, f"tokenizers with different {what}")
+    known = min(target.manifest.geometry.vocab_size, 1 + max(_ids(theirs), default=-1))
+    if drafter.manifest.geometry.vocab_size < known:
+        _refuse(target, drafter, f"{known} tokens and {drafter.manifest.geometry.vocab_size} logits")
+
+
+def _refuse(target: Bundle, drafter: Bundle, difference: str) -> None:
+    message = f"{target.path} and its drafter {drafter.path} have {difference}."
+    raise ModelError(message, "Choose a drafter that was made for this model, or speculate without one.")
+
+
+def _part(tokenizer: dict[str, Any], name: str) -> Any:
+    model = tokenizer.get("model")
+    return model.get(name) if isinstance(model, dict) else None
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> Any:
+    """Ids by token; of a unigram model the pieces in the order of their ids, with scores."""
+    return _part(tokenizer, "vocab")
+
+
+def _merges(tokenizer: dict[str, Any]) -> list[Any]:
+    """Pairs in order, whether written as pairs or as strings."""
+    merges = _part(tokenizer, "merges")
+    pairs = merges if isinstance(merges, list) else []
+    return [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
+
+
+def _added(tokenizer: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
+    """Id, spelling and whether it is special, of tokens beside the vocabulary."""
+    added = tokenizer.get("added_tokens")
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return sorted(((token.get("id"), token.get("content"), token.get("special")) for token in tokens), key=repr)
+
+
+def _ids(tokenizer: dict[str, Any]) -> list[int]:
+    vocabulary = _vocabulary(tokenizer)
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
+    return [id_ for id_ in (*ids, *(id_ for id_, _, _ in _added(tokenizer))) if isinstance(id_, int)]

@@ -1,0 +1,73 @@
+"""What drafters that run the target in a cheaper way share: rows of their own at the end of the target's cache.
+
+Knows nothing of what makes the passes cheaper. The engine leaves the cache one token, the root, short of the context;
+drafting appends the root's row and those of drafted tokens, which are dropped before verification.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from edgeinfer.errors import CapabilityError
+from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+
+__all__ = ["SelfDrafter", "require"]
+
+# Who wrote the last drafted rows of each target: several self-drafters may take turns at one cache within a round, and
+# rows look the same from outside whoever wrote them. A mark, not the drafter, which would keep its target alive.
+_writers: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
+
+
+class SelfDrafter(LogitDrafter):
+    """A drafter that runs the target itself.
+
+    Args:
+        target: whose cache is borrowed while drafting.
+    """
+
+    uses_target = True
+
+    def __init__(self, target: Backend) -> None:
+        super().__init__(target.geometry.vocab_size)
+        self._target = target
+        self._mark = object()
+        self._follower = Follower(target, self._run, target.capacity)
+
+    @abstractmethod
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:  # (S,), (S,), (R,) -> (R, V)
+        """One pass of the target, made cheaper."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Forgets the rows of the last round."""
+        super().begin(tokens)
+        _writers.pop(self._target, None)
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        if len(context.tokens) + len(drafted) > self._target.capacity:
+            return None
+        logits: Floats = self._follower.follow(self._head(context), drafted, 1)[0]
+        return logits
+
+    def _head(self, context: Context) -> list[int]:
+        """The root; the rows after it are this drafter's own of this round from here on."""
+        base = len(context.tokens) - 1
+        mine = _writers.get(self._target) is self._mark
+        if not mine or self._follower.start != base or self._follower.end != self._target.length:
+            self._follower.restart(base)
+            _writers[self._target] = self._mark
+        return context.tokens[base:]
+
+
+def require(able: bool, target: Backend, what: str, hint: str) -> None:
+    """Refuses a target that cannot do what a drafter needs.
+
+    Raises:
+        CapabilityError: it is not able.
+    """
+    if not able:
+        raise CapabilityError(f"The {target.name} backend cannot {what}.", hint)

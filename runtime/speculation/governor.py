@@ -1,0 +1,264 @@
+"""Decides, round by round, what to draft: which drafter's token next, and where to stop; knows no model and no text.
+
+The rule is the renewal-reward one (algorithms.md A4): with R the tokens per millisecond that decoding achieves, a draft
+is worth its expected tokens less R times its expected milliseconds, and the empty draft is always among the choices. A
+cascade of drafters is nothing special: at every place the guess of most worth is taken, whoever made it.
+All times are the device's measured costs, never a clock's: the same costs and the same texts give the same decisions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Round
+
+__all__ = ["Asked", "Governor", "RoundCosts"]
+
+# A draft must beat the empty one by this factor: a measured c(m) is good to a few percent.
+_MARGIN = 1.02
+# Places looked ahead to see whether a step of c(m), as from two rows to four, pays by its end.
+_AHEAD = 6
+# A path less likely than this cannot pay: no c(m) has a row for a fiftieth of a pass.
+_LEAST = 0.02
+# Rounds that R averages over.
+_ROUNDS = 16.0
+# A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.
+_CHEAP = 0.02
+# Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
+# nobody is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
+_TRIAL = 24
+_FIRST_REST, _LONGEST_REST = 16, 1024
+# How fast the hope in a costly drafter that is no longer asked comes back: some seventy rounds to half.
+_RECOVERY = 0.01
+
+
+class RoundCosts(Protocol):
+    """What a round costs on this device."""
+
+    def pass_ms(self, rows: int) -> float:
+        """One pass of the target over so many new tokens with all their logits."""
+
+    def guess_ms(self, drafter: str) -> float:
+        """One guess."""
+
+    @property
+    def round_ms(self) -> float:
+        """What a round costs besides its pass and its guesses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A guess with what it was estimated at."""
+
+    drafter: str
+    guess: Guess
+    agreement: int
+    estimate: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """A node that may be added: the likeliest path comes first, of equals the one that was found first."""
+
+    unlikely: float
+    order: int
+    parent: int = field(compare=False)
+    asked: Asked = field(compare=False)
+    spine: bool = field(compare=False)
+
+
+class _Tree:
+    """A draft as it grows, with the probability of every path."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Asked] = []
+        self.parents: list[int] = []
+        self.likely: list[float] = []
+        self.paths: list[list[int]] = []
+        self.spine: list[bool] = []
+        self.expected = 1.0
+        self.found = 0
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def add(self, candidate: _Candidate) -> None:
+        self.nodes.append(candidate.asked)
+        self.parents.append(candidate.parent)
+        self.likely.append(-candidate.unlikely)
+        self.paths.append([*self.path(candidate.parent), candidate.asked.guess.token])
+        self.spine.append(candidate.spine)
+        self.expected -= candidate.unlikely
+
+    def path(self, node: int) -> list[int]:
+        return [] if node < 0 else self.paths[node]
+
+    def cut(self, length: int) -> Draft:
+        nodes = self.nodes[:length]
+        return Draft(
+            tuple(asked.guess for asked in nodes), tuple(self.parents[:length]), tuple(asked.drafter for asked in nodes)
+        )
+
+
+class Governor:
+    """Builds drafts and learns from what becomes of them.
+
+    Args:
+        drafters: in the order in which they are preferred where nothing else decides.
+        costs: of this device.
+        acceptance: of these drafters' guesses; may know them from before.
+        most: tokens in a draft at most.
+        width: guesses per drafter and place; above 1 drafts are trees.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1
+    ) -> None:
+        self._acceptance = acceptance
+        self._most, self._width = most, width
+        self._guess_ms = {drafter.name: costs.guess_ms(drafter.name) for drafter in drafters}
+        # Cheap ones first: whether a costly one is asked depends on what they say.
+        self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
+        self._pass_ms = [costs.pass_ms(rows) for rows in range(1, most + 2)]
+        self._round_ms = costs.round_ms
+        self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
+        self._hopes = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
+        self._first_hopes = dict(self._hopes)
+        self._asked: dict[tuple[int, ...], list[Asked]] = {}
+        self._at_work: Drafter | None = None
+        self._spent = 0.0
+        self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
+        self._rest, self._next_rest = 0, _FIRST_REST
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next draft will be empty without anybody being asked."""
+        return self._rest > 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond that decoding achieves, by the costs' reckoning."""
+        return self._tokens / self._ms
+
+    def draft(self, context: Context, room: int) -> Draft:
+        """What to verify next; empty where nothing pays.
+
+        Args:
+            room: tokens that the cache and the reply have room for.
+        """
+        self._begin()
+        if self._rest:
+            return Draft()
+        most, tree = min(room, self._most), _Tree()
+        best, length = self._worth(tree), 0
+        waiting = self._children(context, tree, -1) if most > 0 else []
+        heapq.heapify(waiting)
+        while waiting and len(tree) < most:
+            candidate = heapq.heappop(waiting)
+            tree.add(candidate)
+            worth = self._worth(tree)
+            if worth > best and self._beats_plain(tree):
+                best, length = worth, len(tree)
+            asked, node = candidate.asked, len(tree) - 1
+            likely, ms = tree.likely[node], self._guess_ms[asked.drafter]
+            if len(tree) < most and likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0:
+                for child in self._children(context, tree, node):
+                    heapq.heappush(waiting, child)
+        return tree.cut(length)
+
+    def observe(self, round: Round) -> None:
+        """Learns from what became of the last draft."""
+        committed = round.committed
+        for depth, token in enumerate(committed):
+            for asked in self._asked.get(committed[:depth], ()):
+                came = asked.guess.token == token
+                self._acceptance.observe(asked.drafter, asked.guess.sign, asked.agreement, depth, came)
+        asked_now = {asked.drafter for every in self._asked.values() for asked in every}
+        for name, hope in self._hopes.items():
+            target = self._acceptance.mean(name) if name in asked_now else self._first_hopes[name]
+            self._hopes[name] = target if name in asked_now else hope + (target - hope) * _RECOVERY
+        kept = 1 - 1 / _ROUNDS
+        ms = self._pass_ms[len(round.draft)] + self._spent + self._round_ms
+        self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
+        if self._rest:
+            self._rest -= 1
+        else:
+            self._try(len(committed), ms)
+
+    def _try(self, tokens: int, ms: float) -> None:
+        """Rests for a while where a trial of drafting was no faster than plain decoding would have been."""
+        self._trial = [self._trial[0] + 1, self._trial[1] + tokens, self._trial[2] + ms]
+        rounds, said, taken = self._trial
+        if rounds < _TRIAL:
+            return
+        if taken > said * self._pass_ms[0]:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        else:
+            self._next_rest = _FIRST_REST
+        self._trial = [0, 0, 0.0]
+
+    def _begin(self) -> None:
+        self._asked, self._at_work, self._spent = {}, None, 0.0
+
+    def _worth(self, tree: _Tree) -> float:
+        return tree.expected - self.rate * self._pass_ms[len(tree)]
+
+    def _beats_plain(self, tree: _Tree) -> bool:
+        plain = self._pass_ms[0] + self._round_ms
+        return tree.expected * plain > _MARGIN * (self._pass_ms[len(tree)] + self._spent + self._round_ms)
+
+    def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float) -> float:
+        """The most that further nodes behind a path are worth if each is accepted with this probability."""
+        best, gained = 0.0, 0.0
+        rate, now = self.rate, self._pass_ms[size]
+        for further in range(1, min(_AHEAD, self._most - size) + 1):
+            likely *= acceptance
+            gained += likely
+            best = max(best, gained - rate * (self._pass_ms[size + further] - now + further * guess_ms))
+        return best
+
+    def _children(self, context: Context, tree: _Tree, node: int) -> list[_Candidate]:
+        """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
+        path = tree.path(node)
+        likely, spine = (tree.likely[node], tree.spine[node]) if node >= 0 else (1.0, True)
+        asked = self._ask(context, path, likely, len(tree), spine)
+        self._asked[tuple(path)] = asked
+        surest: dict[int, Asked] = {}
+        for a in sorted(asked, key=lambda a: -a.estimate):
+            surest.setdefault(a.guess.token, a)
+        candidates = []
+        for rank, a in enumerate(list(surest.values())[: self._width]):
+            candidates.append(_Candidate(-likely * a.estimate, tree.found, node, a, spine and rank == 0))
+            tree.found += 1
+        return candidates
+
+    def _ask(self, context: Context, path: list[int], likely: float, size: int, spine: bool) -> list[Asked]:
+        answers: list[tuple[str, Guess]] = []
+        best, best_ms = 0.0, 0.0
+        for drafter in self._drafters:
+            name, ms = drafter.name, self._guess_ms[drafter.name]
+            if ms > _CHEAP * self._pass_ms[0]:
+                # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
+                barred = drafter.uses_target and self._at_work not in (None, drafter)
+                without = self._ahead(likely, best, size, best_ms)
+                if barred or not spine or self._ahead(likely, self._hopes[name], size, ms) <= without:
+                    continue
+            guesses = drafter.guesses(context, path, self._width if drafter.branches else 1)
+            self._spent += ms
+            if drafter.uses_target:
+                self._at_work = drafter
+            for guess in guesses:
+                answers.append((name, guess))
+                estimate = self._acceptance.estimate(name, guess.sign, ALONE, len(path))
+                if estimate > best:
+                    best, best_ms = estimate, ms
+        return [self._estimated(name, guess, answers, len(path)) for name, guess in answers]
+
+    def _estimated(self, name: str, guess: Guess, answers: Sequence[tuple[str, Guess]], depth: int) -> Asked:
+        others = [other.token for drafter, other in answers if drafter != name]
+        agreement = ALONE if not others else CONFIRMED if guess.token in others else CONTRADICTED
+        return Asked(name, guess, agreement, self._acceptance.estimate(name, guess.sign, agreement, depth))

@@ -1,0 +1,116 @@
+"""Which drafter a name stands for, what it needs and whether `auto` counts on it; knows nothing of what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgeinfer.bundle import Geometry
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.speculation.contracts import Drafter
+from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
+from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
+from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
+from edgeinfer.runtime.speculation.drafters.forced import ForcedDrafter
+from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
+from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
+from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
+from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
+from edgeinfer.runtime.speculation.tuning import Tuning
+
+__all__ = ["KINDS", "DrafterParts", "make_drafter"]
+
+
+@dataclass(frozen=True)
+class DrafterParts:
+    """What drafters are made of.
+
+    Attributes:
+        target: the backend whose text is drafted.
+        model: the backend of a small model with the same tokenizer; None where none was given.
+        chunk: tokens of a prompt that the small model evaluates per pass.
+        tuning: what `edgeinfer tune` found for this bundle and device.
+    """
+
+    target: Backend
+    model: Backend | None
+    chunk: int
+    tuning: Tuning
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a drafter is made.
+
+    Attributes:
+        make: of its parts.
+        in_auto: whether "auto" asks it, given the parts.
+        table_bytes: what it will hold for a model of these sizes, besides models.
+    """
+
+    make: Callable[[DrafterParts], Drafter]
+    in_auto: Callable[[DrafterParts], bool]
+    table_bytes: Callable[[Geometry, int], int] = lambda geometry, context: 0
+
+
+def _model(parts: DrafterParts) -> ModelDrafter:
+    if parts.model is None:
+        raise UsageError("No draft model was given.", "Name one with --draft-model, or leave this drafter out.")
+    return ModelDrafter(parts.model, parts.chunk, parts.target.geometry.vocab_size)
+
+
+def _hierarchical(parts: DrafterParts) -> HierarchicalDrafter:
+    cheap: list[Drafter] = [CopyDrafter(), NgramDrafter(parts.target.geometry.vocab_size)]
+    return HierarchicalDrafter(_model(parts), cheap)
+
+
+def _exit(parts: DrafterParts) -> EarlyExitDrafter:
+    layers = parts.target.geometry.num_layers
+    # Untuned: after two thirds of the layers. Earlier exits of models that were not trained for it predict little.
+    return EarlyExitDrafter(parts.target, parts.tuning.exit_layer or max(1, layers * 2 // 3))
+
+
+def _skip(parts: DrafterParts) -> SkipDrafter:
+    return SkipDrafter(parts.target, parts.tuning.layer_mask)
+
+
+def _always(parts: DrafterParts) -> bool:
+    return True
+
+
+def _never(parts: DrafterParts) -> bool:
+    return False
+
+
+KINDS: dict[str, Kind] = {
+    "forced": Kind(lambda parts: ForcedDrafter(), _always),
+    "copy": Kind(lambda parts: CopyDrafter(), _always, lambda geometry, context: CopyDrafter.planned_bytes(context)),
+    "ngram": Kind(
+        lambda parts: NgramDrafter(parts.target.geometry.vocab_size),
+        _always,
+        lambda geometry, context: NgramDrafter.planned_bytes(),
+    ),
+    "recycle": Kind(
+        lambda parts: RecycleDrafter(parts.target.geometry.vocab_size),
+        _always,
+        lambda geometry, context: RecycleDrafter.planned_bytes(geometry.vocab_size),
+    ),
+    "model": Kind(_model, lambda parts: parts.model is not None),
+    # In "auto" the governor itself makes cascades.
+    "hierarchical": Kind(_hierarchical, _never),
+    "exit": Kind(_exit, lambda parts: parts.tuning.exit_layer is not None),
+    "skip": Kind(_skip, lambda parts: parts.tuning.layer_mask is not None),
+    "bits": Kind(lambda parts: BitsDrafter(parts.target), lambda parts: parts.target.capabilities.elastic),
+}
+
+
+def make_drafter(name: str, parts: DrafterParts) -> Drafter:
+    """The drafter of this name, a key of KINDS.
+
+    Raises:
+        UsageError: it needs something that is not there.
+        CapabilityError: the target's backend cannot do what it needs.
+    """
+    return KINDS[name].make(parts)

@@ -1,0 +1,165 @@
+"""The rounds of one generation: draft, verify in one pass, commit, tell everybody; knows nothing of costs or text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgeinfer.runtime.contracts import Backend, Floats, Ints, StepOutput
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Law, Round, Verdict
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.spine import settle, spine_first
+from edgeinfer.runtime.speculation.tally import RoundTimes, Tally
+from edgeinfer.runtime.speculation.verification import Verification
+from edgeinfer.runtime.speculation.view import PathChooser, RoundView
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """Speculative decoding of one reply.
+
+    Args:
+        backend: the target.
+        chooser: of the generation.
+        drafters: whose guesses the governor weighs.
+        governor: decides what is drafted.
+        verification: decides what is accepted.
+        settled: side branches of trees are not trusted, so that text is plain decoding's bit for bit.
+        noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
+        timed: told the milliseconds of every plain step.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        chooser: PathChooser,
+        drafters: Sequence[Drafter],
+        governor: Governor,
+        verification: Verification,
+        *,
+        settled: bool = False,
+        noise: float = 0.0,
+        timed: Callable[[float], None],
+    ) -> None:
+        self.tally = Tally()
+        self._backend = backend
+        self._chooser = chooser
+        self._drafters = {drafter.name: drafter for drafter in drafters}
+        self._governor = governor
+        self._verification = verification
+        self._settled = settled
+        self._noise = noise
+        self._timed = timed
+        self._context = Context([], self._draw, chooser.forced, self._further)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Starts after these tokens, of which the cache holds all but the last."""
+        self._context.tokens[:] = tokens
+        for drafter in self._drafters.values():
+            drafter.begin(self._context.tokens)
+
+    def next(self, room: int) -> tuple[int, ...]:
+        """One round: the tokens it committed. The cache then holds all of them but the last.
+
+        Args:
+            room: how many tokens may be committed at most.
+
+        Raises:
+            BackendError: a pass failed or was cancelled; the cache is as it was before the round.
+        """
+        base = self._backend.length
+        assert base == len(self._context.tokens) - 1, "the cache holds all committed tokens but the root"
+        try:
+            return self._round(base, room)
+        except BaseException:
+            if self._backend.length > base:
+                self._backend.truncate(base)
+            raise
+
+    def _round(self, base: int, room: int) -> tuple[int, ...]:
+        begun = time.perf_counter_ns()
+        # The root and the token after the last node need a place too.
+        draft = spine_first(self._governor.draft(self._context, min(room - 1, self._backend.capacity - base - 1)))
+        drafted = time.perf_counter_ns()
+        fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
+        output = self._verify(draft, fed, base)
+        verified = time.perf_counter_ns()
+        view = RoundView(self._chooser, draft, output.logits, base + 1)
+        verdict = self._verification.verify(draft, view)
+        if self._settled:
+            verdict = settle(draft, verdict)
+        rows = [0, *(node + 1 for node in verdict.accepted)]
+        if draft.is_chain:
+            self._backend.truncate(base + len(rows))
+        else:
+            self._backend.keep(base, rows)
+        logits = output.logits
+        if self._noise:
+            logits = logits.copy()  # the pass that rechecks overwrites them
+            verdict = self._recheck(verdict, view, fed, base)
+        tokens = tuple(draft.guesses[node].token for node in verdict.accepted)
+        round = Round(draft, verdict, (*tokens, verdict.token), fed, logits)
+        self._commit(round)
+        ended = time.perf_counter_ns()
+        times = RoundTimes((drafted - begun) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
+        self.tally.add(round, times)
+        if not draft:
+            self._timed((ended - begun) / 1e6)
+        return round.committed
+
+    def _verify(self, draft: Draft, fed: Ints, base: int) -> StepOutput:
+        resumption = None
+        if draft.is_chain:
+            for name in dict.fromkeys(draft.sources):
+                resumption = self._drafters[name].resume(self._context, draft.tokens) or resumption
+        if self._backend.length != base:
+            self._backend.truncate(base)
+        rows = np.arange(len(fed))
+        if draft.is_chain:
+            positions, tree = rows + base, None
+        else:
+            depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
+            positions, tree = np.array(depths) + base, np.array([-1, *(p + 1 for p in draft.parents)])
+        if resumption is None:
+            return self._backend.forward(fed, positions, rows, tree=tree)
+        return self._backend.forward(fed, positions, rows, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
+
+    def _recheck(self, verdict: Verdict, view: RoundView, fed: Ints, base: int) -> Verdict:
+        """Takes the first choice again that rounding may have decided, by the pass that plain decoding would run."""
+        for place, node in enumerate((-1, *verdict.accepted)):
+            if not view.near_tie(node, self._noise):
+                continue
+            self._backend.truncate(base + place)
+            position = np.array([base + place])
+            output = self._backend.forward(fed[node + 1 : node + 2], position, np.zeros(1, np.int64))
+            token = self._chooser.token(output.logits[0], base + place + 1, view.path(node))
+            self.tally.rechecked += 1
+            return Verdict(verdict.accepted[:place], token, False)
+        return verdict
+
+    def _commit(self, round: Round) -> None:
+        for token in round.committed:
+            self._chooser.accept(token)
+        self._context.tokens.extend(round.committed)
+        for drafter in self._drafters.values():
+            drafter.observe(round)
+        self._governor.observe(round)
+
+    def _draw(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+        position = len(self._context.tokens) + len(drafted)
+        path = drafted if self._chooser.follows_paths else ()
+        if not self._verification.stochastic:
+            return self._chooser.token(logits, position, path), None
+        law = self._chooser.law(logits, path)
+        return self._chooser.draw(law, position, 0), law
+
+    def _further(self, law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+        if not self._verification.iid_chains:
+            law = law.copy()
+            law[list(taken)] = 0
+            if not law.any():
+                return None
+        return self._chooser.draw(law, len(self._context.tokens) + len(drafted), len(taken))

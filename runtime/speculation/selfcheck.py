@@ -1,0 +1,187 @@
+"""Proves on the device at hand that rows do not depend on how a chain is cut into passes, and measures by how much they
+do where it fails; knows backends by their contract, and nothing of drafts.
+
+Where it fails, a choice may hang on rounding. `near_tie` and `near_edge` tell which: such a row can be decided again by
+the pass that plain decoding would run. That gives plain decoding's text only if the rows before it are plain decoding's
+too: their differences reach every later row through the cache, and there they are as large as those of the row itself
+(docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.speculation.costs import filler_tokens
+
+__all__ = ["ExactCheck", "check_exact", "near_edge", "near_tie"]
+
+# Passes begin amid a vector of eight or sixteen numbers, and the text reaches into the next one.
+_PROMPT = 11
+_TEXT = 8
+# Rows by which the noise is measured where rows differ, and the rows per pass that they are compared in.
+_MOST_ROWS = 64
+_WIDE = 8
+# Tokens among which a choice falls: their logits' differences decide, not those of the vocabulary's extremes.
+_LIKELY = 8
+# Half of five standard deviations of the difference between two likely tokens: of 4 to 8 thousand rows of 4-bit models
+# none moved further than 4.6 (docs/LOG.md).
+_NOISE_SIGMAS = 2.5
+
+
+@dataclass(frozen=True)
+class ExactCheck:
+    """What differently cut passes over one text gave.
+
+    Attributes:
+        bit_identical: every logit, key and value was the same.
+        largest_difference: between two logits of the same row and token.
+        worst_gap: between the best and the second logit, the largest of a row whose best token changed; 0 if none did.
+        noise: half of what the difference between the logits of two likely tokens may move by; 0 where bit-identical.
+        rows: of logits that were compared.
+    """
+
+    bit_identical: bool
+    largest_difference: float
+    worst_gap: float
+    noise: float
+    rows: int
+
+
+class _Differences:
+    """Collects what rows of logits differ by."""
+
+    def __init__(self) -> None:
+        self.largest = self.worst_gap = 0.0
+        self.rows = 0
+        self._squares: list[float] = []
+
+    def add(self, plain: Floats, other: Floats) -> None:  # (R, V), (R, V)
+        self.rows += len(plain)
+        self.largest = max(self.largest, float(np.abs(plain - other).max()))
+        for row, changed in zip(plain, other, strict=True):
+            likely = _likely(row)
+            moved = changed[likely] - row[likely]
+            self._squares += np.square(moved[1:] - moved[0], dtype=np.float64).tolist()
+            if changed.argmax() != row.argmax():
+                self.worst_gap = max(self.worst_gap, _gap(row))
+
+    @property
+    def noise(self) -> float:
+        return _NOISE_SIGMAS * float(np.sqrt(np.mean(self._squares)))
+
+
+def _likely(row: Floats) -> Ints:  # (V,) -> (L,), the best first
+    count = min(_LIKELY, len(row))
+    some = np.argpartition(row, len(row) - count)[len(row) - count :]
+    order: Ints = some[np.argsort(-row[some])]
+    return order
+
+
+def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
+    """Compares passes over one text that is cut in different ways; leaves the cache empty.
+
+    Takes seven passes where nothing differs.
+
+    Args:
+        backend: the target, whose cache is given up.
+        budget_s: seconds for measuring the noise where rows differ, in which at least one row is compared.
+    """
+    size = min(_TEXT, backend.capacity)
+    past = min(_PROMPT, backend.capacity - size)
+    tokens = filler_tokens(backend, past + size)
+    backend.truncate(0)
+    if past:
+        backend.forward(tokens[:past], np.arange(past), np.zeros(0, np.int64))
+    differences, same_cache = _Differences(), True
+    first: tuple[Floats, CacheSnapshot] | None = None
+    for cuts in _cuts(size):
+        backend.truncate(past)
+        logits = np.concatenate([_rows(backend, tokens[past + a : past + b]) for a, b in pairwise(cuts)])
+        cache = backend.snapshot()
+        if first is None:
+            first = logits, cache
+            continue
+        differences.add(logits, first[0])
+        same_cache = same_cache and _same(cache, first[1])
+    found = [differences]
+    exact = differences.largest == 0 and same_cache
+    if not exact:
+        found.append(_drift(backend, past, budget_s))
+    backend.truncate(0)
+    largest, gap = max(d.largest for d in found), max(d.worst_gap for d in found)
+    return ExactCheck(exact, largest, gap, max(d.noise for d in found), sum(d.rows for d in found))
+
+
+def _cuts(size: int) -> Iterator[list[int]]:
+    """Where passes over so many tokens begin and end: one pass; two single rows and the rest; two odd numbers."""
+    yield [0, size]
+    yield sorted({0, 1, min(2, size), size})
+    yield sorted({0, min(3, size), size})
+
+
+def _rows(backend: Backend, tokens: Ints) -> Floats:  # (S,) -> (S, V)
+    rows = np.arange(len(tokens))
+    return backend.forward(tokens, rows + backend.length, rows).logits.copy()
+
+
+def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
+    pairs = zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True)
+    return all(np.array_equal(mine, other) for mine, other in pairs)
+
+
+def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
+    """Between a text taken in token by token and again in wide passes, each over what it put into the cache itself."""
+    differences = _Differences()
+    most = min(_MOST_ROWS, backend.capacity - past)
+    tokens = filler_tokens(backend, past + most)[past:]
+    # Narrow passes take nearly all of the time.
+    deadline = time.perf_counter() + 0.8 * budget_s
+    backend.truncate(past)
+    narrow: list[Floats] = []
+    while len(narrow) < most and (not narrow or time.perf_counter() < deadline):
+        narrow.append(_rows(backend, tokens[len(narrow) : len(narrow) + 1]))
+    backend.truncate(past)
+    for start in range(0, len(narrow), _WIDE):
+        plain = np.concatenate(narrow[start : start + _WIDE])
+        differences.add(plain, _rows(backend, tokens[start : start + len(plain)]))
+    return differences
+
+
+def _gap(row: Floats) -> float:  # (V,)
+    second, best = np.partition(row, len(row) - 2)[-2:]
+    return float(best - second)
+
+
+def near_tie(logits: Floats, noise: float) -> bool:  # (A,)
+    """Whether another token would be the most likely one if every logit moved by at most `noise`.
+
+    Args:
+        logits: of the tokens that may follow, penalties applied; a repetition penalty magnifies the noise.
+    """
+    return len(logits) > 1 and _gap(logits) <= 2 * noise
+
+
+def near_edge(choose: Callable[[Floats], int], logits: Floats, noise: float) -> bool:  # (V,)
+    """Whether a choice, drawn or greedy, would be another if every logit moved by at most `noise`.
+
+    A draw by inverse CDF changes first where all tokens on one side of the chosen one gain and the others lose, so both
+    sides are tried: that finds a draw within noise of an edge of the CDF, and a tie. Of the edge of a truncation it
+    finds what those two moves show.
+
+    Args:
+        choose: the choice as a function of the logits alone, with penalties, mask, truncation and draw inside.
+        logits: as the target gave them.
+    """
+    chosen = choose(logits)
+    ids = np.arange(len(logits))
+    shift = np.float32(noise)
+    return any(
+        choose(np.where(favoured, logits + shift, logits - shift)) != chosen
+        for favoured in (ids < chosen, ids > chosen)
+    )

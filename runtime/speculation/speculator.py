@@ -1,0 +1,233 @@
+"""Speculation of a loaded model: its drafters, what they have learnt, what they cost; knows nothing of text.
+
+Made once per model. Each generation takes its `rounds`, and its `summary` when it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+from edgeinfer.config import GenerationConfig, drafters_in
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.results import Speculation
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.contracts import Drafter, State
+from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
+from edgeinfer.runtime.speculation.profile import Profile
+from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
+from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.tuning import TUNING, Tuning
+from edgeinfer.runtime.speculation.verification import Verification, find_verification
+from edgeinfer.runtime.speculation.view import PathChooser
+
+__all__ = ["Speculator"]
+
+_log = logging.getLogger("edgeinfer")
+
+# What is learnt is written when the model closes, and after a reply if the last time is longer ago than this.
+_SAVE_S = 60.0
+# Plain steps whose median stands for plain decoding.
+_PLAIN_STEPS = 64
+# Chains that k-SEQ is given where nothing else is said.
+_CHAINS = 2
+_ACCEPTANCE = "acceptance"
+
+
+class Speculator:
+    """Makes the rounds of generations.
+
+    Args:
+        parts: what drafters are made of.
+        loaded: drafters the model was loaded with, as LoadConfig.speculation says it.
+        most: tokens in a draft at most; 0 never drafts.
+        profile: where what is learnt is kept.
+        check: prove that rows do not depend on how a chain is cut into passes, as the exact mode promises.
+    """
+
+    def __init__(
+        self,
+        parts: DrafterParts,
+        loaded: str,
+        most: int,
+        profile: Profile,
+        check: bool,
+    ) -> None:
+        self._parts = parts
+        self._allowed = drafters_in(loaded) if most else ()
+        self._most = most
+        self._profile = profile
+        self._costs = DeviceCosts(parts.target, profile, check)
+        self._drafters: dict[str, Drafter] = {}
+        self._acceptance = Acceptance()
+        self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
+        self._plain_ms: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._saved = time.monotonic()
+        if self._allowed:
+            self._costs.prepare()
+            self._plain_ms.extend(self._costs.plain_ms)
+            self._costs.of([self._drafter(name) for name in self._names(loaded)])
+
+    @property
+    def plain_ms(self) -> float | None:
+        """A plain step, the median of this process's latest; None before the first was timed."""
+        return statistics.median(self._plain_ms) if self._plain_ms else None
+
+    def rounds(self, chooser: PathChooser, config: GenerationConfig) -> Rounds | None:
+        """How a generation decodes; None is plainly.
+
+        Raises:
+            UsageError: it asks for drafters that the model was not loaded with, or that need what is not there.
+            CapabilityError: the backend cannot do what a drafter needs.
+        """
+        names = self._names(config.speculation)
+        if not names:
+            return None
+        verification, most = find_verification(config.verification), min(self._most, config.draft_max or self._most)
+        drafters, exact = [self._drafter(name) for name in names], self._costs.exact
+        width = self._width(config, verification)
+        governor = _governor(verification)(drafters, self._costs.of(drafters), self._acceptance, most, width)
+        return Rounds(
+            self._parts.target,
+            chooser,
+            drafters,
+            governor,
+            verification,
+            settled=verification.name == "keyed" and exact is not None and exact.bit_identical,
+            noise=0.0 if verification.stochastic or exact is None else exact.noise,
+            timed=self._plain_ms.append,
+        )
+
+    def _names(self, asked: str) -> tuple[str, ...]:
+        """The drafters that a generation means, of those the model was loaded with."""
+        if not self._allowed or asked == "off":
+            return ()
+        if asked == "auto":
+            return tuple(name for name in self._allowed if KINDS[name].in_auto(self._parts))
+        names = drafters_in(asked)
+        for name in names:
+            if name not in self._allowed:
+                message = f"The model was loaded to draft by {', '.join(self._allowed)}, not by {name}."
+                raise UsageError(message, f"Load it with speculation='auto', or with {name} among the drafters.")
+        return names
+
+    def _drafter(self, name: str) -> Drafter:
+        """The drafter of this name, with what was kept of it."""
+        if name not in self._drafters:
+            drafter = make_drafter(name, self._parts)
+            self._acceptance.add(name, drafter.priors)
+            try:
+                drafter.restore(self._profile.arrays(name) or {})
+                self._acceptance.restore(name, self._kept)
+            except StorageError as error:
+                _log.warning("%s It begins anew.", error.message)
+                self._profile.drop(name)
+            self._drafters[name] = drafter
+        return self._drafters[name]
+
+    def _width(self, config: GenerationConfig, verification: Verification) -> int:
+        if verification.iid_chains:
+            return max(_CHAINS, config.draft_width)
+        if config.draft_width > 1 and not self._parts.target.capabilities.tree:
+            message = f"The {self._parts.target.name} backend cannot verify trees."
+            raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
+        return config.draft_width
+
+    def summary(self, config: GenerationConfig, rounds: Rounds | None, per_token_ms: float) -> Speculation:
+        """What drafting did in a reply.
+
+        Args:
+            per_token_ms: mean milliseconds of the reply's tokens after the first.
+        """
+        plain = self.plain_ms
+        speedup = plain / per_token_ms if plain and per_token_ms else None
+        if rounds is None:
+            return Speculation(mode="off", plain_ms=plain)
+        tally, verification = rounds.tally, find_verification(config.verification)
+        return Speculation(
+            mode=config.speculation,
+            verification=verification.name,
+            lossless=verification.lossless,
+            exact=self._is_exact(config, verification),
+            rounds=tally.rounds,
+            drafted=tally.drafted,
+            accepted=tally.accepted,
+            recovered=tally.recovered,
+            bonus=tally.bonus,
+            rechecked=tally.rechecked,
+            accepted_per_position=tuple(tally.accepted_per_position),
+            acceptance_rate=tally.accepted / tally.drafted if tally.drafted else 0.0,
+            mean_accepted_length=tally.committed / tally.rounds if tally.rounds else 0.0,
+            draft_ms=tally.draft_ms,
+            verify_ms=tally.verify_ms,
+            overhead_ms=tally.overhead_ms,
+            choices=dict(tally.choices),
+            per_drafter=dict(tally.per_drafter),
+            plain_ms=plain,
+            speedup_vs_plain=speedup,
+        )
+
+    def _is_exact(self, config: GenerationConfig, verification: Verification) -> bool | None:
+        if verification.name != "keyed":
+            return False
+        exact = self._costs.exact
+        return None if exact is None else exact.bit_identical
+
+    def tuned(self, tuning: Tuning) -> None:
+        """Drafts with the model's own layers as this says from now on, and keeps it."""
+        self._parts = replace(self._parts, tuning=tuning)
+        for name in ("exit", "skip"):
+            if name in self._drafters:
+                self._drafters.pop(name).close()
+                self._costs.forget(name)
+        self._profile.save_arrays(TUNING, tuning.state())
+
+    def state(self) -> dict[str, State]:
+        """Copies of all that was learnt."""
+        state: dict[str, State] = {_ACCEPTANCE: self._acceptance.state()}
+        for name, drafter in self._drafters.items():
+            state[name] = {key: array.copy() for key, array in drafter.state().items()}
+        return state
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Puts back what `state` gave, in place of what was learnt since; without anything, all is forgotten."""
+        self._acceptance = Acceptance()
+        for name, drafter in self._drafters.items():
+            self._acceptance.add(name, drafter.priors)
+            self._acceptance.restore(name, state.get(_ACCEPTANCE, {}))
+            # What draws from logits has models of its own and learns nothing.
+            if not drafter.draws:
+                self._drafters[name] = make_drafter(name, self._parts)
+                self._drafters[name].restore(state.get(name, {}))
+
+    def finished(self) -> None:
+        """A reply is over: what was learnt is kept, not more often than once a minute."""
+        if time.monotonic() - self._saved > _SAVE_S:
+            self.save()
+
+    def save(self) -> None:
+        """Keeps what was learnt."""
+        self._saved = time.monotonic()
+        if self._drafters and self._profile.keeps:
+            self._profile.save_arrays(_ACCEPTANCE, self._kept | self._acceptance.state())
+            for name, drafter in self._drafters.items():
+                if learnt := drafter.state():
+                    self._profile.save_arrays(name, learnt)
+
+    def close(self) -> None:
+        """Keeps what was learnt and frees the drafters."""
+        self.save()
+        for drafter in self._drafters.values():
+            drafter.close()
+
+
+def _governor(verification: Verification) -> type[Governor]:
+    if not verification.stochastic:
+        return Governor
+    return ChainsGovernor if verification.iid_chains else LawfulGovernor

@@ -1,0 +1,77 @@
+"""Counts and times of one generation's rounds; knows nothing of how they come about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from edgeinfer.results import DrafterUse
+from edgeinfer.runtime.speculation.contracts import Round
+
+__all__ = ["RoundTimes", "Tally"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Milliseconds of one round: proposing, the target's pass, and all else."""
+
+    draft_ms: float
+    verify_ms: float
+    overhead_ms: float
+
+
+@dataclass
+class Tally:
+    """What the rounds of one generation came to; fields as in `results.Speculation`."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    recovered: int = 0
+    bonus: int = 0
+    rechecked: int = 0
+    committed: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    overhead_ms: float = 0.0
+    accepted_per_position: list[int] = field(default_factory=list)
+    choices: Counter[str] = field(default_factory=Counter)
+    per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
+
+    def add(self, round: Round, times: RoundTimes) -> None:
+        """Counts one round."""
+        draft, verdict = round.draft, round.verdict
+        self.rounds += 1
+        self.drafted += len(draft)
+        self.accepted += len(verdict.accepted)
+        self.committed += len(round.committed)
+        if verdict.bonus:
+            self.bonus += 1
+        else:
+            self.recovered += 1
+        self.draft_ms += times.draft_ms
+        self.verify_ms += times.verify_ms
+        self.overhead_ms += times.overhead_ms
+        self.choices["+".join(dict.fromkeys(draft.sources)) or "none"] += 1
+        self.accepted_per_position = _raised(self.accepted_per_position, range(len(verdict.accepted)))
+        for name in dict.fromkeys(draft.sources):
+            self._add_use(name, round)
+
+    def _add_use(self, name: str, round: Round) -> None:
+        use = self.per_drafter.get(name, DrafterUse())
+        mine = [place for place, node in enumerate(round.verdict.accepted) if round.draft.sources[node] == name]
+        self.per_drafter[name] = DrafterUse(
+            rounds=use.rounds + 1,
+            drafted=use.drafted + round.draft.sources.count(name),
+            accepted=use.accepted + len(mine),
+            accepted_per_position=tuple(_raised(list(use.accepted_per_position), mine)),
+        )
+
+
+def _raised(counts: list[int], places: range | list[int]) -> list[int]:
+    """The counts with one more at each of these places."""
+    more = [0] * (max(places) + 1 if places else 0)
+    for place in places:
+        more[place] = 1
+    return [a + b for a, b in zip_longest(counts, more, fillvalue=0)]

@@ -1,0 +1,155 @@
+"""Small models for the tests of drafters that run one, and decoding by hand: plainly, and in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+
+__all__ = [
+    "BACKENDS",
+    "Plain",
+    "assert_same_cache",
+    "committed",
+    "context",
+    "export",
+    "greedy",
+    "make_backend",
+    "sampled",
+    "speculate",
+    "take_in",
+]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 640,
+}
+EXPORTS = {
+    "reference": ExportConfig(8, 32, keep_small=False),
+    "portable": ExportConfig(4, 128, layout=PORTABLE),
+    "native": ExportConfig(8, 32, keep_small=False, layout=NATIVE),
+}
+BACKENDS = tuple(EXPORTS)
+
+
+def export(folder: Path, kind: str, arch: str = "qwen2", **settings: Any) -> Bundle:
+    """A random model for one of BACKENDS."""
+    make_checkpoint(folder / "checkpoint", arch, **(SIZES | settings))
+    return open_bundle(export_checkpoint(folder / "checkpoint", folder / kind, EXPORTS[kind]))
+
+
+def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:
+    """One of BACKENDS; skips the test where it cannot run."""
+    if kind == "reference":
+        return ReferenceBackend(bundle, capacity)
+    if kind == "native":
+        require_kernel()
+    return OnnxBackend(bundle, capacity)
+
+
+def greedy(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+    """The most likely token."""
+    return int(logits.argmax()), None
+
+
+def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+    """A token drawn from the logits' law, the same one whenever this place is drawn again."""
+    law = np.exp(logits.astype(np.float64) - logits.max())
+    law /= law.sum()
+    return int(np.random.default_rng([7, *drafted]).choice(len(law), p=law)), law
+
+
+def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:
+    """After these tokens, with a grammar that leaves everything open."""
+    return Context([*tokens], draw, lambda drafted: ())
+
+
+def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)
+    """Feeds tokens in one pass and gives the logits after each."""
+    rows = np.arange(len(tokens))
+    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows, **how).logits.copy()
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A text by plain greedy decoding, and the cache it leaves, which lacks the last token."""
+
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    cache: CacheSnapshot
+
+    @classmethod
+    def decode(cls, backend: Backend, prompt: Sequence[int], count: int) -> Plain:
+        """Decodes token by token from an empty cache."""
+        backend.truncate(0)
+        token = int(take_in(backend, prompt)[-1].argmax())
+        reply = [token]
+        while len(reply) < count:
+            token = int(take_in(backend, [token])[0].argmax())
+            reply.append(token)
+        return cls(tuple(prompt), tuple(reply), backend.snapshot())
+
+
+def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> list[int]:
+    """Decodes the text in rounds of up to four drafted tokens, some of them right ones that came from elsewhere.
+
+    As the engine does: drafts, resumes or cuts, verifies, cuts, commits, tells.
+    """
+    rng = np.random.default_rng(seed)
+    backend.truncate(0)
+    take_in(backend, plain.prompt[:-1])
+    now, text = context(plain.prompt), [*plain.prompt, *plain.reply]
+    drafter.begin(now.tokens)
+    while len(now.tokens) < len(text):
+        base, known = backend.length, len(now.tokens)
+        assert base == known - 1
+        drafted: list[int] = []
+        length = min(int(rng.integers(5)), len(text) - known - 1)
+        while len(drafted) < length:
+            (guess,) = drafter.guesses(now, drafted, 1)
+            drafted.append(text[known + len(drafted)] if rng.random() < 0.6 else guess.token)
+        resumption = drafter.resume(now, drafted) if drafted else None
+        if resumption is None:
+            backend.truncate(base)
+        assert backend.length == base
+        how = {} if resumption is None else {"layer_mask": resumption.layer_mask, "hidden": resumption.hidden}
+        fed = [now.tokens[-1], *drafted]
+        chosen = take_in(backend, fed, **how).argmax(axis=1).tolist()
+        right = 0
+        while right < len(drafted) and drafted[right] == chosen[right]:
+            right += 1
+        backend.truncate(base + 1 + right)
+        now.tokens.extend(chosen[: right + 1])
+        drafter.observe(committed(drafted, right, chosen[right]))
+    return now.tokens[len(plain.prompt) :]
+
+
+def committed(drafted: Sequence[int], right: int, token: int) -> Round:
+    """What a pass settled that found so many drafted tokens right."""
+    guesses = tuple(Guess(token, 0) for token in drafted)
+    draft = Draft(guesses, tuple(range(-1, len(drafted) - 1)), ("any",) * len(drafted))
+    verdict = Verdict(tuple(range(right)), token, right == len(drafted))
+    return Round(draft, verdict, (*drafted[:right], token), np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
+
+
+def assert_same_cache(kind: str, actual: CacheSnapshot, expected: CacheSnapshot) -> None:
+    """The same bits; of the reference, whose sums depend on how many rows a pass has, a part in ten thousand."""
+    assert actual.length == expected.length
+    pairs = zip((*actual.keys, *actual.values), (*expected.keys, *expected.values), strict=True)
+    tolerance = 1e-4 if kind == "reference" else 0.0
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)

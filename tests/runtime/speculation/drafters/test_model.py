@@ -1,0 +1,267 @@
+"""A small model as drafter: it proposes what it would choose itself, whatever became of its earlier proposals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Bundle, open_bundle, seal
+from edgeinfer.errors import BundleError, ModelError, StorageError
+from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.speculation.contracts import Law
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
+from tests.runtime.speculation.drafters.models import (
+    Plain,
+    committed,
+    context,
+    export,
+    make_backend,
+    sampled,
+    speculate,
+    take_in,
+)
+
+CHUNK = 8
+PROMPT = np.random.default_rng(6).integers(0, 320, 20).tolist()
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(tmp_path_factory.mktemp("drafter"), "portable", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def backend(bundle: Bundle) -> Backend:
+    return make_backend("portable", bundle)
+
+
+@pytest.fixture(scope="module")
+def oracle(bundle: Bundle) -> Callable[[Sequence[int]], Floats]:
+    """The model's logits after a path, from the beginning each time. (V,)"""
+    backend = make_backend("portable", bundle)
+
+    def last(path: Sequence[int]) -> Floats:
+        backend.truncate(0)
+        row: Floats = take_in(backend, path)[-1]
+        return row
+
+    return last
+
+
+@pytest.fixture
+def drafter(backend: Backend) -> ModelDrafter:
+    """With whatever its backend holds from the test before, which it knows nothing of."""
+    backend.truncate(0)
+    return ModelDrafter(backend, CHUNK)
+
+
+paths = st.lists(st.integers(0, 2), max_size=4)
+
+
+@given(
+    rounds=st.lists(st.tuples(st.lists(paths, max_size=4), paths, st.integers(0, 2)), max_size=5), begins=st.booleans()
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_it_proposes_what_it_would_choose(
+    backend: Backend,
+    oracle: Callable[[Sequence[int]], Floats],
+    rounds: list[tuple[list[list[int]], list[int], int]],
+    begins: bool,
+) -> None:
+    """Over rounds in which any paths are asked for and anything is committed, and over generations."""
+    backend.truncate(0)
+    drafter, tokens = ModelDrafter(backend, CHUNK), PROMPT
+    for _ in range(1 + begins):
+        now = context(tokens)
+        drafter.begin(now.tokens)
+        for asked, accepted, token in rounds:
+            for path in asked:
+                best = np.argsort(-oracle([*now.tokens, *path]), kind="stable")
+                for width in (1, 3, 2):
+                    found = [guess.token for guess in drafter.guesses(now, path, width)]
+                    assert found == best[:width].tolist()
+            now.tokens.extend([*accepted, token])
+            drafter.observe(committed(accepted, len(accepted), token))
+        tokens = [*PROMPT[:9], *PROMPT]
+
+
+def test_a_drafter_that_is_the_target_is_always_right(bundle: Bundle, drafter: ModelDrafter) -> None:
+    target = make_backend("portable", bundle)
+    plain = Plain.decode(target, PROMPT, 30)
+    assert speculate(target, drafter, plain, seed=1) == list(plain.reply)
+    now, drafted = context(PROMPT), list[int]()
+    drafter.begin(PROMPT)
+    while len(drafted) < 10:
+        drafted.append(drafter.guesses(now, drafted, 1)[0].token)
+    assert drafted == list(plain.reply[:10])
+
+
+def test_its_cache_keeps_what_generations_share(drafter: ModelDrafter, backend: Backend) -> None:
+    passes: list[int] = []
+    forward = backend.forward
+
+    def counted(tokens: Any, *rest: Any, **how: Any) -> Any:
+        passes.append(len(tokens))
+        return forward(tokens, *rest, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "forward", counted)
+        drafter.begin(PROMPT)
+        drafter.guesses(context(PROMPT), [], 1)
+        assert passes == [8, 8, 4]
+        drafter.guesses(context(PROMPT), [], 1)
+        assert passes == [8, 8, 4]
+        again = [*PROMPT, 3]
+        drafter.begin(again)
+        drafter.guesses(context(again), [], 1)
+        assert passes == [8, 8, 4, 1]
+
+
+def test_drawn_guesses_carry_their_law(drafter: ModelDrafter, oracle: Callable[[Sequence[int]], Floats]) -> None:
+    now = context(PROMPT, sampled)
+    drafter.begin(PROMPT)
+    token, law = sampled(oracle([*PROMPT, 4]), [4])
+    assert law is not None
+    (guess,) = drafter.guesses(now, [4], 1)
+    assert guess.token == token
+    assert guess.law is not None
+    np.testing.assert_array_equal(guess.law, law)
+    # Siblings are drawn from the same law by the context, which has its own mind about replacement.
+    siblings = iter([11, 11, None])
+    asked: list[Sequence[int]] = []
+
+    def further(law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+        assert law is guess.law
+        assert list(drafted) == [4]
+        asked.append([*taken])
+        return next(siblings)
+
+    several = drafter.guesses(replace(now, further=further), [4], 5)
+    assert [g.token for g in several] == [token, 11, 11]
+    assert all(g.law is guess.law for g in several)
+    assert asked == [[token], [token, 11], [token, 11, 11]]
+
+
+@pytest.mark.parametrize("columns", [384, 256])
+def test_the_target_may_have_more_columns_or_fewer(
+    bundle: Bundle, oracle: Callable[[Sequence[int]], Floats], columns: int
+) -> None:
+    drafter = ModelDrafter(make_backend("portable", bundle), CHUNK, columns)
+    tokens, own = [*PROMPT, 383, 5], bundle.manifest.geometry.vocab_size
+    seen: list[Floats] = []
+
+    def draw(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+        seen.append(logits.copy())
+        return sampled(logits, drafted)
+
+    drafter.begin(tokens)
+    guess = drafter.guesses(context(tokens, draw), [], 1)[0]
+    shared = min(columns, own)
+    # The target's padding stands for nothing: here it is fed as the drafter's last token.
+    np.testing.assert_array_equal(seen[0][:shared], oracle([min(token, own - 1) for token in tokens])[:shared])
+    assert guess.law is not None
+    assert seen[0].shape == guess.law.shape == (columns,)
+    assert not guess.law[own:].any()
+    assert all(g.token < shared for g in drafter.guesses(context(tokens), [7], columns))
+
+
+def test_nothing_is_guessed_beyond_its_cache(bundle: Bundle) -> None:
+    drafter = ModelDrafter(make_backend("portable", bundle, 21), CHUNK)
+    drafter.begin(PROMPT)
+    assert drafter.guesses(context(PROMPT), [5], 1)
+    assert not drafter.guesses(context(PROMPT), [5, 6], 1)
+    drafter.look_ahead(context(PROMPT), [6], [7, 8], 1)
+    assert drafter.knows([6])
+    drafter.look_ahead(context(PROMPT), [6, 7], [8], 1)
+    assert not drafter.knows([6, 7])
+
+
+def test_it_counts_its_backend_and_closes_it(bundle: Bundle) -> None:
+    backend = make_backend("portable", bundle)
+    drafter = ModelDrafter(backend, CHUNK)
+    assert (drafter.name, drafter.uses_target, drafter.draws) == ("model", False, True)
+    assert sum(backend.nbytes().values()) <= drafter.nbytes() < sum(backend.nbytes().values()) + 10_000
+    assert drafter.resume(context(PROMPT), [1]) is None
+    assert drafter.state() == {}
+    drafter.restore({})
+    with pytest.raises(StorageError, match="another drafter"):
+        drafter.restore({"table": np.zeros(3)})
+    drafter.close()
+    with pytest.raises(AttributeError):
+        take_in(backend, [1])
+
+
+def edited(bundle: Bundle, folder: Path, change: Callable[[dict[str, Any]], None]) -> Bundle:
+    """A copy of a bundle with another tokenizer."""
+    shutil.copytree(bundle.path, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    change(tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    seal(folder, bundle.manifest)
+    return open_bundle(folder)
+
+
+def swap(tokenizer: dict[str, Any]) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "vocabulary": swap,
+    "merges": lambda tokenizer: tokenizer["model"]["merges"].reverse(),
+    "special tokens": lambda tokenizer: tokenizer["added_tokens"][1].update(content="<end>"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_tokenizers_that_differ_are_refused(bundle: Bundle, tmp_path: Path, what: str) -> None:
+    drafter = edited(bundle, tmp_path / "other", CHANGES[what])
+    with pytest.raises(ModelError, match=f"different {what}") as caught:
+        check_same_vocabulary(bundle, drafter)
+    message = str(caught.value)
+    assert str(bundle.path) in message
+    assert str(drafter.path) in message
+    assert "\n" not in message
+    assert "Choose a drafter" in caught.value.hint
+
+
+def test_how_a_tokenizer_is_written_does_not_matter(bundle: Bundle, tmp_path: Path) -> None:
+    def rewrite(tokenizer: dict[str, Any]) -> None:
+        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+        tokenizer["model"]["vocab"] = dict(reversed(tokenizer["model"]["vocab"].items()))
+        tokenizer["padding"] = {"strategy": "BatchLongest"}
+
+    check_same_vocabulary(bundle, bundle)
+    check_same_vocabulary(bundle, edited(bundle, tmp_path / "other", rewrite))
+
+
+def test_columns_may_be_padded_but_must_hold_every_token(bundle: Bundle, tmp_path: Path) -> None:
+    padded = export(tmp_path / "padded", "portable", num_hidden_layers=1, vocab_size=384)
+    narrow = export(tmp_path / "narrow", "portable", num_hidden_layers=1, vocab_size=256)
+    check_same_vocabulary(padded, bundle)
+    check_same_vocabulary(bundle, padded)
+    with pytest.raises(ModelError, match=r"\d+ tokens and 256 logits"):
+        check_same_vocabulary(bundle, narrow)
+
+
+@pytest.mark.parametrize("tokenizer", ["[]", "{}", '{"model": 3, "added_tokens": [4], "x": 0}', "nonsense"])
+def test_a_damaged_tokenizer_is_an_error_of_the_model(bundle: Bundle, tmp_path: Path, tokenizer: str) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(bundle.path, folder)
+    (folder / "tokenizer.json").write_text(tokenizer, "utf-8")
+    seal(folder, bundle.manifest)
+    with pytest.raises(ModelError):
+        check_same_vocabulary(bundle, open_bundle(folder))
+    (folder / "tokenizer.json").unlink()
+    seal(folder, bundle.manifest)
+    with pytest.raises(BundleError, match=r"no tokenizer\.json"):
+        check_same_vocabulary(bundle, open_bundle(folder))

@@ -1,0 +1,275 @@
+"""Cost curves are sane whatever was measured, and measuring keeps to its budget; time is a clock the tests wind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Geometry, open_bundle
+from edgeinfer.errors import BackendError, StorageError
+from edgeinfer.hub import resolve
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Ints, StepOutput
+from edgeinfer.runtime.speculation import costs as module
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess
+from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts, measure_guesses, measure_passes
+
+CURVES = st.builds(
+    lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),
+    st.sets(st.integers(1, 64), min_size=1, max_size=13),
+    st.lists(st.floats(0.01, 1000), min_size=13, max_size=13),
+    st.sampled_from([1, 2, 4]),
+)
+COSTS = Costs(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05), "a processor", "1.2", "today")
+
+
+@given(CURVES)
+def test_a_larger_pass_never_costs_less(curve: PassCosts) -> None:
+    ms = [curve.ms(rows) for rows in range(1, 200)]
+    assert all(a <= b for a, b in pairwise(ms))
+    assert ms[0] > 0
+
+
+@given(CURVES)
+def test_what_was_measured_in_order_is_given_back(curve: PassCosts) -> None:
+    ordered = PassCosts(tuple((rows, float(rows)) for rows, _ in curve.points), curve.step)
+    assert [ordered.ms(rows) for rows, _ in ordered.points] == [float(rows) for rows, _ in ordered.points]
+
+
+def test_between_sizes_the_cost_is_on_a_line_and_on_the_padded_size() -> None:
+    points = ((1, 1.0), (8, 2.0), (12, 4.0), (16, 4.4))
+    assert [PassCosts(points).ms(rows) for rows in (9, 10, 11)] == [2.5, 3.0, 3.5]
+    assert [PassCosts(points, step=2).ms(rows) for rows in (9, 10, 11)] == [3.0, 3.0, 4.0]
+    assert PassCosts(points, step=4).ms(9) == 4.0
+
+
+def test_beyond_the_largest_size_rows_cost_what_the_last_half_says() -> None:
+    # 24 and 32 rows on one step of a staircase do not make 40 rows free.
+    curve = PassCosts(((8, 8.0), (16, 16.0), (24, 32.0), (32, 32.0)))
+    assert (curve.largest, curve.ms(33), curve.ms(64)) == (32, 33.0, 64.0)
+    assert replace(curve, step=2).ms(33) == 34.0
+
+
+@pytest.mark.parametrize("points", [((1, 10.0),), ((1, 10.0), (2, 10.0)), ((2, 20.0),)])
+def test_a_few_rows_do_not_make_many_look_free(points: tuple[tuple[int, float], ...]) -> None:
+    rows, ms = points[-1]
+    assert PassCosts(points).ms(rows + 4) == ms + 4 * ms / rows
+
+
+def test_a_disturbed_measurement_spoils_no_other() -> None:
+    curve = PassCosts(((1, 50.0), (2, 10.0), (4, 12.0), (8, 90.0), (16, 40.0)))
+    assert [curve.ms(rows) for rows in (1, 2, 4, 8, 16)] == [10.0, 10.0, 12.0, 40.0, 40.0]
+
+
+def test_there_is_no_pass_without_rows() -> None:
+    with pytest.raises(BackendError, match="no pass of 0 rows"):
+        COSTS.pass_ms(0)
+
+
+@given(CURVES, st.dictionaries(st.text(max_size=8), st.floats(0, 100), max_size=4), st.floats(0, 10))
+def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_ms: float) -> None:
+    costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "1.2", "2026-01-01T00:00:00+00:00")
+    again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
+    assert again == costs
+    assert (again.pass_ms(3), again.round_ms) == (curve.ms(3), round_ms)
+    assert {name: again.guess_ms(name) for name in guesses} == guesses
+
+
+@pytest.mark.parametrize("part", ["", "passes", "drafts"])
+@pytest.mark.parametrize("change", ["more", "less", "list"])
+def test_unknown_and_missing_fields_are_refused(part: str, change: str) -> None:
+    data: Any = json.loads(json.dumps(COSTS.to_dict()))
+    inner = data[part] if part else data
+    changed = inner | {"more": 1} if change == "more" else dict(list(inner.items())[1:]) if change == "less" else []
+    with pytest.raises(StorageError, match="fields"):
+        Costs.from_dict(data | {part: changed} if part else changed)
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        {"points": []},
+        {"points": [[1, 1.0], [1, 2.0]]},
+        {"points": [[2, 1.0], [1, 2.0]]},
+        {"points": [[0, 1.0]]},
+        {"points": [[True, 1.0]]},
+        {"points": [[1.5, 1.0]]},
+        {"points": [[1, 0]]},
+        {"points": [[1, -1.0]]},
+        {"points": [[1, math.nan]]},
+        {"points": [[1, math.inf]]},
+        {"points": [[1, 10**400]]},
+        {"points": [[10**9, 1.0]]},
+        {"points": [[1, "1"]]},
+        {"points": [[1]]},
+        {"points": "x"},
+        {"step": 0},
+        {"step": None},
+        {"step": True},
+    ],
+)
+def test_impossible_pass_costs_are_refused(passes: dict[str, Any]) -> None:
+    with pytest.raises(StorageError, match="Measure"):
+        PassCosts.from_dict(COSTS.passes.to_dict() | passes)
+
+
+@pytest.mark.parametrize("wrong", [{"round_ms": -1}, {"round_ms": None}, {"guess_ms": {"a": "b"}}, {"guess_ms": [1]}])
+def test_impossible_draft_costs_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(StorageError, match="Measure"):
+        DraftCosts.from_dict(COSTS.drafts.to_dict() | wrong)
+
+
+def test_costs_say_where_they_are_from() -> None:
+    with pytest.raises(StorageError, match="processor"):
+        Costs.from_dict(COSTS.to_dict() | {"processor": None})
+
+
+class Clock:
+    """Time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    yield clock
+
+
+class TimedBackend:
+    """A backend whose passes take the time they are told to, and more the first time."""
+
+    geometry = Geometry(1000, 4, 2, 1, 2, 4096)
+
+    def __init__(self, clock: Clock, seconds: dict[int, float], capacity: int = 4096, noise: Sequence[float] = (1,)):
+        self.capacity, self.length = capacity, 30
+        self.passes: list[int] = []
+        self._clock, self._seconds, self._noise = clock, seconds, noise
+
+    def forward(self, tokens: Ints, positions: Ints, rows: Ints) -> StepOutput:
+        size = len(tokens)
+        assert self.length + size <= self.capacity
+        assert positions.tolist() == [self.length + row for row in rows.tolist()] and len(rows) == size
+        assert 0 <= tokens.min() <= tokens.max() < 1000
+        self.length += size
+        larger = min(m for m in self._seconds if m >= size)
+        self._clock.now += self._seconds[larger] * self._noise[len(self.passes) % len(self._noise)]
+        self.passes.append(size)
+        return StepOutput(np.zeros((size, 1000), np.float32), None)
+
+    def truncate(self, length: int) -> None:
+        assert length <= self.length
+        self.length = length
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        assert self.length == 0
+        assert all(a.shape == (1, snapshot.length, 2) for a in (*snapshot.keys, *snapshot.values))
+        self.length = snapshot.length
+
+    def measure(self, **options: Any) -> PassCosts:
+        return measure_passes(cast(Backend, self), **options)
+
+
+# Of a 0.5B on one core of a laptop, in seconds.
+SMALL = {2: 0.0130, 4: 0.015, 6: 0.022, 8: 0.029, 10: 0.035, 12: 0.040, 16: 0.050, 24: 0.075, 32: 0.100}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_measured_passes_are_the_undisturbed_ones(clock: Clock, step: int) -> None:
+    tenth = {rows: seconds / 10 for rows, seconds in SMALL.items()}
+    noise = np.random.default_rng(0).choice([1.0, 1.0, 1.1, 3.0], 101).tolist()
+    backend = TimedBackend(clock, tenth, noise=noise)
+    curve = backend.measure(step=step)
+    assert backend.length == 0
+    for rows, seconds in tenth.items():
+        assert curve.ms(rows - 1) <= curve.ms(rows) == pytest.approx(seconds * 1e3)
+    assert curve.largest == 32
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_measuring_keeps_to_its_budget_and_repeats_the_small_sizes(clock: Clock, step: int) -> None:
+    backend = TimedBackend(clock, SMALL)
+    curve = backend.measure(step=step)
+    assert clock.now <= 0.6 + 0.1
+    assert curve.largest == 32
+    assert backend.passes.count(32) == 1
+    # The first pass of all warms up.
+    assert backend.passes[0] == 1 and backend.passes[1:].count(1) >= 2
+
+
+def test_what_large_sizes_leave_goes_to_the_small_ones(clock: Clock) -> None:
+    backend = TimedBackend(clock, {rows: seconds / 2 for rows, seconds in SMALL.items()})
+    backend.measure()
+    assert backend.passes.count(32) == 1 and backend.passes.count(2) >= 4
+
+
+def test_a_slow_model_is_measured_at_two_sizes_at_least(clock: Clock) -> None:
+    backend = TimedBackend(clock, {2: 2.0, 32: 9.0})
+    assert backend.measure().points == ((1, 2000.0), (2, 2000.0))
+    assert backend.passes == [1, 1, 2]
+
+
+@pytest.mark.parametrize(("capacity", "largest"), [(2, 2), (7, 7), (20, 16), (40, 32)])
+def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock, capacity: int, largest: int) -> None:
+    tenth = {rows: seconds / 10 for rows, seconds in SMALL.items()}
+    assert TimedBackend(clock, tenth, capacity).measure().largest == largest
+
+
+def test_the_builtin_model_is_measured() -> None:
+    from edgeinfer.runtime.onnx_backend import OnnxBackend
+
+    backend = OnnxBackend(open_bundle(resolve(None)), 128)
+    curve = measure_passes(backend, budget_s=0.1, step=2)
+    assert backend.length == 0
+    assert (curve.points[0][0], curve.step) == (1, 2) and 0 < curve.ms(1) < 1000
+    backend.close()
+
+
+class TimedDrafter:
+    """Guesses the numbers that follow; taking in the context costs a second, a guess a millisecond."""
+
+    def __init__(self, clock: Clock, most: int) -> None:
+        self.chains: list[tuple[int, ...]] = []
+        self._clock, self._most, self._begun = clock, most, False
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> list[Guess]:
+        self._clock.now += 0.001 if self._begun else 1.0
+        self._begun = True
+        self.chains.append(tuple(drafted))
+        return [Guess(drafted[-1] + 1, 0)] if len(drafted) < self._most else []
+
+
+def make_context(tokens: list[int]) -> Context:
+    def draw(logits: Any, drafted: Sequence[int]) -> Any:
+        raise AssertionError("nothing draws here")
+
+    return Context(tokens, draw, lambda drafted: ())
+
+
+@pytest.mark.parametrize("tokens", [[5], [5, 9], [5, 9, 9, 13, 40, 5]])
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_a_guess_costs_what_chains_of_them_take(clock: Clock, tokens: list[int], most: int) -> None:
+    drafter = TimedDrafter(clock, most)
+    ms = measure_guesses(cast(Drafter, drafter), make_context(tokens), budget_s=2.0)
+    assert ms == pytest.approx(1.0)
+    # What a drafter keeps from one chain must not make the next one cheaper.
+    assert len(set(drafter.chains)) == len(drafter.chains)
+
+
+def test_a_slow_drafter_is_asked_for_one_chain_after_the_first(clock: Clock) -> None:
+    drafter = TimedDrafter(clock, 9)
+    assert measure_guesses(cast(Drafter, drafter), make_context([1, 2, 3])) == pytest.approx(1.0)
+    assert len(drafter.chains) == 8

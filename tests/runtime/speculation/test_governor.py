@@ -1,0 +1,216 @@
+"""What the governor drafts, given costs and drafters whose quality is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Resumption, Round, State, Verdict
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
+
+
+class Prophet:
+    """Knows the text and says the right token with a given probability; sign 1 where it is surer."""
+
+    branches = True
+    uses_target = False
+    draws = False
+    priors = (0.3, 0.7)
+
+    def __init__(self, name: str, text: Sequence[int], right: float, *, seed: int = 0) -> None:
+        self.name = name
+        self.asked = 0
+        self._text = text
+        self._right = right
+        self._seed = seed
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        self.asked += 1
+        place = len(context.tokens) + len(drafted)
+        if place >= len(self._text):
+            return ()
+        fortune = random.Random(f"{self._seed}-{place}")
+        right = fortune.random() < self._right
+        first = self._text[place] if right else self._text[place] + 1
+        return [Guess((first + other) % 100, int(self._right > 0.5)) for other in range(width)]
+
+    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+        return None
+
+    def observe(self, round: Round) -> None:
+        pass
+
+    def nbytes(self) -> int:
+        return 0
+
+    def state(self) -> State:
+        return {}
+
+    def restore(self, state: State) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Truth:
+    """The target's view where the target says the text."""
+
+    text: Sequence[int]
+    start: int
+    draft: Draft
+
+    def token(self, node: int) -> int:
+        return self.text[self.start + len(self.draft.path(node))]
+
+
+@dataclass
+class Run:
+    """What decoding a text came to."""
+
+    governor: Governor
+    sizes: list[int]
+    ms: float
+    drafts: list[Draft]
+
+    @property
+    def plain_ms(self) -> float:
+        return 10.0 * sum(self.sizes)
+
+
+def learning(drafters: Sequence[Prophet]) -> Acceptance:
+    acceptance = Acceptance()
+    for drafter in drafters:
+        acceptance.add(drafter.name, drafter.priors)
+    return acceptance
+
+
+def decode(drafters: Sequence[Prophet], text: Sequence[int], prices: Prices, most: int = 15, width: int = 1) -> Run:
+    """Decodes a text with perfect verification; times by the prices."""
+    governor = Governor(drafters, prices, learning(drafters), most, width)
+    context = Context(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
+    run = Run(governor, [], 0.0, [])
+    while len(context.tokens) < len(text):
+        room = len(text) - len(context.tokens) - 1
+        before = [d.asked for d in drafters]
+        draft = governor.draft(context, room)
+        asked = sum((d.asked - b) * prices.guess_ms(d.name) for d, b in zip(drafters, before, strict=True))
+        run.ms += prices.pass_ms(1 + len(draft)) + asked + prices.round_ms
+        verdict: Verdict = verify_keyed(draft, Truth(text, len(context.tokens), draft))  # type: ignore[arg-type]
+        committed = (*(draft.guesses[n].token for n in verdict.accepted), verdict.token)
+        fed = np.array([context.tokens[-1], *draft.tokens])
+        context.tokens.extend(committed)
+        governor.observe(Round(draft, verdict, committed, fed, np.zeros((len(fed), 1), np.float32)))
+        run.sizes.append(len(committed))
+        run.drafts.append(draft)
+    return run
+
+
+def text_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(f"{seed}/{i}").randrange(90) for i in range(length)]
+
+
+def test_drafts_as_long_as_it_may_where_rows_are_free_and_guesses_right() -> None:
+    text = text_of(400)
+    run = decode([Prophet("copy", text, 1.0)], text, Prices(FLAT))
+    assert max(run.sizes) == 16
+    assert run.plain_ms / run.ms > 10
+
+
+def test_drafts_nothing_where_every_row_costs_a_pass() -> None:
+    text = text_of(200)
+    run = decode([Prophet("copy", text, 0.9)], text, Prices(LINEAR))
+    assert run.ms <= 1.001 * run.plain_ms
+    assert sum(len(draft) for draft in run.drafts) == 0
+
+
+@pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("passes", [FLAT, STAIRS, LINEAR], ids=["flat", "stairs", "linear"])
+def test_is_never_slower_than_plain_decoding(right: float, passes: Mapping[int, float]) -> None:
+    text = text_of(500)
+    run = decode(
+        [Prophet("copy", text, right), Prophet("model", text, right, seed=1)], text, Prices(passes, {"model": 3.0})
+    )
+    assert run.ms <= 1.03 * run.plain_ms
+
+
+def test_a_row_that_padding_pays_for_is_drafted_whatever_its_chance() -> None:
+    text = text_of(300)
+    run = decode([Prophet("copy", text, 0.3)], text, Prices(STAIRS))
+    assert min(len(draft) for draft in run.drafts[50:-2]) >= 1
+    assert run.plain_ms / run.ms > 1.25
+
+
+def test_takes_the_better_drafter_and_pays_for_it_only_where_it_must() -> None:
+    text = text_of(600)
+    cheap, dear = Prophet("copy", text, 0.1), Prophet("model", text, 0.95, seed=1)
+    run = decode([cheap, dear], text, Prices(STAIRS, {"model": 1.0}))
+    assert run.plain_ms / run.ms > 2
+    sure, dear = Prophet("copy", text, 0.99), Prophet("model", text, 0.95, seed=1)
+    decode([sure, dear], text, Prices(STAIRS, {"model": 1.0}))
+    assert dear.asked < 60
+
+
+def test_a_costly_drafter_that_is_always_wrong_is_given_up_and_tried_again_now_and_then() -> None:
+    text = text_of(2000)
+    wrong = Prophet("model", text, 0.0)
+    wrong.priors = (0.8, 0.8)
+    run = decode([wrong], text, Prices(STAIRS, {"model": 4.0}))
+    assert run.ms <= 1.03 * run.plain_ms
+    assert wrong.asked > 2
+
+
+def test_drafts_keep_to_the_room_there_is() -> None:
+    text = text_of(100)
+    context = Context(text[:10], lambda logits, drafted: (0, None), lambda drafted: ())
+    drafter = Prophet("copy", text, 1.0)
+    governor = Governor([drafter], Prices(FLAT), learning([drafter]), 15)
+    assert [len(governor.draft(context, room)) for room in (0, 1, 5)] == [0, 1, 5]
+    assert 5 < len(governor.draft(context, 50)) <= 15
+
+
+def test_trees_hedge_where_rows_are_free() -> None:
+    text = text_of(400)
+    chain = decode([Prophet("copy", text, 0.0)], text, Prices(FLAT))
+    hedged = Prophet("copy", [t - 1 for t in text], 1.0)  # its second guess is right
+    tree = decode([hedged], text, Prices(FLAT), width=2)
+    assert not all(draft.is_chain for draft in tree.drafts)
+    assert tree.ms < 0.6 * chain.ms
+
+
+def test_the_same_costs_and_texts_give_the_same_decisions() -> None:
+    text = text_of(300)
+    runs = [decode([Prophet("copy", text, 0.6)], text, Prices(STAIRS)) for _ in range(2)]
+    assert [d.tokens for d in runs[0].drafts] == [d.tokens for d in runs[1].drafts]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    right=st.floats(0, 1),
+    steps=st.lists(st.floats(0, 5), min_size=16, max_size=16),
+    width=st.integers(1, 3),
+    price=st.floats(0, 3),
+)
+def test_whatever_the_costs_drafts_are_trees_within_bounds(
+    right: float, steps: list[float], width: int, price: float
+) -> None:
+    passes = {rows + 1: 10.0 + sum(steps[:rows]) for rows in range(16)}
+    text = text_of(60)
+    run = decode([Prophet("copy", text, right)], text, Prices(passes, {"copy": price}), width=width)
+    for draft in run.drafts:
+        assert len(draft) <= 15
+        assert all(parent < node for node, parent in enumerate(draft.parents))
+    assert run.ms <= 1.1 * run.plain_ms + 16 * price

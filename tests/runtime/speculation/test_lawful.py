@@ -1,0 +1,110 @@
+"""Drafts whose tokens are drawn from laws: whole replies are distributed as plain sampling's, whoever builds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.contracts import Floats, Ints, StepOutput
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
+from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.verification import find_verification
+from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.test_engine import TableBackend
+
+V = 4
+TOKENS = 4
+PROMPT = [1, 2]
+SEEDS = 3000
+
+
+def target_logits(context: Sequence[int]) -> Floats:  # (V,)
+    return np.random.default_rng([3, *context[-2:]]).normal(0, 1.2, V).astype(np.float32)
+
+
+def drafter_logits(context: Sequence[int]) -> Floats:  # (V,)
+    noise = np.random.default_rng([4, *context[-2:]]).normal(0, 1.0, V)
+    return (target_logits(context) + noise).astype(np.float32)
+
+
+class Target(TableBackend):
+    """A model of four tokens whose logits depend on the last two."""
+
+    geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
+    capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
+
+    def forward(
+        self, tokens: Ints, positions: Ints, rows: Ints, *, tree: Ints | None = None, **options: object
+    ) -> StepOutput:
+        parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
+        paths: list[list[int]] = []
+        for token, parent in zip(tokens.tolist(), parents, strict=True):
+            paths.append([*(self.held if parent < 0 else paths[parent]), token])
+        self.held += tokens.tolist()
+        logits = [target_logits(paths[row]) for row in rows]
+        return StepOutput(np.array(logits, np.float32).reshape(-1, V), None)
+
+
+class Drafter(LogitDrafter):
+    """Proposes by logits of its own."""
+
+    name = "model"
+    uses_target = False
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats:
+        return drafter_logits([*context.tokens, *drafted])
+
+
+def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
+    backend = Target()
+    sampler = Sampler(config, V, config.seed or 0)
+    chooser = TokenChooser(sampler, PROMPT)
+    drafter, verification = Drafter(V), find_verification(config.verification)
+    acceptance = Acceptance()
+    acceptance.add("model", [0.9] * len(drafter.priors))
+    kind = ChainsGovernor if verification.iid_chains else LawfulGovernor
+    governor = kind([drafter], Prices(FLAT), acceptance, 6, width)
+    rounds = Rounds(backend, chooser, [drafter], governor, verification, timed=lambda ms: None)
+    steps = Engine(backend, 4).generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=frozenset(), rounds=rounds)
+    tokens = tuple(step.token for step in steps)
+    assert rounds.tally.drafted > 0
+    return tokens
+
+
+def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
+    """Probability of every reply."""
+    sampler = Sampler(config, V, 0)
+    replies: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for said, probability in replies.items():
+            law = sampler.probabilities(target_logits([*PROMPT, *said]))
+            for token in range(V):
+                if law[token] > 0:
+                    longer[(*said, token)] = probability * float(law[token])
+        replies = longer
+    return replies
+
+
+@pytest.mark.parametrize(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("k-seq", 3), ("keyed", 1)])
+def test_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
+    config = GenerationConfig(temperature=0.9, verification=name)
+    laws = expected(config)
+    counts = Counter(reply(config.replace(seed=seed), width) for seed in range(SEEDS))
+    assert set(counts) <= set(laws)
+    # Rare replies together, so that every cell has some.
+    likely = [said for said, probability in laws.items() if probability * SEEDS >= 8]
+    seen = [counts[said] for said in likely]
+    wanted = [laws[said] * SEEDS for said in likely]
+    p = chisquare([*seen, SEEDS - sum(seen)], [*wanted, SEEDS - sum(wanted)]).pvalue
+    assert p > 1e-4

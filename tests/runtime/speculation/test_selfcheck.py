@@ -1,0 +1,193 @@
+"""The self-check finds exact backends exact and noisy ones noisy, and near ties are where noise can change a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.config import GenerationConfig
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, StepOutput
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge, near_tie
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+
+Bundles = Callable[[str], Bundle]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    """One small model in blocks of 128, where MatMulNBits wants an even number of rows, in each layout."""
+    folder = tmp_path_factory.mktemp("selfcheck")
+    make_checkpoint(folder / "checkpoint", "qwen2", hidden_size=128, intermediate_size=256)
+
+    def export(layout: Any) -> Bundle:
+        path = folder / layout
+        config = ExportConfig(4, 128, keep_small=False, layout=layout)
+        return open_bundle(path if path.is_dir() else export_checkpoint(folder / "checkpoint", path, config))
+
+    return export
+
+
+@pytest.fixture(params=["native", "portable"])
+def layout(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each layout that runs here."""
+    if request.param == "native":
+        require_kernel()
+    yield request.param
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 9, 200])
+def test_exact_passes_are_found_exact(bundles: Bundles, layout: str, capacity: int) -> None:
+    backend = OnnxBackend(bundles(layout), capacity)
+    backend.forward(np.arange(2), np.arange(2), np.zeros(0, np.int64))
+    check = check_exact(backend)
+    assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
+    assert check.rows > 0 and backend.length == 0
+    backend.close()
+
+
+def test_unpadded_passes_are_found_out(bundles: Bundles, layout: str) -> None:
+    backend = OnnxBackend(bundles(layout), 200, exact=False)
+    check = check_exact(backend, budget_s=0.5)
+    assert not check.bit_identical and backend.length == 0
+    # 1e-7 in attention flips roundings to 8 bits, each worth up to some hundredths of a logit.
+    assert 1e-7 < check.largest_difference < 1
+    assert 0 < check.noise < check.largest_difference
+    assert check.rows > 16
+    backend.close()
+
+
+class Disturbed:
+    """Logits that follow from the token alone but for noise in wide passes; a cache that may tell of those too."""
+
+    def __init__(self, bundle: Bundle, logits: float, cache: float, capacity: int = 120) -> None:
+        self._inner = ReferenceBackend(bundle, capacity)
+        self._logits, self._cache, self._wide = logits, cache, False
+        self._rng = np.random.default_rng(0)
+        vocabulary = self._inner.geometry.vocab_size
+        self._table = self._rng.normal(size=(vocabulary, vocabulary)).astype(np.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def forward(self, tokens: Ints, positions: Ints, rows: Ints) -> StepOutput:
+        output = self._inner.forward(tokens, positions, rows)
+        wide = len(tokens) > 2
+        self._wide = self._wide or wide
+        noise = self._rng.normal(size=output.logits.shape).astype(np.float32) * np.float32(self._logits if wide else 0)
+        return StepOutput(self._table[tokens[rows]] + noise, output.hidden)
+
+    def truncate(self, length: int) -> None:
+        self._inner.truncate(length)
+        self._wide = False
+
+    def snapshot(self) -> CacheSnapshot:
+        found = self._inner.snapshot()
+        keys = tuple(key + np.float32(self._cache if self._wide else 0) for key in found.keys)
+        return CacheSnapshot(found.length, keys, found.values)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A float32 model for the reference backend."""
+    folder = tmp_path_factory.mktemp("small")
+    make_checkpoint(folder / "checkpoint", "llama", num_hidden_layers=1)
+    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32)))
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1])
+def test_noise_is_measured(small: Bundle, size: float) -> None:
+    check = check_exact(cast(Backend, Disturbed(small, size, 0)), budget_s=5)
+    assert not check.bit_identical
+    # Of 64 rows of 320 logits the largest disturbance is some four standard deviations.
+    assert 3 * size < check.largest_difference < 6 * size
+    # Half of five standard deviations of a difference of two logits, of which one or both of the passes are disturbed.
+    assert 2.5 * 2**0.5 * size * 0.8 < check.noise < 2.5 * 2 * size * 1.2
+
+
+def test_the_gap_of_a_changed_choice_is_told(small: Bundle) -> None:
+    check = check_exact(cast(Backend, Disturbed(small, 5.0, 0)), budget_s=5)
+    assert 0 < check.worst_gap < 2 * check.largest_difference
+
+
+def test_a_cache_that_differs_is_found_out(small: Bundle) -> None:
+    check = check_exact(cast(Backend, Disturbed(small, 0, 1e-3)))
+    assert (check.bit_identical, check.largest_difference, check.worst_gap) == (False, 0, 0)
+
+
+@pytest.mark.parametrize("capacity", [2, 8, 20])
+def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle, capacity: int) -> None:
+    backend = Disturbed(small, 0.1, 1e-6, capacity)
+    check = check_exact(cast(Backend, backend), budget_s=0)
+    assert not check.bit_identical and backend.length == 0 and np.isfinite(check.noise)
+
+
+ROWS = st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12).map(lambda row: np.array(row, np.float32))
+NOISE = st.floats(0, 1, width=16)
+
+
+@given(ROWS, NOISE, st.integers(0, 2**32))
+def test_what_is_no_near_tie_stays_the_best(row: Floats, noise: float, seed: int) -> None:
+    assume(not near_tie(row, noise))
+    moved = row + np.random.default_rng(seed).uniform(-noise, noise, len(row)).astype(np.float32)
+    assert moved.argmax() == row.argmax()
+
+
+def test_a_near_tie_is_a_gap_of_up_to_twice_the_noise() -> None:
+    row = np.array([0.0, 1.0, 1.25], np.float32)
+    assert [near_tie(row, noise) for noise in (0.12, 0.125, 0.2)] == [False, True, True]
+    assert near_tie(row[[1, 1]], 0.0)
+    assert not near_tie(row[:1], 1.0)
+
+
+@given(ROWS, NOISE)
+def test_a_greedy_choice_is_near_an_edge_where_it_is_near_a_tie(row: Floats, noise: float) -> None:
+    second, best = np.sort(row)[-2:]
+    assume(abs(best - second - 2 * noise) > 1e-5 and best != second)
+    assert near_edge(lambda logits: int(logits.argmax()), row, noise) == near_tie(row, noise)
+
+
+def sampled(row: Floats, position: int, **options: Any) -> Callable[[Floats], int]:
+    sampler = Sampler(GenerationConfig(**options), len(row), seed=3)
+    return lambda logits: sampler.token(logits, position)
+
+
+@given(ROWS, NOISE, st.integers(0, 2**20), st.integers(0, 2**32), st.floats(0.3, 3))
+@settings(deadline=None)
+def test_a_draw_away_from_the_edges_stays(row: Floats, noise: float, position: int, seed: int, heat: float) -> None:
+    choose = sampled(row, position, temperature=heat, top_k=0, top_p=1.0, min_p=0.0)
+    assume(not near_edge(choose, row, noise))
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1, 0, 1], (20, len(row))).astype(np.float32)
+    assert all(choose(row + np.float32(noise * 0.999) * sign) == choose(row) for sign in signs)
+
+
+def test_draws_are_near_an_edge_as_often_as_the_noise_is_wide() -> None:
+    row = np.zeros(4, np.float32)
+    near = [near_edge(sampled(row, p, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), row, 0.01) for p in range(2000)]
+    # Edges at 1/4, 1/2 and 3/4; the odds of each move by e^0.02 either way.
+    width = sum(2 * 0.02 * edge * (1 - edge) for edge in (0.25, 0.5, 0.75))
+    assert np.mean(near) == pytest.approx(width, rel=0.35)
+
+
+def test_the_edge_of_a_truncation_counts() -> None:
+    row = np.array([5.0, 1.0, 1.001], np.float32)
+
+    def choose(position: int) -> Callable[[Floats], int]:
+        return sampled(row, position, temperature=50.0, top_k=2, top_p=1.0, min_p=0.0)
+
+    # Only where the second of the two that are left is drawn does it matter which one that is.
+    second = [position for position in range(40) if choose(position)(row) == 2]
+    assert 5 < len(second) < 35
+    assert all(near_edge(choose(position), row, 0.01) for position in second)
+    assert not any(near_edge(choose(position), row, 0.0001) for position in range(40))

@@ -1,0 +1,84 @@
+"""Costs of passes with skipped blocks, and what drafting with them would gain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.contracts import Ints, StepOutput
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
+from tests.runtime.speculation.drafters.models import export, make_backend
+
+# Two layers whose MLP blocks cost twice their attention; rows of a pass cost a little.
+COSTS = BlockCosts(1.0, (1.0, 2.0, 1.0, 2.0), (7.0, 7.7, 8.4, 9.1))
+
+
+def test_a_pass_costs_what_runs() -> None:
+    assert COSTS.ms(np.ones(4, np.bool_)) == COSTS.whole[0]
+    assert COSTS.ms(np.array([True, False, False, False])) == 2.0
+    assert COSTS.ms(np.zeros(4, np.bool_)) == 1.0
+
+
+def test_the_gain_is_that_of_the_best_length() -> None:
+    mask = np.array([True, False, False, False])
+    expected = {g: sum(0.8**i for i in range(g + 1)) * 7.0 / (g * 2.0 + COSTS.whole[g]) for g in (1, 2, 3)}
+    gain = COSTS.gain(mask, 0.8)
+    assert gain.speedup == pytest.approx(max(expected.values()))
+    assert expected[gain.length] == max(expected.values())
+    assert COSTS.gain(mask, 0.99).length == 3
+    assert COSTS.gain(mask, 0.01).length == 1
+    assert COSTS.gain(mask, 0.01).speedup < 1
+
+
+def test_an_exit_saves_its_layers_in_verification() -> None:
+    """Round: g drafts with the head, the first layers once more, the others over g + 1 rows."""
+    g, first = 2, 3.0
+    expected = (1 + 0.8 + 0.64) * 7.0 / (g * (1.0 + first) + first + (1 - first / 7.0) * COSTS.whole[g])
+    gain = COSTS.exit_gain(1, 0.8)
+    assert gain.speedup >= expected
+    assert COSTS.exit_gain(1, 0.8).speedup > COSTS.gain(np.array([True, True, False, False]), 0.8).speedup
+    only = BlockCosts(COSTS.fixed, COSTS.blocks, COSTS.whole[:2])
+    assert only.exit_gain(1, 0.8).speedup == pytest.approx(1.8 * 7.0 / (4.0 + 3.0 + 4.0 / 7.0 * 7.7))
+
+
+def test_bytes_of_weights_stand_for_costs(tmp_path: Path) -> None:
+    tensors: tuple[TensorEntry, ...] = export(tmp_path, "reference").manifest.tensors
+    costs = BlockCosts.by_bytes(tensors, longest=3)
+    read = sum(tensor.nbytes for tensor in tensors if tensor.name != "embed")
+    assert costs.whole == (read,) * 4
+    assert costs.ms(np.ones(8, np.bool_)) == read
+    assert len(set(costs.blocks[::2])) == len(set(costs.blocks[1::2])) == 1
+    mlp = [tensor for tensor in tensors if tensor.name.startswith("layers.2.mlp")]
+    assert len(mlp) == 3
+    assert costs.blocks[5] == sum(tensor.nbytes for tensor in mlp)
+    with pytest.raises(UsageError, match="does not list"):
+        BlockCosts.by_bytes(())
+
+
+def test_costs_are_measured_by_leaving_blocks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only passes of the model move: by what runs in them, and by their rows."""
+    backend = make_backend("portable", export(tmp_path, "portable", num_hidden_layers=2), 32)
+    with pytest.raises(UsageError, match="needs 33 tokens of context, there are 32"):
+        measure_costs(backend, longest=8, past=24)
+    forward, now, behind = backend.forward, [0.0], set[int]()
+
+    def timed(tokens: Ints, *rest: Any, layer_mask: NDArray[np.bool_] | None = None) -> StepOutput:
+        behind.add(backend.length)
+        if layer_mask is not None:
+            now[0] += (COSTS.ms(layer_mask) + 0.7 * (len(tokens) - 1)) / 1e3
+        return forward(tokens, *rest, layer_mask=layer_mask)
+
+    monkeypatch.setattr(backend, "forward", timed)
+    monkeypatch.setattr("edgeinfer.runtime.speculation.skip_costs.time.perf_counter", lambda: now[0])
+    costs = measure_costs(backend, longest=3, repeats=2, past=8)
+    assert costs.fixed == pytest.approx(COSTS.fixed)
+    assert costs.blocks == pytest.approx(COSTS.blocks)
+    assert costs.whole == pytest.approx(COSTS.whole)
+    assert behind == {0, 8}
+    assert backend.length == 0

@@ -1,0 +1,118 @@
+"""On every layout the spine of a tree has the bits of a chain, and verdicts settle on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Layout, open_bundle
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict
+from edgeinfer.runtime.speculation.spine import settle, spine_first
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+
+VOCABULARY = 320
+PAST = 21
+TEXT = np.random.default_rng(1).integers(0, VOCABULARY, PAST)
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 8) -> Draft:
+    """Any tree, its nodes in any order that has parents before children."""
+    parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(1, most)))]
+    tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=len(parents), max_size=len(parents)))
+    return Draft(tuple(Guess(t, 0) for t in tokens), tuple(parents), tuple(f"node {i}" for i in range(len(parents))))
+
+
+def paths(draft: Draft) -> list[tuple[list[int], str]]:
+    return sorted((draft.path(node), draft.sources[node]) for node in range(len(draft)))
+
+
+def spine_of(draft: Draft) -> int:
+    """Nodes of the chain in front."""
+    length = 0
+    while length < len(draft) and draft.parents[length] == length - 1:
+        length += 1
+    return length
+
+
+@given(trees())
+def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None:
+    ordered = spine_first(draft)
+    assert paths(ordered) == paths(draft)
+    assert all(parent < node for node, parent in enumerate(ordered.parents))
+    firsts, node = [], -1
+    while children := draft.children(node):
+        node = children[0]
+        firsts.append(draft.sources[node])
+    assert list(ordered.sources[: len(firsts)]) == firsts
+    assert spine_of(ordered) == len(firsts)
+    sides = [source for source in draft.sources if source not in firsts]
+    assert list(ordered.sources[len(firsts) :]) == sides
+
+
+@given(trees(), st.data())
+def test_a_verdict_settles_on_rows_of_the_spine(draft: Draft, data: st.DataObject) -> None:
+    draft = spine_first(draft)
+    accepted, node = [], data.draw(st.integers(-1, len(draft) - 1))
+    while node >= 0:
+        accepted.append(node)
+        node = draft.parents[node]
+    verdict = Verdict(tuple(accepted[::-1]), 7, True)
+    settled = settle(draft, verdict)
+    spine = [node for node in verdict.accepted if node < spine_of(draft)]
+    assert list(settled.accepted) == spine
+    if len(spine) == len(verdict.accepted):
+        assert settled is verdict
+    else:
+        side = verdict.accepted[len(spine)]
+        assert (settled.token, settled.bonus) == (draft.guesses[side].token, False)
+
+
+@pytest.fixture(scope="module", params=["native", "portable"])
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnnxBackend]:
+    """A small model with a sliding window, in blocks of 128."""
+    layout: Layout = request.param
+    if layout == "native":
+        require_kernel()
+    folder = tmp_path_factory.mktemp("spine")
+    make_checkpoint(folder / "checkpoint", "qwen2-windows", hidden_size=128, intermediate_size=256)
+    config = ExportConfig(4, 128, keep_small=False, layout=layout)
+    backend = OnnxBackend(open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config)), 64)
+    yield backend
+    backend.close()
+
+
+def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
+    """One pass over root and draft."""
+    start = backend.length
+    positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
+    tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
+    tokens = np.array([root, *draft.tokens])
+    return backend.forward(tokens, positions, np.arange(len(tokens)), tree=tree).logits.copy()
+
+
+@given(trees(), st.integers(1, PAST))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
+    draft = spine_first(draft)
+    size = 1 + spine_of(draft)
+    backend.truncate(0)
+    backend.forward(TEXT[:past], np.arange(past), np.zeros(0, np.int64))
+    logits = feed(backend, 5, draft)[:size]
+    backend.keep(past, range(size))
+    cache = backend.snapshot()
+    backend.truncate(past)
+    rows = np.arange(size)
+    chain = backend.forward(np.array([5, *draft.tokens])[:size], rows + past, rows).logits
+    assert np.array_equal(logits, chain)
+    plain = backend.snapshot()
+    pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)

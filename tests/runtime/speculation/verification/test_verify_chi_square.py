@@ -1,0 +1,128 @@
+"""Sampled text over many rounds against plain decoding's law: 50,000 texts by every stochastic rule."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy.special import gammaincc
+
+from edgeinfer.runtime.speculation.contracts import Draft, Guess, Law
+from edgeinfer.runtime.speculation.verification import VERIFIERS
+from tests.runtime.speculation.verification.enumeration import plain_law, random_laws
+
+Path = tuple[int, ...]
+Node = tuple[int, int, Law | None]
+Drafting = Callable[[np.random.Generator, Path], list[Node]]
+
+TEXTS, LENGTH, SIZE, DRAWS = 50_000, 2, 4, 5
+TARGET, DRAFTER = random_laws(51, SIZE), random_laws(52, SIZE)
+
+
+class NumberedTarget:
+    """A target after some text, with a number for each position and draw."""
+
+    def __init__(self, draft: Draft, text: Path, numbers: list[float]) -> None:
+        self._draft, self._text, self._numbers = draft, text, numbers
+
+    def token(self, node: int) -> int:
+        raise AssertionError("rules by ratio leave the keyed choice alone")
+
+    def law(self, node: int) -> Law:
+        return TARGET((*self._text, *self._draft.path(node)))
+
+    def chance(self, depth: int, draw: int) -> float:
+        return self._numbers[(len(self._text) + depth) * DRAWS + draw]
+
+
+@cache
+def cumulative(text: Path) -> list[float]:
+    return [float(edge) for edge in DRAFTER(text).cumsum()[:-1]]
+
+
+def draw(rng: np.random.Generator, text: Path) -> int:
+    return bisect_right(cumulative(text), rng.random())
+
+
+def different(rng: np.random.Generator, law: Law, count: int) -> list[int]:
+    """Gumbel top-k: tokens of a law without replacement, in order of the perturbed values."""
+    perturbed = np.log(law) + rng.gumbel(size=SIZE)
+    return [int(token) for token in perturbed.argsort()[: -count - 1 : -1]]
+
+
+def chain(rng: np.random.Generator, text: Path, length: int = 2, size: int = 0) -> list[Node]:
+    nodes: list[Node] = []
+    parent = -1
+    for _ in range(length):
+        law = DRAFTER(text)
+        nodes.append((parent, draw(rng, text), law))
+        text, parent, size = (*text, nodes[-1][1]), size, size + 1
+    return nodes
+
+
+def tree(rng: np.random.Generator, text: Path, width: int = 2) -> list[Node]:
+    law = DRAFTER(text)
+    nodes: list[Node] = [(-1, token, law) for token in different(rng, law, width)]
+    below = DRAFTER((*text, nodes[0][1]))
+    return nodes + [(0, token, below) for token in different(rng, below, 2)]
+
+
+def mixed(rng: np.random.Generator, text: Path) -> list[Node]:
+    """A certain guess between drawn ones, repetitions dropped."""
+    law = DRAFTER(text)
+    first, second = different(rng, law, 2)
+    nodes: list[Node] = [(-1, first, law)]
+    if first != 1:
+        nodes.append((-1, 1, None))
+    if second != 1:
+        nodes.append((-1, second, law))
+    below = DRAFTER((*text, first))
+    return [*nodes, (0, 0, None), (0, draw(rng, (*text, first)), below)]
+
+
+def chains(rng: np.random.Generator, text: Path, k: int = 2, length: int = 2) -> list[Node]:
+    nodes: list[Node] = []
+    for _ in range(k):
+        nodes += chain(rng, text, length, size=len(nodes))
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "drafting"),
+    [
+        ("rejection", chain),
+        ("rejection", tree),
+        ("rejection", lambda rng, text: tree(rng, text, 3)),
+        ("rejection", mixed),
+        ("k-seq", chains),
+        ("k-seq", lambda rng, text: chains(rng, text, 3, 1)),
+    ],
+    ids=["chain", "two siblings", "three siblings", "mixed siblings", "two chains", "three chains"],
+)
+def test_texts_are_distributed_as_plain_decoding(name: str, drafting: Drafting) -> None:
+    rng = np.random.default_rng(53)
+    numbers = rng.random((TEXTS, (LENGTH + 3) * DRAWS))
+    verify = VERIFIERS[name].verify
+    seen = np.zeros((SIZE,) * LENGTH)
+    rounds = 0
+    for row in numbers:
+        text, mine = Path(), row.tolist()
+        while len(text) < LENGTH:
+            nodes = drafting(rng, text)
+            draft = Draft(
+                tuple([Guess(token, 0, law) for _, token, law in nodes]),
+                tuple([parent for parent, _, _ in nodes]),
+                ("test",) * len(nodes),
+            )
+            verdict = verify(draft, NumberedTarget(draft, text, mine))
+            text = (*text, *(nodes[node][1] for node in verdict.accepted), verdict.token)
+            rounds += 1
+        seen[text[:LENGTH]] += 1
+    expected = TEXTS * plain_law(TARGET, LENGTH)
+    chi = float(((seen - expected) ** 2 / expected).sum())
+    assert expected.min() > 5
+    assert gammaincc((seen.size - 1) / 2, chi / 2) > 1e-4
+    assert TEXTS < rounds < 0.9 * TEXTS * LENGTH

@@ -1,0 +1,233 @@
+"""Verification by ratio: exact output laws on small vocabularies, and what the rule asks of drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from edgeinfer.runtime.speculation.contracts import Draft, Law, Verdict
+from edgeinfer.runtime.speculation.verification import VERIFIERS
+from edgeinfer.runtime.speculation.verification.laws import draw_from, residual, without
+from edgeinfer.runtime.speculation.verification.rejection import verify_rejection
+from tests.runtime.speculation.verification.enumeration import (
+    Laws,
+    TableTarget,
+    check_lossless,
+    drafts,
+    lossless_error,
+    make_draft,
+    random_laws,
+    verdicts,
+)
+
+Path = tuple[int, ...]
+
+
+def drawn(*counts: int, law: Laws) -> Callable[[Path], list[Law | int]]:
+    """So many drawn siblings at each depth."""
+    return lambda path: [law(path)] * counts[len(path)]
+
+
+@pytest.mark.parametrize("zeros", [0, 1])
+def test_a_chain_is_lossless(zeros: int) -> None:
+    target, drafter = random_laws(1, 3, zeros=zeros), random_laws(2, 3, zeros=zeros)
+    check_lossless(verify_rejection, drafts(drawn(1, 1, 1, law=drafter), 3), target, 3)
+
+
+def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
+    target, drafter = random_laws(3, 5), random_laws(4, 5)
+    found = sum(
+        weight * chance
+        for weight, draft in drafts(drawn(1, law=drafter), 1)
+        for verdict, chance in verdicts(verify_rejection, draft, target).items()
+        if verdict.accepted
+    )
+    assert found == pytest.approx(np.minimum(target(()), drafter(())).sum(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "counts", "replacement"),
+    [
+        (3, (2, 2), False),
+        (3, (3, 1), False),
+        (3, (1, 2), False),
+        (5, (3,), False),
+        (4, (4,), False),
+        (4, (3,), True),
+        (3, (2, 1), True),
+        (3, (1, 2), True),
+    ],
+)
+def test_a_tree_is_lossless(size: int, counts: tuple[int, ...], replacement: bool) -> None:
+    target, drafter = random_laws(5, size), random_laws(6, size)
+    made = drafts(drawn(*counts, law=drafter), len(counts), replacement=replacement)
+    check_lossless(verify_rejection, made, target, len(counts))
+
+
+def test_repetitions_may_be_dropped() -> None:
+    target, drafter = random_laws(7, 4), random_laws(8, 4)
+    made = drafts(drawn(3, law=drafter), 1, replacement=True, repeats=False)
+    check_lossless(verify_rejection, made, target, 1)
+
+
+def test_siblings_raise_acceptance() -> None:
+    target, drafter = random_laws(9, 5), random_laws(10, 5)
+    recovered = []
+    for count in (1, 2, 3, 5):
+        found = 0.0
+        for weight, draft in drafts(drawn(count, law=drafter), 1):
+            for verdict, chance in verdicts(verify_rejection, draft, target).items():
+                found += weight * chance * (not verdict.accepted)
+        recovered.append(found)
+    assert recovered == sorted(recovered, reverse=True)
+    assert recovered[0] > recovered[1] > recovered[2] > recovered[3]
+    # All tokens of the vocabulary are proposed: nothing can be left.
+    assert recovered[3] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("order", ["cdd", "dcd", "ddc", "dce", "ecd"])
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_certain_and_drawn_siblings_of_several_drafters_mix(order: str, replacement: bool, repeats: bool) -> None:
+    target, one, other = random_laws(11, 4), random_laws(12, 4), random_laws(13, 4)
+
+    kinds: dict[str, Law | int] = {"c": 2, "d": one(()), "e": other(())}
+    made = drafts(lambda path: [kinds[kind] for kind in order], 1, replacement=replacement, repeats=repeats)
+    check_lossless(verify_rejection, made, target, 1)
+
+
+def test_mixed_siblings_have_children_of_their_own() -> None:
+    target, drafter = random_laws(11, 3), random_laws(12, 3)
+
+    def siblings(path: Path) -> list[Law | int]:
+        return [drafter(()), 2] if not path else [1, drafter(path)] if path[0] == 2 else [drafter(path)]
+
+    check_lossless(verify_rejection, drafts(siblings, 2, repeats=False), target, 2)
+
+
+def test_certain_guesses_are_accepted_as_often_as_the_target_takes_them() -> None:
+    target = random_laws(14, 4)
+    draft = make_draft((-1, 2, None), (-1, 0, None), (0, 1, None))
+    found = verdicts(verify_rejection, draft, target)
+    p = target(())
+    assert sum(w for v, w in found.items() if v.accepted[:1] == (0,)) == pytest.approx(p[2], abs=1e-5)
+    assert sum(w for v, w in found.items() if v.accepted == (1,)) == pytest.approx(p[0], abs=1e-5)
+    assert sum(w for v, w in found.items() if v.accepted == (0, 2)) == pytest.approx(p[2] * target((2,))[1], abs=1e-5)
+    check_lossless(verify_rejection, iter([(1.0, draft)]), target, 2)
+
+
+def select(rule: Callable[[Draft], Draft], made: Iterator[tuple[float, Draft]]) -> Iterator[tuple[float, Draft]]:
+    """What becomes of drafts if a policy looks at what was drawn."""
+    return ((weight, rule(draft)) for weight, draft in made)
+
+
+def test_what_must_not_be_done_with_drawn_guesses_is_seen() -> None:
+    target, drafter = random_laws(15, 4), random_laws(16, 4)
+    q = drafter(())
+
+    def by_probability(draft: Draft) -> Draft:
+        tokens = sorted(draft.tokens, key=lambda token: -q[token])
+        return make_draft(*((-1, token, q) for token in tokens))
+
+    def only_likely(draft: Draft) -> Draft:
+        return draft if q[draft.tokens[0]] > 0.3 else make_draft()
+
+    def cut_by_what_followed(draft: Draft) -> Draft:
+        return draft if draft.tokens[1] == 0 else make_draft()
+
+    def certain(rule: Callable[[Draft], Draft]) -> Callable[[Draft], Draft]:
+        def ruled(draft: Draft) -> Draft:
+            kept = rule(draft)
+            return make_draft(*zip(kept.parents, kept.tokens, [None] * len(kept), strict=True))
+
+        return ruled
+
+    for rule, counts in ((by_probability, (2,)), (only_likely, (1,)), (cut_by_what_followed, (1, 1))):
+
+        def made(counts: tuple[int, ...] = counts) -> Iterator[tuple[float, Draft]]:
+            return drafts(drawn(*counts, law=drafter), len(counts))
+
+        assert lossless_error(verify_rejection, select(rule, made()), target, len(counts)) > 1e-3
+        check_lossless(verify_rejection, select(certain(rule), made()), target, len(counts))
+
+
+@pytest.mark.parametrize("name", ["rejection", "k-seq"])
+def test_guesses_that_foretell_the_keyed_choice_may_be_chosen_by_it(name: str) -> None:
+    # The token that plain decoding would take is proposed, but only where it is token 0.
+    target = random_laws(17, 3)
+    seen = np.zeros(3)
+    edges = np.concatenate([[0], np.cumsum(target(()))])
+    for token, mass in enumerate(np.diff(edges)):
+        draft = make_draft((-1, 0, None)) if token == 0 else make_draft()
+
+        def verify(
+            draft: Draft, view: TableTarget, verify: Callable[..., Verdict] = VERIFIERS[name].verify, token: int = token
+        ) -> Verdict:
+            view.token = lambda node: token  # type: ignore[method-assign]
+            return verify(draft, view)
+
+        for verdict, weight in verdicts(verify, draft, target).items():  # type: ignore[arg-type]
+            seen[draft.tokens[0] if verdict.accepted else verdict.token] += mass * weight
+    np.testing.assert_allclose(seen, target(()), atol=3e-5)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-53])
+def test_equal_laws_always_accept_and_leave_no_gap(u: float) -> None:
+    law = random_laws(18, 5)
+    for token in range(5):
+        draft = make_draft((-1, token, law(()).copy()))
+        verdict = verify_rejection(draft, TableTarget(draft, law, lambda depth, draw: u))
+        assert verdict.accepted == (0,)
+        assert verdict.bonus
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_one_hot_targets_are_followed(certain: bool) -> None:
+    hot = np.array([0.0, 0, 1, 0])
+    flat = None if certain else np.full(4, 0.25)
+    draft = make_draft((-1, 0, flat), (-1, 2, flat), (1, 1, flat), (1, 3, flat))
+    for u in (0.0, 0.3, 1 - 2.0**-53):
+        verdict = verify_rejection(draft, TableTarget(draft, lambda path: hot, lambda depth, draw, u=u: u))  # type: ignore[misc]
+        assert verdict == Verdict((1,), 2, bonus=False)
+
+
+def test_one_hot_drafters_are_certain() -> None:
+    target = random_laws(19, 4)
+    hot = np.array([0.0, 1, 0, 0])
+    certain, law = make_draft((-1, 1, None), (-1, 3, None)), make_draft((-1, 1, hot), (-1, 3, None))
+    assert verdicts(verify_rejection, certain, target) == verdicts(verify_rejection, law, target)
+    # A second draw from a law that had one token is none; it counts as certain rather than divide by nothing.
+    check_lossless(verify_rejection, iter([(1.0, make_draft((-1, 1, hot), (-1, 3, hot)))]), target, 1)
+
+
+def test_a_residual_lost_to_rounding_leaves_the_law() -> None:
+    law = np.array([0.25, 0.75])
+    np.testing.assert_array_equal(residual(law, law), law)
+    np.testing.assert_array_equal(without(np.array([0.0, 1.0]), [1]), [0, 1])
+    # The target's mass is one rounding short of certain, and the test falls into the gap.
+    nearly = np.array([0.0, np.nextafter(1, 0), 0])
+    draft = make_draft((-1, 1, np.array([0.0, 1, 0])))
+    verdict = verify_rejection(draft, TableTarget(draft, lambda path: nearly, lambda depth, draw: 1 - 2.0**-53))
+    assert (verdict.accepted, verdict.token) == ((), 1)
+
+
+def test_tiny_probabilities_neither_warn_nor_overflow() -> None:
+    target = np.array([1.0, 5e-324, 0])
+    drafter = np.array([5e-324, 5e-324, 1.0])
+    for token in range(3):
+        draft = make_draft((-1, token, drafter), (-1, (token + 1) % 3, drafter))
+        for u in (0.0, 0.5, 1 - 2.0**-53):
+            for rule in ("rejection", "k-seq"):
+                view = TableTarget(draft, lambda path: target, lambda depth, draw, u=u: u)  # type: ignore[misc]
+                verdict = VERIFIERS[rule].verify(draft, view)
+                assert verdict.token in (0, 1)
+
+
+def test_the_inverse_cdf_runs_in_order_of_token_and_never_gives_the_impossible() -> None:
+    law = np.array([0.0, 0.25, 0, 0.5, 0.25, 0])
+    assert [draw_from(law, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53)] == [1, 1, 3, 3, 4, 4]
+    assert draw_from(law * 7, 0.25) == 3
+    short = np.array([0.1] * 3 + [0.0])
+    assert draw_from(short, 1 - 2.0**-53) == 2

@@ -1,0 +1,107 @@
+"""What holds for every rule of verification, and finding them by name."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.speculation.contracts import Draft, Law
+from edgeinfer.runtime.speculation.verification import VERIFIERS, find_verification
+from tests.runtime.speculation.verification.enumeration import TableTarget, make_draft
+
+SIZE = 5
+weights = st.lists(st.just(0.0) | st.floats(1e-12, 1) | st.just(1e-300), min_size=SIZE, max_size=SIZE).filter(
+    lambda row: sum(row) > 0
+)
+
+
+@st.composite
+def laws(draw: st.DrawFn) -> Law:
+    row = np.array(draw(weights))
+    row /= row.sum()
+    row.flags.writeable = False
+    return row
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Draft:
+    """Any draft at all: repeated siblings, laws that rule their token out, certain guesses."""
+    some = draw(st.lists(laws(), min_size=1, max_size=3))
+    nodes = [
+        (draw(st.integers(-1, n - 1)), draw(st.integers(0, SIZE - 1)), draw(st.sampled_from([*some, None])))
+        for n in range(draw(st.integers(0, 9)))
+    ]
+    return make_draft(*nodes)
+
+
+def number(seed: int, depth: int, draw: int) -> float:
+    """Any number in [0, 1), its ends among the likelier ones."""
+    digest = hashlib.blake2b(f"{seed} {depth} {draw}".encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "little")
+    return (0.0, 1 - 2.0**-53, (value >> 11) * 2.0**-53)[min(value % 8, 2)]
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+@settings(deadline=None, max_examples=60)
+@given(draft=trees(), table=st.lists(laws(), min_size=1, max_size=4), seed=st.integers(0, 2**32))
+def test_a_verdict_is_a_path_of_possible_tokens(name: str, draft: Draft, table: list[Law], seed: int) -> None:
+    def after(path: tuple[int, ...]) -> Law:
+        return table[(len(path) + sum(path)) % len(table)]
+
+    view = TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw))
+    rule = find_verification(name)
+    verdict = rule.verify(draft, view)
+    assert verdict == rule.verify(draft, view)
+    parent = -1
+    for node in verdict.accepted:
+        assert draft.parents[node] == parent
+        assert after(tuple(draft.path(parent)))[draft.guesses[node].token] > 0
+        parent = node
+    assert after(tuple(draft.path(parent)))[verdict.token] > 0
+    assert verdict.bonus == (not draft.children(parent))
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+@settings(deadline=None, max_examples=60)
+@given(draft=trees(), choice=st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=4), seed=st.integers(0, 2**32))
+def test_greedy_text_is_the_same_by_every_rule(name: str, draft: Draft, choice: list[int], seed: int) -> None:
+    def after(path: tuple[int, ...]) -> Law:
+        law = np.zeros(SIZE)
+        law[choice[(len(path) + sum(path)) % len(choice)]] = 1
+        return law
+
+    verdict = find_verification(name).verify(
+        draft, TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw))
+    )
+    text = [*(draft.guesses[node].token for node in verdict.accepted), verdict.token]
+    for depth, token in enumerate(text):
+        assert token == int(after(tuple(text[:depth])).argmax())
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_an_empty_draft_gives_one_token_of_the_law(name: str) -> None:
+    law = np.array([0.0, 0.25, 0.75])
+    for u, token in ((0.0, 1), (0.24, 1), (0.25, 2), (1 - 2.0**-53, 2)):
+        view = TableTarget(Draft(), lambda path: law, lambda depth, draw, u=u: u)  # type: ignore[misc]
+        verdict = find_verification(name).verify(Draft(), view)
+        assert (verdict.accepted, verdict.token, verdict.bonus) == ((), token, True)
+
+
+def test_rules_are_found_by_name() -> None:
+    assert list(VERIFIERS) == ["keyed", "rejection", "k-seq", "typical"]
+    for name, rule in VERIFIERS.items():
+        assert find_verification(name) is rule
+        assert rule.name == name
+    assert [name for name, rule in VERIFIERS.items() if not rule.lossless] == ["typical"]
+    assert [name for name, rule in VERIFIERS.items() if rule.stochastic] == ["rejection", "k-seq"]
+    assert [name for name, rule in VERIFIERS.items() if rule.iid_chains] == ["k-seq"]
+
+
+def test_an_unknown_rule_lists_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"verification 'exact'.*keyed, rejection, k-seq, typical"):
+        find_verification("exact")

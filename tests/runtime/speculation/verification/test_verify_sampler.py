@@ -1,0 +1,170 @@
+"""Verification against the real sampler: penalties, bans and truncation act at each node with its path's counts."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.sampling import Sampler, TokenCounts, uniform
+from edgeinfer.runtime.speculation.contracts import Draft, Law
+from edgeinfer.runtime.speculation.verification import VERIFIERS
+from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from tests.runtime.speculation.verification.enumeration import (
+    drafts,
+    make_draft,
+    output_law,
+    plain_law,
+    random_laws,
+)
+
+SIZE = 4
+PROMPT, REPLY = (1, 1, 2), (3, 0)
+BANNED = 3
+CONFIG = GenerationConfig(
+    temperature=0.8,
+    repetition_penalty=1.4,
+    frequency_penalty=0.7,
+    presence_penalty=0.3,
+    logit_bias={BANNED: -math.inf, 0: 0.5},
+)
+
+
+def logits(text: tuple[int, ...]) -> NDArray[np.float32]:  # (V,)
+    """Of a model that looks at the last two tokens."""
+    return np.random.default_rng([5, *text[-2:]]).normal(0, 2, SIZE).astype(np.float32)
+
+
+class SampledTarget:
+    """The target's view with a sampler behind it, as a generation would have it."""
+
+    def __init__(self, draft: Draft, sampler: Sampler, text: tuple[int, ...], prompt: int) -> None:
+        self._draft, self._sampler, self._text = draft, sampler, text
+        self._counts = TokenCounts(text[:prompt])
+        for token in text[prompt:]:
+            self._counts.push(token)
+
+    def token(self, node: int) -> int:
+        path = self._pushed(node)
+        token = self._sampler.token(logits((*self._text, *path)), len(self._text) + len(path), self._counts)
+        self._counts.pop(len(path))
+        return token
+
+    def law(self, node: int) -> Law:
+        path = self._pushed(node)
+        law = self._sampler.probabilities(logits((*self._text, *path)), self._counts)
+        self._counts.pop(len(path))
+        return law
+
+    def chance(self, depth: int, draw: int) -> float:
+        return uniform(self._sampler.seed, len(self._text) + depth, 1 + draw)
+
+    def _pushed(self, node: int) -> list[int]:
+        path = self._draft.path(node)
+        for token in path:
+            self._counts.push(token)
+        return path
+
+
+def chain(tokens: tuple[int, ...]) -> Draft:
+    return make_draft(*((place - 1, token, None) for place, token in enumerate(tokens)))
+
+
+@cache
+def law_after(path: tuple[int, ...]) -> Law:
+    """As verification sees it after a chain of drafted tokens."""
+    draft = chain(path)
+    return SampledTarget(draft, Sampler(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT)).law(len(path) - 1)
+
+
+@cache
+def law_by_hand(path: tuple[int, ...]) -> Law:
+    """From the definitions, token by token."""
+    row = logits((*PROMPT, *REPLY, *path)).astype(np.float64)
+    reply = (*REPLY, *path)
+    weights = []
+    for token, value in enumerate(row):
+        value += CONFIG.logit_bias.get(token, 0.0)
+        if token in PROMPT + reply:
+            value = value / 1.4 if value > 0 else value * 1.4
+        value -= 0.7 * reply.count(token) + 0.3 * (token in reply)
+        weights.append(math.exp(value / 0.8))
+    return np.array(weights) / sum(weights)
+
+
+@pytest.mark.parametrize("tokens", [(2, 2, 2), (1, 2, 0), (0, 1, 0), (2, BANNED, 1)])
+def test_the_law_at_each_depth_counts_the_path(tokens: tuple[int, ...]) -> None:
+    view = SampledTarget(chain(tokens), Sampler(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT))
+    for node in (2, -1, 1, 0, 2):  # in any order: nothing is left behind
+        law = view.law(node)
+        np.testing.assert_allclose(law, law_by_hand(tokens[: node + 1]), rtol=1e-5)
+        assert law[BANNED] == 0
+
+
+def test_the_counts_of_the_path_matter() -> None:
+    with_path, without_path = (
+        law_by_hand((2, 2)),
+        Sampler(CONFIG, SIZE, 0).probabilities(logits((2, 2)), TokenCounts((*PROMPT, *REPLY))),
+    )
+    assert np.abs(with_path - without_path).max() > 0.05
+
+
+@pytest.mark.parametrize(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("keyed", 2)])
+def test_text_has_the_law_of_plain_sampling(name: str, width: int) -> None:
+    # The drafter knows of no penalty and no ban.
+    drafter, depth = random_laws(41, SIZE, zeros=1), 3 if width == 1 else 2
+    assert drafter(())[BANNED] > 0
+    rule = VERIFIERS[name]
+    made = drafts(lambda path: [drafter(path)] * (1 if path else width), depth, replacement=rule.iid_chains)
+    got = output_law(rule.verify, made, law_after, depth + 1)
+    np.testing.assert_allclose(got, plain_law(law_by_hand, depth + 1), atol=3e-5)
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_banned_token_is_never_accepted_nor_drawn(name: str) -> None:
+    q = np.array([0.1, 0.1, 0.1, 0.7])
+    for law in (None, q):
+        draft = make_draft((-1, BANNED, law), (0, 1, law), (-1, 2, law), (2, BANNED, law))
+        for seed in range(100):
+            view = SampledTarget(draft, Sampler(CONFIG, SIZE, seed), (*PROMPT, *REPLY), len(PROMPT))
+            verdict = VERIFIERS[name].verify(draft, view)
+            assert verdict.accepted in ((), (2,))
+            assert verdict.token != BANNED
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 0.0}], ids=str)
+def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[str, float]) -> None:
+    rng = np.random.default_rng(8)
+    config = GenerationConfig(
+        **{  # type: ignore[arg-type]
+            "temperature": 1.1,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.2,
+            "logit_bias": {BANNED: -1.0},
+            **options,
+        }
+    )
+    for seed in range(8):
+        sampler = Sampler(config, SIZE, seed)
+        plain: tuple[int, ...] = PROMPT
+        text: tuple[int, ...] = PROMPT
+        while len(plain) < 40:
+            plain += (SampledTarget(Draft(), sampler, plain, len(PROMPT)).token(-1),)
+        rounds = 0
+        while len(text) < 40:
+            # A tree with the right text in it for as long as chance has it.
+            right, nodes, at = plain[len(text) :], list[tuple[int, int, None]](), -1
+            for token in right[: rng.integers(0, 5)]:
+                nodes.append((at, int(rng.integers(SIZE)), None))
+                nodes.append((at, token, None))
+                at = len(nodes) - 1
+            draft = make_draft(*nodes)
+            verdict = verify_keyed(draft, SampledTarget(draft, sampler, text, len(PROMPT)))
+            text += (*(draft.guesses[node].token for node in verdict.accepted), verdict.token)
+            rounds += 1
+        assert text[:40] == plain
+        assert rounds < 30
