@@ -1,37 +1,29 @@
 """Loading a model and asking it for text; knows nothing of graphs, passes or how a bundle is made.
 
-The data's way: `load` opens the bundle, plans its memory and makes a backend; `Model.stream` turns a prompt into tokens
-and hands them to a `TokenStream`.
+The way of the data: `load` has bundles opened and the parts of a model made (`loading`); `Model.stream` turns a prompt
+into tokens and hands them to a `TokenStream`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.generation import ModelParts, TokenStream
-from edgeinfer.hub import resolve
+from edgeinfer.loading import Bundles, make_parts
 from edgeinfer.openai import chat_completion
 from edgeinfer.results import LoadCosts, ModelInfo, PassWork, Result
 from edgeinfer.runtime import measure
-from edgeinfer.runtime.backends import make_backend, run_layout
 from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
-from edgeinfer.runtime.plan import MemoryPlan, make_plan
-from edgeinfer.runtime.speculation.assembly import make_speculator
-from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
-from edgeinfer.runtime.text import ChatTemplate, Tokenizer
-from edgeinfer.text_files import boundary_ids, chat_template
+from edgeinfer.runtime.plan import MemoryPlan
+from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.text_files import chat_template
 from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
 
 __all__ = ["Model", "TokenStream", "TuneResult", "load", "plan"]
@@ -85,53 +77,8 @@ def load(
     budget = None if memory is None else parse_size(memory)
     drafting = (speculation, draft, draft_max, remember)
     config = LoadConfig(context, budget, threads, exact, prefill_chunk, backend, native, *drafting)
-    bundles = _Bundles.open(model, config)
-    memory_plan = bundles.plan(config)
-    memory_plan.require_fit()
-    return_large_frees()
-    bundle = bundles.target
-    # The tokenizer first: parsing it takes more than it keeps, and what it frees must be gone before the weights come.
-    parsing, before = time.perf_counter(), process_memory().anonymous
-    tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
-    release_freed()
-    tokenizer_ms, tokenizer_bytes = (time.perf_counter() - parsing) * 1e3, process_memory().anonymous - before
-    engine = Engine(make_backend(bundle, config, memory_plan, progress), memory_plan.prefill_chunk)
-    speculator = make_speculator(engine.backend, config, memory_plan, bundle, bundles.drafter)
-    manifest = bundle.manifest
-    info = ModelInfo(
-        name=manifest.name,
-        architecture=manifest.architecture,
-        parameters=manifest.parameters,
-        bits_per_weight=round(manifest.bits_per_weight, 3),
-        backend=engine.backend.name,
-        kernel=engine.backend.kernel,
-    )
-    begin_ids, eos_ids = boundary_ids(bundle)
-    costs = LoadCosts((time.perf_counter() - started) * 1e3, tokenizer_ms, tokenizer_bytes)
-    tensors = tensors_in(manifest, memory_plan.layout)
-    parts = ModelParts(engine, tokenizer, memory_plan, info, begin_ids, eos_ids, costs, tensors, speculator)
-    return Model(parts, chat_template(bundle))
-
-
-@dataclass(frozen=True)
-class _Bundles:
-    """What is loaded: the model, and the small one that drafts for it."""
-
-    target: Bundle
-    drafter: Bundle | None
-
-    @classmethod
-    def open(cls, model: str | Path | None, config: LoadConfig) -> _Bundles:
-        target = open_bundle(resolve(model))
-        if config.draft_model is None:
-            return cls(target, None)
-        drafter = open_bundle(resolve(config.draft_model))
-        check_same_vocabulary(target, drafter)
-        return cls(target, drafter)
-
-    def plan(self, config: LoadConfig) -> MemoryPlan:
-        layout = run_layout(self.target, config)
-        return make_plan(self.target, config, layout, self.drafter)
+    bundles = Bundles.open(model, config)
+    return Model(make_parts(bundles, config, progress, started), chat_template(bundles.target))
 
 
 def plan(
@@ -159,7 +106,7 @@ def plan(
         draft_model=None if draft_model is None else str(draft_model),
         draft_max=draft_max,
     )
-    return _Bundles.open(model, config).plan(config)
+    return Bundles.open(model, config).plan(config)
 
 
 class Model:
@@ -332,10 +279,12 @@ class Model:
             UsageError: a prompt has no reply to score by, or the context is too small.
         """
         self._require_idle()
-        texts = [self.tokenize(prompt) for prompt in prompts or TUNING_PROMPTS]
+        texts = [self.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
         options = {"granularity": granularity, "evaluations": evaluations, "seed": seed, "progress": progress}
-        result = tune_by(texts, self.generate, self._parts.engine.backend, **options)
-        self._parts.engine.forget()
+        try:
+            result = tune_by(texts, self.generate, self._parts.engine.backend, **options)
+        finally:
+            self._parts.engine.forget()
         self._parts.speculator.tuned(result.tuning)
         return result
 

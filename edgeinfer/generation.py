@@ -162,11 +162,16 @@ class TokenStream:
         config, parts = self._config, self._parts
         seed = config.seed if config.seed is not None else time.time_ns()
         sampler = Sampler(config, parts.engine.backend.geometry.vocab_size, seed)
-        constraint = None
-        if config.choices:
-            ids = [parts.tokenizer.encode(text, add_special_tokens=False) for text in config.choices]
-            constraint = ChoiceConstraint(ids, self._stop_ids)
-        return TokenChooser(sampler, self._prompt, constraint)
+        return TokenChooser(sampler, self._prompt, self._constraint() if config.choices else None)
+
+    def _constraint(self) -> ChoiceConstraint:
+        parts, vocabulary = self._parts, self._parts.engine.backend.geometry.vocab_size
+        choices = [parts.tokenizer.encode(text, add_special_tokens=False) for text in self._config.choices]
+        for text, ids in zip(self._config.choices, choices, strict=True):
+            if max(ids, default=0) >= vocabulary:
+                message = f"The choice {text!r} holds a token id outside the model's vocabulary of {vocabulary}."
+                raise UsageError(message, "Leave it out, or spell it in another way.")
+        return ChoiceConstraint(choices, [token for token in self._stop_ids if 0 <= token < vocabulary])
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text, matched = self._stops.push(self._decoder.flush())
@@ -201,7 +206,7 @@ class TokenStream:
             speculation=parts.speculator.summary(self._config, self._rounds, timings.per_token_ms),
             model=parts.info,
         )
-        parts.speculator.finished()
+        parts.speculator.finished(self._rounds)
         self._on_finish(self._result)
 
     def _timings(self) -> Timings:

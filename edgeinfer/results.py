@@ -225,7 +225,13 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""
-        data = dataclasses.asdict(self)
-        data["token_ids"] = list(self.token_ids)
+        data: dict[str, Any] = _listed(dataclasses.asdict(self))
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data
+
+
+def _listed(value: Any) -> Any:
+    """The same with lists for tuples, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _listed(inner) for key, inner in value.items()}
+    return [_listed(inner) for inner in value] if isinstance(value, tuple) else value

@@ -137,11 +137,10 @@ class Engine:
             token = chooser.token(self._take_in(prompt), len(prompt))
             chooser.accept(token)
             tokens: Sequence[int] = (token,)
+            # Drafters take in the prompt too, which belongs to the first token's time.
+            rounds.begin([*prompt, token])
             now = time.perf_counter()
-            # The first token goes out before drafters take in the prompt.
             yield Step(token, (now - begun) * 1e3)
-            if left > 1 and token not in stop_ids and not self._cancelled.is_set():
-                rounds.begin([*prompt, token])
             while True:
                 left -= len(tokens)
                 if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
@@ -151,6 +150,8 @@ class Engine:
                 self._tokens += [root, *tokens[:-1]]
                 now = time.perf_counter()
                 for place, token in enumerate(tokens):
+                    if place and self._cancelled.is_set():
+                        return
                     yield Step(token, 0.0 if place else (now - begun) * 1e3)
         except PassCancelledError:
             return

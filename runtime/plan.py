@@ -104,7 +104,7 @@ class MemoryPlan:
 
 
 def make_plan(
-    bundle: Bundle, config: LoadConfig, layout: Layout | None = None, drafter: Bundle | None = None
+    bundle: Bundle, config: LoadConfig, layout: Layout | None = None, drafter: tuple[Bundle, Layout] | None = None
 ) -> MemoryPlan:
     """Plans a bundle for a process that has its libraries imported and nothing loaded yet.
 
@@ -112,7 +112,7 @@ def make_plan(
 
     Args:
         layout: the layout of weights that will run; None is the one the bundle stores.
-        drafter: a small model that drafts for it.
+        drafter: a small model that drafts for it, and the layout of its weights.
 
     Raises:
         ContextLengthError: the context asked for is larger than the model allows.
@@ -126,7 +126,8 @@ def make_plan(
         if draft_max:
             terms["drafting"] = drafting_bytes(config, bundle.manifest.geometry, context, draft_max)
         if draft_max and drafter is not None:
-            own = _terms(drafter, drafter.manifest.layout, min(context, drafter.manifest.geometry.max_positions), chunk)
+            small, its_layout = drafter
+            own = _terms(small, its_layout, min(context, small.manifest.geometry.max_positions), chunk)
             terms["draft_model"] = sum(own.values()) - own["tokenizer"]
         # The tokenizer is parsed before anything else is there; only what that takes beyond all the rest counts.
         parsing = (_TOKENIZER_FACTOR + _TOKENIZER_PARSING) * _tokenizer_bytes(bundle) - sum(terms.values())

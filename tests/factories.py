@@ -147,7 +147,7 @@ def make_tokenizer(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
 
 
-def make_bigram_bundle(folder: Path, capacity: int = 64) -> Path:
+def make_bigram_bundle(folder: Path, capacity: int = 128) -> Path:
     """A bundle of the kind that Optimum exports: its logits depend on the last token alone, and its cache on nothing.
 
     Its backend verifies chains, and can neither skip layers nor verify trees.
@@ -172,6 +172,6 @@ def make_bigram_bundle(folder: Path, capacity: int = 64) -> Path:
     make_tokenizer(folder)
     (folder / "tokenizer_config.json").unlink()
     (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": [1]}')
-    geometry = Geometry(_VOCABULARY, 2, 1, 1, 2, capacity)
-    seal(folder, Manifest("bigrams", "Bigrams", "onnx-optimum", geometry, table.size, Capabilities(False, False, False)))
+    geometry, chains = Geometry(_VOCABULARY, 2, 1, 1, 2, capacity), Capabilities(False, False, False)
+    seal(folder, Manifest("bigrams", "Bigrams", "onnx-optimum", geometry, table.size, chains))
     return folder

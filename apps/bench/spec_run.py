@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class SpecOptions:
         load: options of `edgeinfer.load`.
         data: folder of data sets; None takes the built-in prompts.
         per_category: prompts of each category at most.
+        warm_up: further prompts of each category that are answered first, so that drafters have learnt from some texts;
+            they are not timed.
         categories: only these, or of these sources; None is all.
         checkpoint: a small Llama checkpoint, which `expand` and `llamacpp` need.
         expand: benchmark the checkpoint cost-expanded to this shape.
@@ -56,6 +59,7 @@ class SpecOptions:
     load: Mapping[str, Any] = field(default_factory=dict)
     data: Path | None = None
     per_category: int = 4
+    warm_up: int = 0
     categories: tuple[str, ...] | None = None
     checkpoint: Path | None = None
     expand: str | None = None
@@ -67,6 +71,8 @@ class SpecOptions:
     def __post_init__(self) -> None:
         if self.per_category < 1:
             raise UsageError(f"per_category must be at least 1, not {self.per_category}.", "See --help.")
+        if self.warm_up < 0:
+            raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
         if self.expand and self.model:
             raise UsageError("A bundle cannot be expanded.", "Give a checkpoint with --checkpoint, and no -m.")
         if (self.expand or self.llamacpp) and self.checkpoint is None:
@@ -82,11 +88,20 @@ class SpecOptions:
         shape = find_shape(self.expand) if self.expand else None
         return TrainedArtifacts(self.work, self.checkpoint, shape, rebuild=self.rebuild)
 
-    def prompts(self) -> list[Prompt]:
-        """Of the data sets, or the built-in ones."""
+    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
+        count = self.per_category + self.warm_up
         if self.data is None:
-            return builtin_prompts(self.per_category, self.categories)
-        return load_prompts(self.data, self.per_category, categories=self.categories)
+            found = builtin_prompts(count, self.categories)
+        else:
+            found = load_prompts(self.data, count, categories=self.categories)
+        timed: list[Prompt] = []
+        warming: list[Prompt] = []
+        for _, of_category in groupby(found, key=lambda prompt: prompt.category):
+            prompts = list(of_category)
+            timed += prompts[: self.per_category]
+            warming += prompts[self.per_category :]
+        return timed, warming
 
 
 def run_spec(
@@ -102,7 +117,7 @@ def run_spec(
         EdgeInferError: files cannot be made, the model cannot be loaded, or it failed.
         KeyboardInterrupt: before the first prompt was done.
     """
-    prompts = options.prompts()
+    prompts, warming = options.prompts()
     artifacts = options.artifacts()
     bundle = str(artifacts.bundle(BundleKind(bits=options.bits))) if artifacts and options.expand else options.model
     config, skipped = options.config, dict[str, str]()
@@ -119,6 +134,11 @@ def run_spec(
             worker = stack.enter_context(Worker("llamacpp", arguments))
             modes += llamacpp_modes(worker, config, _stop_ids(artifacts.checkpoint()))
         recorded = {**loading, **asdict(config.sampling), "repeats": config.repeats, "expand": options.expand}
+        recorded["warm_up"] = len(warming)
+        for item in tokenize_prompts(model, warming, config.sampling.max_tokens):
+            for mode in modes:
+                mode.reply(item.ids)
+                mode.learn()
         environment = describe_environment(model.info, threads, recorded)
         done: list[PromptTimes] = []
         finished = True

@@ -64,6 +64,8 @@ def _add_workload(parser: Parser) -> None:
     text = "only these, or all of a source: tales/retell,gsm8k"
     group.add_argument("--categories", type=_names, metavar="LIST", help=text)
     group.add_argument("--per-category", type=int, default=4, metavar="N", help="prompts of each (default: 4)")
+    text = "further prompts of each that drafters learn from first, untimed (default: 0)"
+    group.add_argument("--warm-up", type=int, default=0, metavar="N", help=text)
     group.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="of a reply (default: 128)")
     group.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="a prompt's figure is their median (default: 3)"
@@ -125,6 +127,7 @@ def _options(args: argparse.Namespace) -> SpecOptions:
         load=load_options(args),
         data=args.data,
         per_category=args.per_category,
+        warm_up=args.warm_up,
         categories=args.categories,
         checkpoint=args.checkpoint,
         expand=args.expand,

@@ -2,11 +2,14 @@
 
 A guess's estimate is its cell's share of successes, drawn towards the drafter's prior while there is little evidence,
 times a factor for its place in the draft: behind guesses that are themselves uncertain the shares of single cells
-multiply to a little too much or too little.
+multiply to a little too much or too little. Of several guesses for one place the one of highest estimate is taken, and
+the highest of several estimates is too high on average (the winner's curse), so what became of guesses that were taken
+is learnt once more, by how high they were estimated.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +29,9 @@ _PRIOR_WEIGHT = 4.0
 _MEMORY = 200.0
 # Guesses that a drafter's mean runs over.
 _LATEST = 20.0
+# Buckets of estimates whose reliability is learnt, the observations a bucket remembers, and those that 1 counts for.
+_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96)
+_TAKEN_MEMORY, _TAKEN_WEIGHT = 100.0, 6.0
 # No guess is certain; a chain of certain ones would be worth any length.
 _SUREST = 0.999
 # Places in a draft that are told apart; those behind share the last one's factor.
@@ -44,6 +50,7 @@ class _Record:
         # Successes and what the cells expected of them, by place.
         self.came = [0.0] * _DEPTHS
         self.expected = [0.0] * _DEPTHS
+        self.taken = [[0.0, 0.0] for _ in range(len(_EDGES) + 1)]  # successes, and what was expected of them
         self.mean = float(np.mean(priors))
 
     def refresh(self, sign: int, agreement: int) -> None:
@@ -68,6 +75,16 @@ class Acceptance:
         factor = (record.came[place] + _DEPTH_WEIGHT) / (record.expected[place] + _DEPTH_WEIGHT)
         return min(record.estimates[sign][agreement] * factor, _SUREST)
 
+    def reliable(self, drafter: str, estimate: float) -> float:
+        """Probability of a guess that is taken because its estimate is the highest."""
+        came, expected = self._records[drafter].taken[bisect_right(_EDGES, estimate)]
+        return min(estimate * (came + _TAKEN_WEIGHT) / (expected + _TAKEN_WEIGHT), _SUREST)
+
+    def observe_taken(self, drafter: str, estimate: float, came: bool) -> None:
+        """Takes in what became of the guess of highest estimate at a place that was reached."""
+        cell, kept = self._records[drafter].taken[bisect_right(_EDGES, estimate)], 1 - 1 / _TAKEN_MEMORY
+        cell[0], cell[1] = cell[0] * kept + came, cell[1] * kept + estimate
+
     def mean(self, drafter: str) -> float:
         """Share of the drafter's latest guesses that came true, whatever their signs."""
         return self._records[drafter].mean
@@ -89,6 +106,7 @@ class Acceptance:
         for name, record in self._records.items():
             arrays |= {f"{name}_accepted": record.accepted.copy(), f"{name}_seen": record.seen.copy()}
             arrays[f"{name}_places"] = np.array([record.came, record.expected])
+            arrays[f"{name}_taken"] = np.array(record.taken)
         return arrays
 
     def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
@@ -108,12 +126,15 @@ class Acceptance:
         record.accepted, record.seen = accepted, seen
         for sign, agreement in np.ndindex(record.priors.shape):
             record.refresh(sign, agreement)
-        places = state.get(f"{drafter}_places")
-        if (
-            places is not None
-            and places.shape == (2, _DEPTHS)
-            and bool(np.all((places >= 0) & (places <= _MEMORY + 1)))
-        ):
+        places, taken = state.get(f"{drafter}_places"), state.get(f"{drafter}_taken")
+        if places is not None and places.shape == (2, _DEPTHS) and _are_counts(places):
             record.came, record.expected = places.tolist()
+        if taken is not None and taken.shape == (len(record.taken), 2) and _are_counts(taken):
+            record.taken = taken.tolist()
         if seen.any():
             record.mean = float(accepted.sum() / seen.sum())
+
+
+def _are_counts(array: NDArray[Any]) -> bool:
+    # NaN compares false with everything.
+    return bool(np.all((array >= 0) & (array <= _MEMORY + 1)))

@@ -34,7 +34,7 @@ def make_speculator(
         CapabilityError: the backend cannot do what a drafter that is asked for needs.
         ModelError: the draft model cannot be loaded.
     """
-    profile = Profile.open(_folder(target, config, plan, bundle) if plan.draft_max else None)
+    profile = Profile.open(_folder(target, config, plan, bundle, drafter) if plan.draft_max else None)
     model = None
     if drafter is not None and plan.draft_max:
         model = _draft_backend(drafter, config, plan)
@@ -42,11 +42,13 @@ def make_speculator(
     return Speculator(parts, config.speculation, plan.draft_max, profile, check=config.exact)
 
 
-def _folder(target: Backend, config: LoadConfig, plan: MemoryPlan, bundle: Bundle) -> Path | None:
+def _folder(
+    target: Backend, config: LoadConfig, plan: MemoryPlan, bundle: Bundle, drafter: Bundle | None
+) -> Path | None:
     if not config.remember:
         return None
     try:
-        return profile_folder(bundle, plan.layout, target.kernel, thread_count(config), config.exact)
+        return profile_folder(bundle, plan.layout, target.kernel, thread_count(config), config.exact, drafter)
     except StorageError:
         return None
 

@@ -158,7 +158,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of the target settled, told to every drafter, whoever drafted.
+    """What one pass of the target settled, told to every drafter, whoever drafted; or several plain ones, without rows.
 
     Attributes:
         draft: what was verified; may be empty.

@@ -27,6 +27,8 @@ _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 _FEWEST = 2
 # Visits to a size at most: on the smallest model the budget would allow hundreds.
 _MOST_VISITS = 12
+# Passes of one size that tell what it costs, and how far one reply's passes move what is believed.
+_ENOUGH, _PULL = 3, 0.4
 # Chains asked of a drafter at most, and guesses in each.
 _CHAINS = 8
 _CHAIN = 4
@@ -98,6 +100,26 @@ class PassCosts:
             return table[rows]
         padded = -(-rows // self.step) * self.step
         return table[-1] + (padded - self.largest) * self._slope
+
+    def following(self, observed: Mapping[int, Sequence[float]]) -> PassCosts:
+        """Costs moved towards those of passes that ran in earnest: what one busy second made dear corrects itself.
+
+        Sizes that did not run move in the proportion in which the others did, as most of what changes, other work on
+        the machine and the length of the context, changes all.
+
+        Args:
+            observed: milliseconds of passes by their rows.
+        """
+        seen = {rows: median(ms) for rows, ms in observed.items() if len(ms) >= _ENOUGH and rows <= self.largest}
+        if not seen:
+            return self
+        ratios = {rows: ms / self.ms(rows) for rows, ms in seen.items()}
+        common = median(ratios.values())
+        points = []
+        for rows, ms in self.points:
+            near = [ratios[m] for m in seen if -(-m // self.step) * self.step == -(-rows // self.step) * self.step]
+            points.append((rows, ms * (median(near) if near else common) ** _PULL))
+        return PassCosts(tuple(points), self.step)
 
     @cached_property
     def _table(self) -> list[float]:  # (largest + 1,), index 0 is not used

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from edgeinfer.runtime.speculation.costs import (
 )
 from edgeinfer.runtime.speculation.profile import Profile, stamped
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
+from edgeinfer.runtime.speculation.tally import Tally
 
 __all__ = ["DeviceCosts"]
 
@@ -36,12 +38,14 @@ _log = logging.getLogger("edgeinfer")
 _PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
-# What the governor and the commits of a round take besides passes and guesses: 40 microseconds on the machine of
-# docs/LOG.md. It is the same for every choice, so that its exact size decides nothing.
-_ROUND_MS = 0.04
+# What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known; and
+# how far one reply moves it.
+_ROUND_MS, _ROUND_PULL = 0.12, 0.4
 # A plain step that takes so many times longer than when costs were measured shows another state of the machine; one
 # that takes so much less shows that something disturbed the measurement.
 _SLOWER, _FASTER = 1.5, 0.9
+# Rounds that tell what one costs.
+_ENOUGH = 5
 _EXACT = "exact"
 
 
@@ -61,6 +65,7 @@ class DeviceCosts:
         self.exact: ExactCheck | None = None
         self._passes: PassCosts | None = None
         self._guess_ms: dict[str, float] = {}
+        self._round_ms = _ROUND_MS
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
@@ -69,6 +74,7 @@ class DeviceCosts:
         self.plain_ms = self._plain_steps()
         if kept is not None and self._same_pace(kept.passes):
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
+            self._round_ms = kept.drafts.round_ms
             self.exact = _check_from(self._profile.arrays(_EXACT))
         if self._check and self.exact is None:
             self.exact = check_exact(self._backend)
@@ -94,7 +100,21 @@ class DeviceCosts:
             self._guess_ms[drafter.name] = self._measure(drafter)
         if missing:
             self._save()
-        return stamped(self._passes, DraftCosts(dict(self._guess_ms), _ROUND_MS))
+        return stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms))
+
+    def learn(self, tally: Tally) -> None:
+        """Follows the passes and rounds of a reply; kept with the next `save`."""
+        if self._passes is None:
+            return
+        self._passes = self._passes.following(tally.pass_ms)
+        if len(tally.asking_ms) >= _ENOUGH:
+            plain = median(tally.plain_overhead_ms) if tally.plain_overhead_ms else 0.0
+            self._round_ms += _ROUND_PULL * (max(0.0, median(tally.asking_ms) - plain) - self._round_ms)
+
+    def save(self) -> None:
+        """Keeps what is known now."""
+        if self._passes is not None:
+            self._save()
 
     def forget(self, drafter: str) -> None:
         """The drafter of this name is another from now on."""
@@ -137,7 +157,7 @@ class DeviceCosts:
 
     def _save(self) -> None:
         assert self._passes is not None
-        self._profile.save_costs(stamped(self._passes, DraftCosts(dict(self._guess_ms), _ROUND_MS)))
+        self._profile.save_costs(stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms)))
 
 
 def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:

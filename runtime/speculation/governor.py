@@ -32,6 +32,11 @@ _CHEAP = 0.02
 # nobody is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
 _TRIAL = 24
 _FIRST_REST, _LONGEST_REST = 16, 1024
+# What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
+# have taken so far. Beyond that a draft may only risk what earlier ones saved, so that no reply ends up slower.
+_STAKE = 0.015
+# Where a drafter costs so much that its first guess would use that up for many tokens, this share of a pass is added.
+_FIRST_STAKE = 0.25
 # How fast the hope in a costly drafter that is no longer asked comes back: some seventy rounds to half.
 _RECOVERY = 0.01
 
@@ -52,11 +57,12 @@ class RoundCosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A guess with what it was estimated at."""
+    """A guess with what it was estimated at, before and after what is known of guesses that were taken."""
 
     drafter: str
     guess: Guess
     agreement: int
+    raw: float
     estimate: float
 
 
@@ -133,11 +139,27 @@ class Governor:
         self._spent = 0.0
         self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
         self._rest, self._next_rest = 0, _FIRST_REST
+        cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
+        self._asking_ms = self._round_ms + sum(cheap)
+        dear = any(ms > _CHEAP * self._pass_ms[0] for ms in self._guess_ms.values())
+        self._saved = _FIRST_STAKE * self._pass_ms[0] if dear else 0.0
 
     @property
     def rests(self) -> bool:
-        """Whether the next draft will be empty without anybody being asked."""
-        return self._rest > 0
+        """Whether nobody should be asked now: plain decoding has been faster, or asking is not paid for yet."""
+        return self._rest > 0 or not self._affords(self._pass_ms[0] + self._asking_ms)
+
+    @property
+    def guessed_ms(self) -> float:
+        """What the last draft's guesses cost."""
+        return self._spent
+
+    def rested(self) -> None:
+        """A plain step was taken."""
+        ms, kept = self._pass_ms[0], 1 - 1 / _ROUNDS
+        self._tokens, self._ms = self._tokens * kept + 1, self._ms * kept + ms
+        self._saved += ms * _STAKE
+        self._rest = max(0, self._rest - 1)
 
     @property
     def rate(self) -> float:
@@ -151,8 +173,6 @@ class Governor:
             room: tokens that the cache and the reply have room for.
         """
         self._begin()
-        if self._rest:
-            return Draft()
         most, tree = min(room, self._most), _Tree()
         best, length = self._worth(tree), 0
         waiting = self._children(context, tree, -1) if most > 0 else []
@@ -161,7 +181,7 @@ class Governor:
             candidate = heapq.heappop(waiting)
             tree.add(candidate)
             worth = self._worth(tree)
-            if worth > best and self._beats_plain(tree):
+            if worth > best and self._beats_plain(tree) and self._affords(self._pass_ms[len(tree)] + self._spent):
                 best, length = worth, len(tree)
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._guess_ms[asked.drafter]
@@ -177,6 +197,9 @@ class Governor:
             for asked in self._asked.get(committed[:depth], ()):
                 came = asked.guess.token == token
                 self._acceptance.observe(asked.drafter, asked.guess.sign, asked.agreement, depth, came)
+            if here := self._asked.get(committed[:depth]):
+                top = max(here, key=lambda asked: asked.estimate)
+                self._acceptance.observe_taken(top.drafter, top.raw, top.guess.token == token)
         asked_now = {asked.drafter for every in self._asked.values() for asked in every}
         for name, hope in self._hopes.items():
             target = self._acceptance.mean(name) if name in asked_now else self._first_hopes[name]
@@ -184,10 +207,8 @@ class Governor:
         kept = 1 - 1 / _ROUNDS
         ms = self._pass_ms[len(round.draft)] + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
-        if self._rest:
-            self._rest -= 1
-        else:
-            self._try(len(committed), ms)
+        self._saved += len(committed) * self._pass_ms[0] * (1 + _STAKE) - ms
+        self._try(len(committed), ms)
 
     def _try(self, tokens: int, ms: float) -> None:
         """Rests for a while where a trial of drafting was no faster than plain decoding would have been."""
@@ -203,6 +224,10 @@ class Governor:
 
     def _begin(self) -> None:
         self._asked, self._at_work, self._spent = {}, None, 0.0
+
+    def _affords(self, ms: float) -> bool:
+        """Whether a round that takes so long and gives one token only would leave the reply no slower than plain."""
+        return ms - self._pass_ms[0] * (1 + _STAKE) <= max(self._saved, 0.0)
 
     def _worth(self, tree: _Tree) -> float:
         return tree.expected - self.rate * self._pass_ms[len(tree)]
@@ -245,7 +270,8 @@ class Governor:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)
-                if barred or not spine or self._ahead(likely, self._hopes[name], size, ms) <= without:
+                affordable = self._affords(self._pass_ms[0] + self._spent + ms)
+                if barred or not spine or not affordable or self._ahead(likely, self._hopes[name], size, ms) <= without:
                     continue
             guesses = drafter.guesses(context, path, self._width if drafter.branches else 1)
             self._spent += ms
@@ -261,4 +287,5 @@ class Governor:
     def _estimated(self, name: str, guess: Guess, answers: Sequence[tuple[str, Guess]], depth: int) -> Asked:
         others = [other.token for drafter, other in answers if drafter != name]
         agreement = ALONE if not others else CONFIRMED if guess.token in others else CONTRADICTED
-        return Asked(name, guess, agreement, self._acceptance.estimate(name, guess.sign, agreement, depth))
+        raw = self._acceptance.estimate(name, guess.sign, agreement, depth)
+        return Asked(name, guess, agreement, raw, self._acceptance.reliable(name, raw))

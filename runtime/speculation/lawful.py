@@ -22,7 +22,7 @@ class LawfulGovernor(Governor):
     def draft(self, context: Context, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
-        most = 0 if self.rests else min(room, self._most)
+        most = min(room, self._most)
         guesses: list[Guess] = []
         parents: list[int] = []
         sources: list[str] = []
@@ -57,7 +57,8 @@ class LawfulGovernor(Governor):
                 hope = self._acceptance.estimate(name, guesses[0].sign, ALONE, len(path)) if guesses else 0.0
             worth = self._ahead(likely, hope, size, self._guess_ms[name])
             barred = drafter.uses_target and self._at_work not in (None, drafter)
-            if worth > most and not barred:
+            affordable = self._affords(self._pass_ms[size + 1] + self._spent + self._guess_ms[name])
+            if worth > most and not barred and affordable:
                 best, best_hope, most = drafter, hope, worth
         return best, best_hope
 
@@ -77,7 +78,7 @@ class ChainsGovernor(LawfulGovernor):
     def draft(self, context: Context, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
-        drafter, hope = (None, 0.0) if self.rests else self._most_hopeful(context, (), 1.0, 0)
+        drafter, hope = self._most_hopeful(context, (), 1.0, 0)
         length = 0 if drafter is None else self._length(drafter, hope, min(room, self._most // self._width))
         if drafter is None or length == 0:
             return Draft()
@@ -109,6 +110,6 @@ class ChainsGovernor(LawfulGovernor):
             gained += likely
             rows = depth * self._width
             worth = gained - self.rate * (self._pass_ms[rows] - self._pass_ms[0] + rows * ms)
-            if worth > best:
+            if worth > best and self._affords(self._pass_ms[rows] + rows * ms):
                 best, length = worth, depth
         return length

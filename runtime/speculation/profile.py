@@ -56,13 +56,15 @@ _MOST_BYTES = 256 << 20
 _MOST_ARRAYS = 64
 
 
-def profile_folder(bundle: Bundle, layout: Layout, kernel: str, threads: int, exact: bool) -> Path:
-    """Where the profile of a bundle as it runs here belongs; the folder need not exist.
+def profile_folder(
+    bundle: Bundle, layout: Layout, kernel: str, threads: int, exact: bool, drafter: Bundle | None = None
+) -> Path:
+    """Where the profile of a bundle as it runs here belongs, with the draft model if any; the folder need not exist.
 
     Raises:
         StorageError: this user has no home folder.
     """
-    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
+    files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
     key = json.dumps([files, layout, kernel, threads, exact, version("edgeinfer")], sort_keys=True)
     return _all_profiles() / hashlib.sha256(key.encode()).hexdigest()
 

@@ -99,7 +99,11 @@ KINDS: dict[str, Kind] = {
     ),
     "model": Kind(_model, lambda parts: parts.model is not None),
     # In "auto" the governor itself makes cascades.
-    "hierarchical": Kind(_hierarchical, _never),
+    "hierarchical": Kind(
+        _hierarchical,
+        _never,
+        lambda geometry, context: CopyDrafter.planned_bytes(context) + NgramDrafter.planned_bytes(),
+    ),
     "exit": Kind(_exit, lambda parts: parts.tuning.exit_layer is not None),
     "skip": Kind(_skip, lambda parts: parts.tuning.layer_mask is not None),
     "bits": Kind(lambda parts: BitsDrafter(parts.target), lambda parts: parts.target.capabilities.elastic),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.runtime.contracts import Backend, Floats, Ints, StepOutput
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Law, Round, Verdict
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Law, Resumption, Round, Verdict
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.spine import settle, spine_first
 from edgeinfer.runtime.speculation.tally import RoundTimes, Tally
@@ -16,6 +16,8 @@ from edgeinfer.runtime.speculation.verification import Verification
 from edgeinfer.runtime.speculation.view import PathChooser, RoundView
 
 __all__ = ["Rounds"]
+
+_ONE_ROW = np.zeros(1, np.int64)
 
 
 class Rounds:
@@ -53,6 +55,8 @@ class Rounds:
         self._settled = settled
         self._noise = noise
         self._timed = timed
+        self._untold: list[int] = []
+        self._root, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._context = Context([], self._draw, chooser.forced, self._further)
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -72,6 +76,10 @@ class Rounds:
         """
         base = self._backend.length
         assert base == len(self._context.tokens) - 1, "the cache holds all committed tokens but the root"
+        if self._governor.rests:
+            return self._plain(base)
+        if self._untold:
+            self._tell()
         try:
             return self._round(base, room)
         except BaseException:
@@ -79,13 +87,39 @@ class Rounds:
                 self._backend.truncate(base)
             raise
 
+    def _plain(self, base: int) -> tuple[int]:
+        """One token as plain decoding makes it; drafters hear of it when they are asked again."""
+        begun = time.perf_counter_ns()
+        self._root[0], self._place[0] = self._context.tokens[-1], base
+        output = self._backend.forward(self._root, self._place, _ONE_ROW)
+        verified = time.perf_counter_ns()
+        token = self._chooser.token(output.logits[0], base + 1)
+        self._chooser.accept(token)
+        self._context.tokens.append(token)
+        self._untold.append(token)
+        self._governor.rested()
+        ended = time.perf_counter_ns()
+        self.tally.add_plain((verified - begun) / 1e6, (ended - verified) / 1e6)
+        self._timed((ended - begun) / 1e6)
+        return (token,)
+
+    def _tell(self) -> None:
+        """Lets drafters catch up with plain steps."""
+        tokens = tuple(self._untold)
+        self._untold.clear()
+        nothing = np.zeros((0, self._backend.geometry.vocab_size), np.float32)
+        round = Round(Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing)
+        for drafter in self._drafters.values():
+            drafter.observe(round)
+
     def _round(self, base: int, room: int) -> tuple[int, ...]:
         begun = time.perf_counter_ns()
         # The root and the token after the last node need a place too.
         draft = spine_first(self._governor.draft(self._context, min(room - 1, self._backend.capacity - base - 1)))
         drafted = time.perf_counter_ns()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
-        output = self._verify(draft, fed, base)
+        resumption = self._resumption(draft, base)
+        output = self._verify(draft, fed, base, resumption)
         verified = time.perf_counter_ns()
         view = RoundView(self._chooser, draft, output.logits, base + 1)
         verdict = self._verification.verify(draft, view)
@@ -105,27 +139,33 @@ class Rounds:
         self._commit(round)
         ended = time.perf_counter_ns()
         times = RoundTimes((drafted - begun) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
-        self.tally.add(round, times)
+        self.tally.add(round, times, self._governor.guessed_ms)
+        if resumption is None:
+            self.tally.pass_ms[len(fed)].append((verified - drafted) / 1e6)
         if not draft:
             self._timed((ended - begun) / 1e6)
         return round.committed
 
-    def _verify(self, draft: Draft, fed: Ints, base: int) -> StepOutput:
+    def _resumption(self, draft: Draft, base: int) -> Resumption | None:
+        """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
         resumption = None
         if draft.is_chain:
             for name in dict.fromkeys(draft.sources):
                 resumption = self._drafters[name].resume(self._context, draft.tokens) or resumption
         if self._backend.length != base:
             self._backend.truncate(base)
+        return resumption
+
+    def _verify(self, draft: Draft, fed: Ints, base: int, resumption: Resumption | None) -> StepOutput:
         rows = np.arange(len(fed))
+        if resumption is not None:
+            mask, hidden = resumption.layer_mask, resumption.hidden
+            return self._backend.forward(fed, rows + base, rows, layer_mask=mask, hidden=hidden)
         if draft.is_chain:
-            positions, tree = rows + base, None
-        else:
-            depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
-            positions, tree = np.array(depths) + base, np.array([-1, *(p + 1 for p in draft.parents)])
-        if resumption is None:
-            return self._backend.forward(fed, positions, rows, tree=tree)
-        return self._backend.forward(fed, positions, rows, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
+            return self._backend.forward(fed, rows + base, rows)
+        depths = np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
+        tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
+        return self._backend.forward(fed, depths + base, rows, tree=tree)
 
     def _recheck(self, verdict: Verdict, view: RoundView, fed: Ints, base: int) -> Verdict:
         """Takes the first choice again that rounding may have decided, by the pass that plain decoding would run."""

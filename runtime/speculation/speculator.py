@@ -61,6 +61,7 @@ class Speculator:
     ) -> None:
         self._parts = parts
         self._allowed = drafters_in(loaded) if most else ()
+        self._chosen = loaded != "auto"
         self._most = most
         self._profile = profile
         self._costs = DeviceCosts(parts.target, profile, check)
@@ -109,7 +110,8 @@ class Speculator:
         if not self._allowed or asked == "off":
             return ()
         if asked == "auto":
-            return tuple(name for name in self._allowed if KINDS[name].in_auto(self._parts))
+            # Drafters that the model was loaded with by name were wanted.
+            return tuple(name for name in self._allowed if self._chosen or KINDS[name].in_auto(self._parts))
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
@@ -201,13 +203,15 @@ class Speculator:
         for name, drafter in self._drafters.items():
             self._acceptance.add(name, drafter.priors)
             self._acceptance.restore(name, state.get(_ACCEPTANCE, {}))
-            # What draws from logits has models of its own and learns nothing.
-            if not drafter.draws:
-                self._drafters[name] = make_drafter(name, self._parts)
-                self._drafters[name].restore(state.get(name, {}))
+            drafter.close()
+            self._drafters[name] = make_drafter(name, self._parts)
+            # Copies: drafters go on learning in what they are given.
+            self._drafters[name].restore({key: array.copy() for key, array in state.get(name, {}).items()})
 
-    def finished(self) -> None:
-        """A reply is over: what was learnt is kept, not more often than once a minute."""
+    def finished(self, rounds: Rounds | None) -> None:
+        """A reply is over: costs follow its passes, and what was learnt is kept, not more often than once a minute."""
+        if rounds is not None:
+            self._costs.learn(rounds.tally)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 
@@ -215,6 +219,7 @@ class Speculator:
         """Keeps what was learnt."""
         self._saved = time.monotonic()
         if self._drafters and self._profile.keeps:
+            self._costs.save()
             self._profile.save_arrays(_ACCEPTANCE, self._kept | self._acceptance.state())
             for name, drafter in self._drafters.items():
                 if learnt := drafter.state():
@@ -225,6 +230,8 @@ class Speculator:
         self.save()
         for drafter in self._drafters.values():
             drafter.close()
+        if self._parts.model is not None:
+            self._parts.model.close()
 
 
 def _governor(verification: Verification) -> type[Governor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -23,7 +23,14 @@ class RoundTimes:
 
 @dataclass
 class Tally:
-    """What the rounds of one generation came to; fields as in `results.Speculation`."""
+    """What the rounds of one generation came to; fields as in `results.Speculation`.
+
+    Attributes:
+        committed: tokens.
+        pass_ms: milliseconds of whole passes of the target by their rows.
+        asking_ms, plain_overhead_ms: what rounds in which drafters were asked took besides pass and guesses, and what
+            plain steps took besides their pass, one entry each.
+    """
 
     rounds: int = 0
     drafted: int = 0
@@ -36,11 +43,18 @@ class Tally:
     verify_ms: float = 0.0
     overhead_ms: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
+    pass_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    asking_ms: list[float] = field(default_factory=list)
+    plain_overhead_ms: list[float] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
 
-    def add(self, round: Round, times: RoundTimes) -> None:
-        """Counts one round."""
+    def add(self, round: Round, times: RoundTimes, guessed_ms: float) -> None:
+        """Counts one round.
+
+        Args:
+            guessed_ms: what its guesses cost by the governor's reckoning.
+        """
         draft, verdict = round.draft, round.verdict
         self.rounds += 1
         self.drafted += len(draft)
@@ -53,10 +67,22 @@ class Tally:
         self.draft_ms += times.draft_ms
         self.verify_ms += times.verify_ms
         self.overhead_ms += times.overhead_ms
+        self.asking_ms.append(max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms)
         self.choices["+".join(dict.fromkeys(draft.sources)) or "none"] += 1
         self.accepted_per_position = _raised(self.accepted_per_position, range(len(verdict.accepted)))
         for name in dict.fromkeys(draft.sources):
             self._add_use(name, round)
+
+    def add_plain(self, verify_ms: float, overhead_ms: float) -> None:
+        """Counts one plain step."""
+        self.rounds += 1
+        self.bonus += 1
+        self.committed += 1
+        self.verify_ms += verify_ms
+        self.overhead_ms += overhead_ms
+        self.choices["none"] += 1
+        self.pass_ms[1].append(verify_ms)
+        self.plain_overhead_ms.append(overhead_ms)
 
     def _add_use(self, name: str, round: Round) -> None:
         use = self.per_drafter.get(name, DrafterUse())

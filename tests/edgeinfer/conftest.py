@@ -9,7 +9,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.export import ExportConfig, export_checkpoint
-from tests.factories import make_checkpoint
+from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.speculation import random_bundle
 
 TEMPLATE = (
     "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -39,3 +40,15 @@ def model(loaded: edgeinfer.Model) -> edgeinfer.Model:
     """The loaded model with an empty cache."""
     loaded.score([5, 6])
     return loaded
+
+
+@pytest.fixture(scope="session")
+def short_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model for `small_bundle`, of fewer layers and with a context of 32 tokens."""
+    return random_bundle(tmp_path_factory.mktemp("short"), max_position_embeddings=32, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def bigrams(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a backend that verifies chains and can do nothing else."""
+    return make_bigram_bundle(tmp_path_factory.mktemp("bigrams") / "bundle")

@@ -353,7 +353,7 @@ def test_empty_prompt() -> None:
 @needs_builtin
 def test_ctrl_c_in_a_real_process() -> None:
     # The reference backend is slow enough for the signal to come before the end.
-    arguments = ("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference")
+    arguments = ("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference", "--spec", "off")
     command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

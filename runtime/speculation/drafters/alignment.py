@@ -166,7 +166,9 @@ class Aligner:
             fresh = self._explained(cursor.gap, path, committed) or fresh
         return self.place(position, path, evidence, None, fresh)
 
-    def move(self, cursor: Cursor, position: int, length: int, path: Sequence[int], *, committed: bool) -> Cursor | None:
+    def move(
+        self, cursor: Cursor, position: int, length: int, path: Sequence[int], *, committed: bool
+    ) -> Cursor | None:
         """The cursor at another place, where so many tokens before it agree."""
         gap, fresh = cursor.gap, None
         source_end, text_end = position - length, len(self._index) + len(path) - length

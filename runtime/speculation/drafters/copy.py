@@ -1,7 +1,7 @@
 """Drafts by repeating the conversation: what followed the longest earlier match, kept in step through changes.
 
 Knows nothing of models or costs. After `begin` the guess is the continuation of the longest match (CopySpec,
-algorithms.md C2). While the reply repeats a source it follows that source (C4) unless a longer match is found elsewhere.
+algorithms.md C2). While the reply repeats a source it follows that source (C4), until a longer match turns up.
 """
 
 from __future__ import annotations
@@ -18,22 +18,31 @@ from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
 __all__ = ["CopyDrafter"]
 
-# Signs of the source's next token: the run of agreement, doubts, substitution, and whether only one token can follow.
-# Upper edges of the runs, last bucket open.
+# Signs of the source's next token combine four things, each with the upper edges of its buckets, the last one open:
+# tokens of agreement since the last miss;
 _RUNS = (0, 1, 2, 3, 5, 8, 14, 24)
-# Doubts where nothing has been missed lately: nothing foretold yet, up to three tokens foretold, more. Then the upper
-# edges of late misses, last bucket open.
-_FEW = 3
+# doubts: where nothing was missed lately, how many committed tokens were foretold; else how much was missed;
+_PROVEN = (0, 3)
 _MISSES = (0.4, 0.9, 1.5, 3.0)
-_DOUBTS = 2 + len(_MISSES) + 1
-# No substitution, one not yet confirmed, a confirmed one.
-_KINDS = 3
-# Signs of the exact match's token where the source's is another: its length, by upper edges, last bucket open. One more
-# is of the source's own token where a substitution is made.
+# the kind: the source's own token, that of a substitution not confirmed yet, that of a confirmed one; and whether the
+# conversation's last token has been followed by one and the same each time.
+#
+# Their acceptance in a simulation of 230 dialogues with the built-in model is that of a logistic model with these
+# terms, less the last. Fitted on one half of the dialogues, it drafted on the other half like what was learnt there.
+_BY_RUN = (-3.0, -1.39, -0.65, 0.05, 0.55, 1.2, 1.34, 1.21, 1.83)
+_BY_DOUBT = (-1.24, 0.18, 0.71, 1.13, 1.06, 0.23, -0.94)
+_BY_KIND = (1.01, -0.99, 1.11)
+_BY_SURENESS = (0.0, 0.8)
+_CAUTION = 0.5
+_SOURCE_PRIORS = tuple(
+    1 / (1 + math.exp(_CAUTION - sum(terms))) for terms in product(_BY_RUN, _BY_DOUBT, _BY_KIND, _BY_SURENESS)
+)
+# Further signs: the exact match's token where the source's is another, by the match's length; the source's own token
+# where a substitution is made. Each came once in ten times.
 _LENGTHS = (2, 3, 5, 9)
-_MATCHES = (len(_RUNS) + 1) * _DOUBTS * _KINDS * 2
-_UNREPLACED = _MATCHES + len(_LENGTHS) + 1
-_PRIORS = (0.5,) * (_UNREPLACED + 1)
+_MATCHED = len(_SOURCE_PRIORS)
+_UNREPLACED = _MATCHED + len(_LENGTHS) + 1
+_PRIORS = (*_SOURCE_PRIORS, *(0.1,) * (len(_LENGTHS) + 2))
 
 
 class _Place(NamedTuple):
@@ -88,7 +97,7 @@ class CopyDrafter:
         if width == 1:
             return found
         if place.length and (token := self._at(place.position, path)) != cursor.token:
-            found.append(Guess(token, _MATCHES + bisect_left(_LENGTHS, place.length)))
+            found.append(Guess(token, _MATCHED + bisect_left(_LENGTHS, place.length)))
         if cursor.substitution is not None and cursor.done == 0:
             own = cursor.substitution.span[0]
             if all(own != guess.token for guess in found):
@@ -156,11 +165,10 @@ class CopyDrafter:
 
     def _sign(self, cursor: Cursor, last: int) -> int:
         run, _, misses, proven = cursor.evidence
-        if misses > _MISSES[0]:
-            doubt = 2 + bisect_left(_MISSES, misses)
-        else:
-            doubt = 2 if proven > _FEW else 1 if proven else 0
+        missed = bisect_left(_MISSES, misses)
+        doubt = len(_PROVEN) + missed if missed else bisect_left(_PROVEN, proven)
         rule = cursor.substitution
         kind = 0 if rule is None else 1 if rule.hits == 0 else 2
         sure = self._index.only_successor(last) != NONE
-        return ((bisect_left(_RUNS, run) * _DOUBTS + doubt) * _KINDS + kind) * 2 + sure
+        sign = bisect_left(_RUNS, run) * len(_BY_DOUBT) + doubt
+        return (sign * len(_BY_KIND) + kind) * len(_BY_SURENESS) + sure

@@ -6,6 +6,7 @@ Knows nothing of what is drawn from the logits, nor whether the backend is a dra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -15,6 +16,10 @@ __all__ = ["Follower", "Pass"]
 
 # Runs one pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V), valid until the backend's next pass.
 Pass = Callable[[Ints, Ints, Ints], Floats]
+
+# Whose rows each backend holds: several followers may take turns at one, and rows look the same from outside whoever
+# wrote them. A mark, not the follower, which would keep its backend alive.
+_owners: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
 
 
 class Follower:
@@ -33,7 +38,13 @@ class Follower:
         self._fed: list[int] = []  # tokens of the rows from `start` on
         self._agreed = 0  # how many of them are known to be the head's
         self._last: Floats | None = None  # logits after the last of them, while they are valid
+        self._mark = object()
         self.start = 0
+
+    @property
+    def owns(self) -> bool:
+        """Whether no other follower wrote the backend's last rows."""
+        return _owners.get(self._backend) is self._mark
 
     @property
     def end(self) -> int:
@@ -47,6 +58,11 @@ class Follower:
         self._fed.clear()
         self._agreed = 0
         self._last = None
+        _owners[self._backend] = self._mark
+
+    def leave(self) -> None:
+        """Takes the rows for nobody's from here on."""
+        _owners.pop(self._backend, None)
 
     def doubt(self) -> None:
         """Another head follows: compares it from its beginning the next time."""
@@ -80,6 +96,8 @@ class Follower:
         Raises:
             BackendError: the pass failed or does not fit; what was fed before it stays.
         """
+        if not self.owns:
+            self.restart(self.start)
         total, shared = len(head) + len(drafted), self.shared(head, drafted)
         if wanted == 1 and self._last is not None and shared == total == len(self._fed):
             return self._last

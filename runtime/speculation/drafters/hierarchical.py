@@ -23,7 +23,7 @@ class HierarchicalDrafter:
     Args:
         model: the small model.
         cheap: drafters of the tokens that it verifies, the first wins ties. They and the model are this drafter's
-            alone: nobody else tells them of rounds or closes them.
+            alone: nobody else tells them of rounds or closes them. The model's backend may be another drafter's too.
         look_ahead: most tokens that a pass of the model verifies.
     """
 

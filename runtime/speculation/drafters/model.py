@@ -26,7 +26,7 @@ class ModelDrafter(LogitDrafter):
     """Implements `contracts.Drafter`.
 
     Args:
-        backend: of the drafter's bundle; this drafter's alone, and closed with it.
+        backend: of the drafter's bundle, which nothing but drafters uses; they do not close it.
         chunk: most tokens of a pass that catches up.
         vocabulary: V, columns of the target's logits; None is as many as the drafter's. Where the two are padded
             differently, tokens that only one of them has are never proposed.
@@ -87,11 +87,6 @@ class ModelDrafter(LogitDrafter):
     def nbytes(self) -> int:
         """Bytes that its backend allocated, and its own."""
         return sum(self._backend.nbytes().values()) + super().nbytes() + self._padded.nbytes
-
-    def close(self) -> None:
-        """Closes the backend."""
-        super().close()
-        self._backend.close()
 
 
 def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:

@@ -1,13 +1,15 @@
-"""Drafts by what the model itself thought after the last token before; knows nothing of models or costs.
+"""Drafts by what the target found best whenever a token was fed (Token Recycling); knows nothing of passes.
 
-Token Recycling's candidate matrix (algorithms.md C1): for each token the eight likeliest successors of its latest row.
-Rows of rejected drafts count too. While chains are drafted only the likeliest is taken from a row, to the front of what
-is there: ranking a row's other tokens costs more than all else here, and only trees use them.
+A matrix holds eight candidates for every token (algorithms.md C1). The first pass over a token fills its row with the
+best eight of its logits; every further one moves its best to the front. In simulation on stories that drafts trees
+better than overwriting the whole row each time (1.69 against 1.62 times plain decoding), chains as well, and it costs a
+fifth. What is kept is token ids and counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,139 +18,164 @@ from edgeinfer.errors import StorageError
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
 
-__all__ = ["RecycleDrafter"]
+__all__ = ["RecycleDrafter", "best_tokens"]
 
-# Candidates of a token, as in the released code.
-_WIDTH = 8
-# Times in a row that a token's first candidate was confirmed, counted up to here.
-_MOST_CONFIRMED = 3
-_CONFIRMATIONS = _MOST_CONFIRMED + 1
-# First candidates by confirmations, then the others by rank.
-_FIRST_PRIORS = (0.2, 0.4, 0.55, 0.7)
-_OTHER_PRIORS = (0.12, 0.08, 0.05, 0.04, 0.03, 0.02, 0.02)
-# Columns whose maxima are compared first when a row is ranked.
-_BLOCK = 128
+_BEST = 8
+# Members of the groups whose maxima are compared first. Of 16 to 256, 64 is within a fifth of the fastest at all sizes
+# of vocabulary from 4096 to 152064.
+_GROUP = 64
+_NONE = -1
+_MOST = 255
+_AGAIN = "Delete it; it is learnt anew."
+# Signs: bits of the number of times in a row that the first candidate came (0, 1, 2-3, ...), then further ranks. Their
+# acceptance is that of a simulation of 230 dialogues with the built-in model, rounded down.
+_PRIORS = (0.2, 0.4, 0.65, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98, 0.1, 0.05, 0.03, 0.03, 0.02, 0.02, 0.01)
+_RANKED = _MOST.bit_length()
 
 
 class RecycleDrafter:
-    """Implements `contracts.Drafter`.
+    """Guesses what came out best when a token was fed before.
 
     Args:
-        vocabulary: V.
+        vocabulary: V; token ids lie in [0, V).
     """
 
     name = "recycle"
+    priors: Sequence[float] = _PRIORS
     uses_target = False
     branches = True
     draws = False
-    priors: Sequence[float] = _FIRST_PRIORS + _OTHER_PRIORS
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        self._text: list[int] = []
-        self._ranks = False
-        self._adopt(np.full((vocabulary, _WIDTH), -1, np.int32), np.zeros(vocabulary, np.uint8))
+        self._hold(np.full((vocabulary, _BEST), _NONE, np.int32), np.zeros(vocabulary, np.uint8))
+        self._last = _NONE
+
+    def _hold(self, best: NDArray[np.int32], came: NDArray[np.uint8]) -> None:
+        self._best = best  # (V, 8), best first; _NONE behind the last that is known
+        self._came = came  # (V,), how often in a row the first candidate came
+        # Reading one number from a memoryview takes a third of the time that it takes from the array.
+        self._best_at = best.reshape(-1).data
+        self._came_at = came.data
 
     @staticmethod
     def planned_bytes(vocabulary: int) -> int:
-        """Bytes of the matrix."""
-        return vocabulary * (4 * _WIDTH + 1)
-
-    def _adopt(self, candidates: NDArray[np.int32], confirmed: NDArray[np.uint8]) -> None:  # (V, 8), (V,)
-        self._candidates, self._confirmed = candidates, confirmed
+        """What the matrix will take."""
+        return vocabulary * (4 * _BEST + 1)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Takes in the successors that a prompt shows, as far as it is new."""
-        shared, most = 0, min(len(tokens), len(self._text))
-        while shared < most and self._text[shared] == tokens[shared]:
-            shared += 1
-        for place in range(max(shared, 1), len(tokens)):
-            self._put_first(tokens[place - 1], tokens[place])
-        self._text = list(tokens)
-        self._ranks = False
-
-    def observe(self, round: Round) -> None:
-        """Takes in what the model thought after every row of a pass."""
-        self._text += round.committed
-        fed = round.fed.tolist()
-        if self._ranks:
-            for token, row in zip(fed, round.logits, strict=True):
-                self._candidates[token] = _largest(row)
-            return
-        for token, best in zip(fed, round.logits.argmax(axis=1).tolist(), strict=True):
-            self._put_first(token, best)
-
-    def _put_first(self, token: int, best: int) -> None:
-        row = self._candidates[token]
-        if row[0] == best:
-            if self._confirmed[token] < _MOST_CONFIRMED:
-                self._confirmed[token] += 1
-            return
-        known = row.tolist()
-        known = [best, *(other for other in known if other != best)][:_WIDTH]
-        row[:] = known
-        self._confirmed[token] = 0
+        """Moves what follows each token of a prompt to the front; the last occurrence counts."""
+        for token, follower in dict(pairwise(tokens)).items():
+            self._move_first(token, follower)
+        self._last = tokens[-1] if len(tokens) else _NONE
 
     def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """The candidates after the last token, the likeliest first."""
-        last = drafted[-1] if drafted else context.tokens[-1]
+        """The candidates behind the last token."""
+        last = drafted[-1] if drafted else self._last
+        if last == _NONE or self._best_at[last * _BEST] == _NONE:
+            return []
+        start, came = last * _BEST, self._came_at[last].bit_length()
         if width == 1:
-            first = int(self._candidates[last, 0])
-            return (Guess(first, int(self._confirmed[last])),) if first >= 0 else ()
-        self._ranks = True
-        found = [token for token in self._candidates[last, :width].tolist() if token >= 0]
-        signs = (int(self._confirmed[last]), *range(_CONFIRMATIONS, _CONFIRMATIONS + _WIDTH - 1))
-        return [Guess(token, sign) for token, sign in zip(found, signs, strict=False)]
+            return [Guess(self._best_at[start], came)]
+        best = self._best_at[start : start + min(width, _BEST)].tolist()
+        return [Guess(token, _RANKED + rank if rank else came) for rank, token in enumerate(best) if token != _NONE]
 
     def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
         """Nothing: it does not use the target."""
         return None
 
+    def observe(self, round: Round) -> None:
+        """Takes in the best tokens behind every one that was fed, also those that were rejected."""
+        best, came, last = self._best_at, self._came_at, self._last
+        for token in round.committed:
+            if last != _NONE:
+                came[last] = min(came[last] + 1, _MOST) if best[last * _BEST] == token else 0
+            last = token
+        self._last = last
+        for row, (fed, first) in enumerate(zip(round.fed.tolist(), round.logits.argmax(axis=1).tolist(), strict=True)):
+            start = fed * _BEST
+            if best[start + _BEST - 1] == _NONE:
+                self._fill(start, round.logits[row])
+            if best[start] != first:
+                self._move_first(fed, first)
+
     def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self._candidates.nbytes + self._confirmed.nbytes
+        """Bytes of the matrix and the counts; the same from the beginning."""
+        return self._best.nbytes + self._came.nbytes
 
     def state(self) -> State:
-        """The rows that were ever filled."""
-        rows = np.flatnonzero(self._candidates[:, 0] >= 0).astype(np.int32)
-        return {"rows": rows, "candidates": self._candidates[rows], "confirmed": self._confirmed[rows]}
+        """The rows that were written, and the vocabulary's size."""
+        rows = np.flatnonzero(self._best[:, 0] != _NONE).astype(np.int32)
+        vocabulary = np.array([self._vocabulary], np.int64)
+        return {"rows": rows, "best": self._best[rows], "came": self._came[rows], "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
-        """Takes kept rows back; without any, forgets all."""
-        candidates, confirmed = np.full((self._vocabulary, _WIDTH), -1, np.int32), np.zeros(self._vocabulary, np.uint8)
-        if state:
-            rows, kept, times = (state.get(name, np.zeros(0)) for name in ("rows", "candidates", "confirmed"))
-            types = rows.dtype == np.int32 and kept.dtype == np.int32 and times.dtype == np.uint8
-            shapes = rows.ndim == 1 and kept.shape == (len(rows), _WIDTH) and times.shape == rows.shape
-            ids = (
-                types
-                and shapes
-                and all(a.size == 0 or -1 <= a.min() <= a.max() < self._vocabulary for a in (rows, kept))
-            )
-            if not ids or (rows.size and (rows.min() < 0 or times.max() > _MOST_CONFIRMED)):
-                hint = "Delete them; they are learnt anew."
-                raise StorageError("The kept candidates are damaged or of another model.", hint)
-            candidates[rows], confirmed[rows] = kept, times
-        self._adopt(candidates, confirmed)
+        """Takes back rows; none of an empty state.
+
+        Raises:
+            StorageError: they are damaged, or of another vocabulary.
+        """
+        if not state:
+            return
+        vocabulary = state.get("vocabulary", np.zeros(0))
+        if vocabulary.tolist() != [self._vocabulary]:
+            raise StorageError("The kept candidates are of another vocabulary.", _AGAIN)
+        rows, best, came = (state.get(name, np.zeros(0)) for name in ("rows", "best", "came"))
+        typed = rows.dtype == best.dtype == np.int32 and came.dtype == np.uint8
+        count = len(rows) if rows.ndim == 1 else -1
+        if not typed or best.shape != (count, _BEST) or came.shape != (count,) or not self._sound(rows, best):
+            raise StorageError("The kept candidates are damaged.", _AGAIN)
+        matrix, counts = np.full((self._vocabulary, _BEST), _NONE, np.int32), np.zeros(self._vocabulary, np.uint8)
+        matrix[rows], counts[rows] = best, came
+        self._hold(matrix, counts)
+
+    def _sound(self, rows: NDArray[np.int32], best: NDArray[np.int32]) -> bool:  # (N,), (N, 8)
+        """Whether rows ascend, and hold different tokens and nothing behind the last of them."""
+        known = best != _NONE
+        ordered = np.sort(best, axis=1)
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NONE)
+        inside = (best >= _NONE) & (best < self._vocabulary)
+        ascending = bool(np.all(np.diff(rows, prepend=_NONE) > 0)) and bool(np.all(rows < self._vocabulary))
+        return ascending and bool(np.all(inside)) and not twice.any() and bool(np.all(known[:, :-1] >= known[:, 1:]))
 
     def close(self) -> None:
-        """Forgets the text."""
-        self._text.clear()
+        """Forgets the conversation."""
+        self._last = _NONE
+
+    def _move_first(self, token: int, follower: int) -> None:
+        """Moves a candidate of a token to the front; a new one pushes the last one out."""
+        best, start = self._best_at, token * _BEST
+        if best[start] == follower:
+            return
+        end = start + 1
+        while end < start + _BEST - 1 and best[end] != follower and best[end] != _NONE:
+            end += 1
+        best[start + 1 : end + 1] = best[start:end]
+        best[start] = follower
+        self._came_at[token] = 0
+
+    def _fill(self, start: int, logits: Floats) -> None:  # (V,)
+        """Adds the best tokens behind the candidates that are known."""
+        known = [token for token in self._best_at[start : start + _BEST].tolist() if token != _NONE]
+        for token in best_tokens(logits, _BEST).tolist():
+            if len(known) < _BEST and token not in known:
+                known.append(token)
+        for place, token in enumerate(known):
+            self._best_at[start + place] = token
 
 
-def _largest(row: Floats) -> NDArray[np.int32]:  # (V,) -> (8,)
-    """Ids of a row's largest logits, the largest first; -1 beyond the vocabulary."""
-    whole = len(row) // _BLOCK * _BLOCK
-    ids = np.arange(len(row))
-    if whole > _BLOCK * 4 * _WIDTH:
-        # The largest eight lie in the eight blocks of largest maxima, or behind the last whole block.
-        blocks = np.argpartition(row[:whole].reshape(-1, _BLOCK).max(axis=1), -_WIDTH)[-_WIDTH:]
-        within = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-        ids = np.concatenate([within, np.arange(whole, len(row))])
-    values = row[ids]
-    count = min(_WIDTH, len(ids))
-    some = np.argpartition(values, len(ids) - count)[len(ids) - count :]
-    best = ids[some[np.argsort(-values[some], kind="stable")]]
-    filled = np.full(_WIDTH, -1, np.int32)
-    filled[:count] = best
-    return filled
+def best_tokens(logits: Floats, count: int) -> NDArray[np.int64]:  # (V,) -> (count,)
+    """The tokens of the largest logits, largest first, the lower id first where they are equal.
+
+    A maximum of each group bounds what can be among them: the smallest of the largest maxima. Groups are columns of a
+    grid, so that the maxima are taken over whole rows at a time.
+    """
+    groups = len(logits) // _GROUP
+    if groups <= count:
+        order: NDArray[np.int64] = np.argsort(-logits, kind="stable")[:count]
+        return order
+    maxima = np.maximum.reduce(logits[: groups * _GROUP].reshape(_GROUP, groups), axis=0)
+    least = np.partition(maxima, groups - count)[groups - count]
+    found = np.flatnonzero(logits >= least)
+    chosen: NDArray[np.int64] = found[np.argsort(-logits[found], kind="stable")[:count]]
+    return chosen

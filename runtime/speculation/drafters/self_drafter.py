@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.contracts import Backend, Floats, Ints
@@ -17,10 +16,6 @@ from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = ["SelfDrafter", "require"]
-
-# Who wrote the last drafted rows of each target: several self-drafters may take turns at one cache within a round, and
-# rows look the same from outside whoever wrote them. A mark, not the drafter, which would keep its target alive.
-_writers: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
 
 
 class SelfDrafter(LogitDrafter):
@@ -35,7 +30,6 @@ class SelfDrafter(LogitDrafter):
     def __init__(self, target: Backend) -> None:
         super().__init__(target.geometry.vocab_size)
         self._target = target
-        self._mark = object()
         self._follower = Follower(target, self._run, target.capacity)
 
     @abstractmethod
@@ -45,7 +39,7 @@ class SelfDrafter(LogitDrafter):
     def begin(self, tokens: Sequence[int]) -> None:
         """Forgets the rows of the last round."""
         super().begin(tokens)
-        _writers.pop(self._target, None)
+        self._follower.leave()
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if len(context.tokens) + len(drafted) > self._target.capacity:
@@ -56,10 +50,9 @@ class SelfDrafter(LogitDrafter):
     def _head(self, context: Context) -> list[int]:
         """The root; the rows after it are this drafter's own of this round from here on."""
         base = len(context.tokens) - 1
-        mine = _writers.get(self._target) is self._mark
-        if not mine or self._follower.start != base or self._follower.end != self._target.length:
+        # Several self-drafters may take turns at one cache within a round.
+        if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.length:
             self._follower.restart(base)
-            _writers[self._target] = self._mark
         return context.tokens[base:]
 
 

@@ -133,7 +133,7 @@ class SuffixIndex:
     def _extended(self, position: int, drafted: Sequence[int]) -> tuple[int, int]:
         """Of the latest occurrences of the longest n-gram, the one before which most tokens agree."""
         tokens, earlier = self.tokens, self._before[_LONGEST]
-        behind = [*tokens[max(0, len(tokens) - _COMPARED) :], *drafted][::-1]
+        behind = [*tokens[-_COMPARED:], *drafted][: -_COMPARED - 1 : -1]
         best, size = position, 0
         for _ in range(_OCCURRENCES):
             start = position - 1

@@ -185,7 +185,7 @@ def test_nothing_is_guessed_beyond_its_cache(bundle: Bundle) -> None:
     assert not drafter.knows([6, 7])
 
 
-def test_it_counts_its_backend_and_closes_it(bundle: Bundle) -> None:
+def test_it_counts_its_backend(bundle: Bundle) -> None:
     backend = make_backend("portable", bundle)
     drafter = ModelDrafter(backend, CHUNK)
     assert (drafter.name, drafter.uses_target, drafter.draws) == ("model", False, True)
@@ -196,8 +196,22 @@ def test_it_counts_its_backend_and_closes_it(bundle: Bundle) -> None:
     with pytest.raises(StorageError, match="another drafter"):
         drafter.restore({"table": np.zeros(3)})
     drafter.close()
-    with pytest.raises(AttributeError):
-        take_in(backend, [1])
+    take_in(backend, [1])  # the backend is not closed with it
+    backend.close()
+
+
+def test_two_drafters_of_one_backend_guess_as_if_each_were_alone(bundle: Bundle) -> None:
+    backend = make_backend("portable", bundle)
+    alone = ModelDrafter(make_backend("portable", bundle), CHUNK)
+    one, other = ModelDrafter(backend, CHUNK), ModelDrafter(backend, CHUNK)
+    for drafter in (one, other, alone):
+        drafter.begin(PROMPT)
+    for drafted in ([], [4], [4, 5], [7], [], [7, 8]):
+        expected = alone.guesses(context(PROMPT), drafted, 2)
+        alone.begin(PROMPT)
+        for drafter in (one, other):
+            assert drafter.guesses(context(PROMPT), drafted, 2) == expected
+            drafter.begin(PROMPT)
 
 
 def edited(bundle: Bundle, folder: Path, change: Callable[[dict[str, Any]], None]) -> Bundle:

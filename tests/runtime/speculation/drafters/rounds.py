@@ -1,0 +1,33 @@
+"""Rounds and questions for drafters that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Round, Verdict
+
+__all__ = ["ask", "chain", "settled"]
+
+
+def settled(committed: Sequence[int], fed: Sequence[int] = (0,), logits: Floats | None = None) -> Round:
+    """A round that committed these tokens; by default nothing was drafted and the logits say nothing."""
+    given = np.zeros((len(fed), 8), np.float32) if logits is None else logits
+    verdict = Verdict((), committed[-1], bonus=True)
+    return Round(Draft(), verdict, tuple(committed), np.array(fed, np.int64), given)
+
+
+def ask(drafter: Drafter, drafted: Sequence[int] = (), width: int = 1, forced: Sequence[int] = ()) -> list[Guess]:
+    """The drafter's guesses behind a path."""
+    context = Context([], lambda logits, path: (0, None), lambda path: forced)
+    return list(drafter.guesses(context, list(drafted), width))
+
+
+def chain(drafter: Drafter, length: int) -> list[int]:
+    """The tokens of a draft of the drafter's first guesses, as far as it has any."""
+    tokens: list[int] = []
+    while len(tokens) < length and (found := ask(drafter, tokens)):
+        tokens.append(found[0].token)
+    return tokens

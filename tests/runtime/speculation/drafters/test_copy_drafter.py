@@ -1,0 +1,181 @@
+"""What the copy drafter proposes: the longest match, through changes of the text, and never another conversation's."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
+from tests.runtime.speculation.drafters.rounds import ask, chain, settled
+from tests.runtime.speculation.drafters.test_suffixes import searched
+
+TOKENS = st.lists(st.integers(0, 2), max_size=30)
+SOURCE = list(range(10, 60))
+
+
+def told(prompt: list[int], *committed: int, twins: dict[int, int] | None = None) -> CopyDrafter:
+    """A drafter after a prompt and committed tokens, one per round."""
+    drafter = CopyDrafter(twins)
+    drafter.begin(prompt)
+    for token in committed:
+        drafter.observe(settled([token]))
+    return drafter
+
+
+@given(TOKENS)
+def test_after_a_prompt_it_goes_on_with_the_longest_match(prompt: list[int]) -> None:
+    position, length = searched(prompt, [])
+    assert [guess.token for guess in ask(told(prompt))] == ([prompt[position]] if length else [])
+
+
+def test_of_matches_the_longest_wins_over_the_latest() -> None:
+    assert chain(told([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), 1) == [4]
+    assert chain(told([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]), 1) == [5]
+
+
+def test_a_match_that_overlaps_its_copy_repeats_the_period() -> None:
+    assert chain(told([5, 6, 7, 5, 6, 7, 5, 6]), 7) == [7, 5, 6, 7, 5, 6, 7]
+
+
+def test_drafts_the_whole_source() -> None:
+    assert chain(told([*SOURCE, 1, 10, 11]), 40) == SOURCE[2:42]
+
+
+def test_a_replaced_token_does_not_end_the_copy() -> None:
+    drafter = told([*SOURCE, 1, 10, 11], 12, 13, 99)
+    assert chain(drafter, 5) == [15, 16, 17, 18, 19]
+
+
+def test_left_out_tokens_do_not_end_the_copy() -> None:
+    assert chain(told([*SOURCE, 1, 10, 11], 12, 13, 17), 3) == [18, 19, 20]
+
+
+def test_inserted_tokens_do_not_end_the_copy() -> None:
+    assert chain(told([*SOURCE, 1, 10, 11], 12, 13, 97, 98, 99, 14), 3) == [15, 16, 17]
+
+
+def test_what_was_replaced_once_is_proposed_replaced() -> None:
+    tale = [9, 10, 20, 11, 12, 13, 14, 15, 20, 16, 17, 18, 19, 20, 30]
+    drafter = told([*tale, 1, 9, 10], 99, 11)
+    assert chain(drafter, 11) == [12, 13, 14, 15, 99, 16, 17, 18, 19, 99, 30]
+    # In the very draft that explains the gap, before anything of that is committed.
+    assert chain(told([*tale, 1, 9, 10, 20, 11], 12, 13, 14, 15, 99), 6) == [16, 17, 18, 19, 99, 30]
+
+
+def test_a_name_of_several_tokens_is_replaced_as_a_whole() -> None:
+    tale = [9, 10, 20, 21, 11, 12, 13, 14, 15, 20, 21, 16, 17, 18, 19, 20, 21, 30]
+    drafter = told([*tale, 1, 9, 10], 99, 98, 11, 12)
+    assert chain(drafter, 12) == [13, 14, 15, 99, 98, 16, 17, 18, 19, 99, 98, 30]
+
+
+def test_a_substitution_that_fails_twice_is_forgotten() -> None:
+    tale = [9, 10, 20, 11, 12, 20, 13, 14, 20, 15, 16, 17, 20, 18, 19]
+    drafter = told([*tale, 1, 9, 10], 99, 11, 12, 20, 13, 14, 20, 15, 16)
+    assert chain(drafter, 4) == [17, 20, 18, 19]
+
+
+def test_substitutions_hold_for_twins() -> None:
+    tale = [9, 10, 20, 11, 12, 13, 120, 14, 15, 16]
+    assert chain(told([*tale, 1, 9, 10], 30, 11, twins={20: 120, 120: 20, 30: 130, 130: 30}), 4) == [12, 13, 130, 14]
+    assert chain(told([*tale, 1, 9, 10], 30, 11), 4) == [12, 13, 120, 14]
+
+
+def test_substitutions_end_with_the_generation() -> None:
+    tale = [9, 10, 20, 11, 12, 13, 20, 14, 15]
+    prompt = [*tale, 1, 9, 10]
+    drafter = told(prompt, 99, 11, 12, 13)
+    assert chain(drafter, 1) == [99]
+    drafter.begin([*tale, 1, 9, 10, 20, 11, 12, 13])
+    assert chain(drafter, 1) == [20]
+
+
+def test_a_longer_match_elsewhere_takes_over() -> None:
+    drafter = told([*SOURCE, 1, 70, 71, 72, 73, 74, 75, 76, 2, 10, 11], 12, 70, 71, 72)
+    assert chain(drafter, 3) == [73, 74, 75]
+
+
+def test_a_text_that_goes_its_own_way_is_given_up() -> None:
+    assert ask(told([*SOURCE, 1, 10, 11], *range(100, 130))) == []
+
+
+def test_another_conversation_leaves_no_positions_behind() -> None:
+    drafter = told([1, 2, 3, 4, 5, 6, 7, 8], 9, 10)
+    drafter.begin([1, 2, 3, 40, 5, 6])
+    assert ask(drafter) == []
+    drafter.begin([1, 2, 3, 40, 1, 2])
+    assert chain(drafter, 3) == [3, 40, 1]
+    drafter.close()
+    assert ask(drafter) == []
+
+
+@given(TOKENS, TOKENS, st.lists(TOKENS.filter(bool), max_size=4), TOKENS)
+def test_what_it_knew_before_changes_nothing(
+    before: list[int], prompt: list[int], rounds: list[list[int]], path: list[int]
+) -> None:
+    used, fresh = told(before), CopyDrafter()
+    for drafter in (used, fresh):
+        drafter.begin(prompt)
+        for committed in rounds:
+            drafter.observe(settled(committed))
+    assert ask(used, path, 3) == ask(fresh, path, 3)
+
+
+@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS.filter(bool)), max_size=6), st.integers(1, 4))
+def test_guesses_are_of_the_text_and_disturb_nothing(
+    prompt: list[int], rounds: list[tuple[list[int], list[int]]], width: int
+) -> None:
+    asked, left_alone = told(prompt), told(prompt)
+    text = list(prompt)
+    for path, committed in rounds:
+        for length in (len(path), 0, len(path) // 2):
+            found = ask(asked, path[:length], width)
+            assert found == ask(asked, path[:length], width)
+            tokens = [guess.token for guess in found]
+            assert len(tokens) == len(set(tokens)) <= width
+            assert set(tokens) <= {*text, *path}
+            assert all(0 <= guess.sign < len(asked.priors) for guess in found)
+        for drafter in (asked, left_alone):
+            drafter.observe(settled(committed))
+        text += committed
+        assert ask(asked, (), width) == ask(left_alone, (), width)
+
+
+@given(TOKENS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_the_size_of_rounds_does_not_matter(prompt: list[int], committed: list[int]) -> None:
+    at_once = told(prompt)
+    at_once.observe(settled(committed))
+    assert ask(at_once, (), 3) == ask(told(prompt, *committed), (), 3)
+
+
+def test_priors_rise_with_the_evidence() -> None:
+    drafter = told([*SOURCE, 1, 10, 11], *SOURCE[2:42])
+    after_a_miss = told([*SOURCE, 1, 10, 11], 12, 13, 99)
+    at_first = told([*SOURCE, 1, 10, 11])
+    sure, unsure, new = (drafter.priors[ask(each)[0].sign] for each in (drafter, after_a_miss, at_first))
+    assert all(0 < prior < 1 for prior in drafter.priors)
+    assert sure > 0.9 > new
+    assert sure > unsure
+
+
+def test_offers_the_exact_match_and_the_source_beside_a_substitution() -> None:
+    tale = [9, 10, 20, 11, 12, 13, 14, 15, 20, 16]
+    drafter = told([*tale, 14, 15, 50, 1, 9, 10], 99, 11, 12, 13, 14, 15)
+    assert [guess.token for guess in ask(drafter, width=3)] == [99, 20]
+    assert len({guess.sign for guess in ask(drafter, width=3)}) == 2
+
+
+def test_keeps_nothing_between_sessions() -> None:
+    drafter = told(SOURCE)
+    assert drafter.state() == {}
+    drafter.restore({})
+
+
+def test_memory_is_told_and_planned_for() -> None:
+    sizes = []
+    for count in (0, 500, 2000):
+        drafter = told([token % 700 for token in range(count)])
+        sizes.append(drafter.nbytes())
+        assert drafter.nbytes() <= CopyDrafter.planned_bytes(count)
+    assert all(small < large for small, large in pairwise(sizes))

@@ -1,0 +1,244 @@
+"""The candidate matrix against plain lists, and the fast choice of the best logits against a full sort."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.errors import StorageError
+from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter, best_tokens
+from tests.runtime.speculation.drafters.rounds import ask, chain, settled
+
+V = 40
+TOKENS = st.lists(st.integers(0, V - 1), max_size=30)
+
+
+def logits(seed: int, rows: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).permuted(np.tile(np.arange(V, dtype=np.float32), (rows, 1)), axis=1)
+
+
+def candidates(drafter: RecycleDrafter, token: int) -> list[int]:
+    return [guess.token for guess in ask(drafter, [token], 8)]
+
+
+@given(st.sampled_from([5, 8, 500, 511, 512, 640, 700, 4096]), st.integers(0, 2**32 - 1), st.sampled_from([3, 1000]))
+def test_best_tokens_are_those_of_a_stable_sort(size: int, seed: int, levels: int) -> None:
+    # Few levels make ties, at which the lower id comes first.
+    row = np.random.default_rng(seed).integers(0, levels, size).astype(np.float32)
+    np.testing.assert_array_equal(best_tokens(row, 8), np.argsort(-row, kind="stable")[:8])
+
+
+def test_best_tokens_pass_over_banned_ones() -> None:
+    row = np.full(4096, -np.inf, np.float32)
+    row[[5, 4000]] = 1, 2
+    assert best_tokens(row, 8)[:2].tolist() == [4000, 5]
+
+
+def test_the_first_pass_over_a_token_fills_its_row() -> None:
+    drafter, rows = RecycleDrafter(V), logits(0, 2)
+    drafter.observe(settled([5], [3, 4], rows))
+    for token, row in zip((3, 4), rows, strict=True):
+        assert candidates(drafter, token) == np.argsort(-row)[:8].tolist()
+    assert candidates(drafter, 5) == []
+
+
+def test_later_passes_move_their_best_to_the_front() -> None:
+    drafter, first = RecycleDrafter(V), logits(0, 1)
+    drafter.observe(settled([5], [3], first))
+    best = np.argsort(-first[0])[:8].tolist()
+    for moved in (best[4], best[7], best[0]):
+        row = np.zeros((1, V), np.float32)
+        row[0, moved] = 1
+        drafter.observe(settled([5], [3], row))
+        best.remove(moved)
+        best.insert(0, moved)
+        assert candidates(drafter, 3) == best
+    row[:] = 0
+    new = next(token for token in range(V) if token not in best)
+    row[0, new] = 1
+    drafter.observe(settled([5], [3], row))
+    assert candidates(drafter, 3) == [new, *best[:7]]
+
+
+def test_rows_of_rejected_tokens_count_and_the_last_of_one_token_wins() -> None:
+    drafter, rows = RecycleDrafter(V), logits(1, 3)
+    drafter.observe(settled([9], [3, 4, 3], rows))
+    assert candidates(drafter, 3)[0] == int(rows[2].argmax())
+    assert candidates(drafter, 4)[0] == int(rows[1].argmax())
+
+
+def test_a_prompt_puts_what_follows_first() -> None:
+    drafter, rows = RecycleDrafter(V), logits(2, 1)
+    drafter.observe(settled([9], [3], rows))
+    before = candidates(drafter, 3)
+    drafter.begin([3, before[5], 3, before[2], 6])
+    assert candidates(drafter, 3) == [before[2], before[0], before[1], *before[3:]]
+    drafter.begin([3, 11, 3])
+    assert candidates(drafter, 3)[:2] == [11, before[2]]
+    assert candidates(drafter, 11) == [3]
+    assert chain(drafter, 3) == [11, 3, 11]
+
+
+def test_a_row_known_from_a_prompt_is_filled_up_by_a_pass() -> None:
+    drafter, rows = RecycleDrafter(V), logits(3, 1)
+    drafter.begin([3, 11, 3])
+    drafter.observe(settled([9], [3], rows))
+    best = [token for token in np.argsort(-rows[0]).tolist() if token != 11]
+    assert candidates(drafter, 3) == [best[0], 11, *best[1:7]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(TOKENS, st.lists(st.integers(0, V - 1), min_size=1, max_size=5), st.integers(0, 99)), max_size=6)
+)
+def test_rows_are_those_of_plain_lists(rounds: list[tuple[list[int], list[int], int]]) -> None:
+    drafter, plain = RecycleDrafter(V), dict[int, list[int]]()
+
+    def first(token: int, follower: int) -> None:
+        known = plain.setdefault(token, [])
+        if follower in known:
+            known.remove(follower)
+        plain[token] = [follower, *known][:8]
+
+    for prompt, fed, seed in rounds:
+        drafter.begin(prompt)
+        for token, follower in dict(pairwise(prompt)).items():
+            first(token, follower)
+        rows = logits(seed, len(fed))
+        drafter.observe(settled([1], fed, rows))
+        for token, row in zip(fed, rows, strict=True):
+            best = np.argsort(-row).tolist()
+            known = plain.setdefault(token, [])
+            known += [each for each in best[:8] if each not in known][: 8 - len(known)]
+            first(token, best[0])
+        for token in range(V):
+            assert candidates(drafter, token) == plain.get(token, [])
+
+
+@settings(deadline=None)
+@given(TOKENS, st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=4), max_size=5), TOKENS, st.integers(1, 9))
+def test_guesses_are_tokens_and_disturb_nothing(
+    prompt: list[int], rounds: list[list[int]], path: list[int], width: int
+) -> None:
+    asked, left_alone = RecycleDrafter(V), RecycleDrafter(V)
+    for drafter in (asked, left_alone):
+        drafter.begin(prompt)
+    for number, committed in enumerate(rounds):
+        found = ask(asked, path, width)
+        tokens = [guess.token for guess in found]
+        assert len(tokens) == len(set(tokens)) <= min(width, 8)
+        assert all(0 <= token < V for token in tokens)
+        assert all(0 <= guess.sign < len(asked.priors) for guess in found)
+        assert ask(asked, path) == found[:1]
+        for drafter in (asked, left_alone):
+            drafter.observe(settled(committed, committed, logits(number, len(committed))))
+    for name, array in asked.state().items():
+        np.testing.assert_array_equal(array, left_alone.state()[name])
+    restored = RecycleDrafter(V)
+    restored.restore(asked.state())  # what was learnt passes its own checks
+
+
+def test_a_first_candidate_that_keeps_coming_is_trusted_more() -> None:
+    drafter = RecycleDrafter(V)
+    drafter.begin([3, 11, 3])
+    signs = []
+    for _ in range(20):
+        signs.append(ask(drafter, [3])[0].sign)
+        drafter.observe(settled([11, 3]))
+    assert signs == sorted(signs)
+    assert drafter.priors[signs[0]] < drafter.priors[signs[-1]]
+    drafter.observe(settled([12]))
+    assert ask(drafter, [3])[0].sign == signs[0]
+    ranked = [drafter.priors[guess.sign] for guess in ask(drafter, [3], 8)]
+    assert ranked == sorted(ranked, reverse=True)
+
+
+def test_begins_with_nothing_and_ends_with_nothing() -> None:
+    drafter = RecycleDrafter(V)
+    assert ask(drafter) == []
+    drafter.begin([])
+    assert ask(drafter) == []
+    drafter.begin([3, 11, 3])
+    drafter.close()
+    assert ask(drafter) == []
+
+
+def test_memory_is_constant_and_as_planned() -> None:
+    drafter = RecycleDrafter(V)
+    assert drafter.nbytes() == RecycleDrafter.planned_bytes(V)
+    drafter.begin(list(range(V)))
+    assert drafter.nbytes() == RecycleDrafter.planned_bytes(V)
+
+
+def learnt() -> RecycleDrafter:
+    drafter = RecycleDrafter(V)
+    drafter.begin([3, 11, 3, 12, 3, 12, 3])
+    drafter.observe(settled([12, 3], [3, 12], logits(4, 2)))
+    return drafter
+
+
+def test_only_rows_that_were_written_are_kept_and_taken_back() -> None:
+    drafter, other = learnt(), RecycleDrafter(V)
+    assert drafter.state()["rows"].tolist() == [3, 11, 12]
+    other.begin([7, 8, 9])
+    other.restore({name: array.copy() for name, array in drafter.state().items()})
+    for token in range(V):
+        assert ask(other, [token], 8) == ask(drafter, [token], 8)
+
+
+def test_restoring_nothing_changes_nothing() -> None:
+    drafter = learnt()
+    drafter.restore({})
+    assert candidates(drafter, 11) == [3]
+
+
+def change_of(index: Any, value: int) -> Any:
+    def change(array: Any) -> Any:
+        array[index] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rows", change_of(0, 11)),
+        ("rows", change_of(0, -1)),
+        ("rows", change_of(2, V)),
+        ("rows", lambda a: a[::-1].copy()),
+        ("rows", lambda a: a.astype(np.int64)),
+        ("rows", lambda a: a[:, None]),
+        ("best", change_of((0, 0), V)),
+        ("best", change_of((0, 0), -2)),
+        ("best", change_of((0, 1), -1)),
+        ("best", change_of((0, slice(0, 2)), 5)),
+        ("best", lambda a: a[:, :4]),
+        ("best", lambda a: a[:2]),
+        ("came", lambda a: a[:2]),
+        ("came", lambda a: a.astype(np.int32)),
+        ("vocabulary", lambda a: a + 1),
+    ],
+)
+def test_damaged_candidates_are_refused_and_change_nothing(name: str, change: Any) -> None:
+    drafter = learnt()
+    state = {key: array.copy() for key, array in drafter.state().items()}
+    state[name] = change(state[name])
+    with pytest.raises(StorageError) as caught:
+        drafter.restore(state)
+    assert caught.value.hint
+    assert candidates(drafter, 11) == [3]
+
+
+@pytest.mark.parametrize("name", ["rows", "best", "came", "vocabulary"])
+def test_missing_candidates_are_refused(name: str) -> None:
+    state = dict(learnt().state())
+    del state[name]
+    with pytest.raises(StorageError):
+        RecycleDrafter(V).restore(state)

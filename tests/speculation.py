@@ -1,0 +1,97 @@
+"""What tests of speculation share: the built-in model, drafters that draft all they can, and what always holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.results import Result, Speculation
+from edgeinfer.runtime.speculation.contracts import Drafter
+from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.speculation.profile import stamped
+from tests.factories import make_checkpoint
+
+__all__ = [
+    "BUILTIN",
+    "PROMPT",
+    "check_figures",
+    "load_eager",
+    "make_eager",
+    "needs_builtin",
+    "plain",
+    "random_bundle",
+    "same",
+]
+
+BUILTIN = Path(edgeinfer.__file__).parent / "builtin" / "tales"
+needs_builtin = pytest.mark.skipif(
+    not (BUILTIN / "edgeinfer.json").is_file(), reason="the built-in model has not been made"
+)
+PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The little"
+
+
+def cheap_costs(drafters: Sequence[Drafter]) -> Costs:
+    """Costs of a device where a pass over many rows takes what one takes: whatever can be drafted pays."""
+    guesses = {drafter.name: 1e-6 for drafter in drafters}
+    return stamped(PassCosts(((1, 1.0), (32, 1.05))), DraftCosts(guesses, 1e-6))
+
+
+def make_eager(model: edgeinfer.Model) -> edgeinfer.Model:
+    """Lets a model's drafters draft as much as may be, and the same each time, whatever was measured."""
+    model._parts.speculator._costs.of = cheap_costs  # type: ignore[method-assign]
+    return model
+
+
+def load_eager(bundle: Path | None = None, **options: Any) -> edgeinfer.Model:
+    """An eager model that has learnt nothing."""
+    model = make_eager(edgeinfer.load(bundle, **{"threads": 1} | options))
+    model.restore_drafting({})
+    return model
+
+
+def plain(model: edgeinfer.Model, prompt: Any = PROMPT, **options: Any) -> Result:
+    """What decoding without drafts gives."""
+    return model.generate(prompt, **options | {"speculation": "off"})
+
+
+def check_figures(speculation: Speculation) -> None:
+    """What must hold whatever was drafted."""
+    s = speculation
+    assert s.rounds == s.recovered + s.bonus == sum(s.choices.values())
+    assert s.drafted >= s.accepted == sum(s.accepted_per_position)
+    assert s.acceptance_rate == (s.accepted / s.drafted if s.drafted else 0)
+    uses = s.per_drafter.values()
+    assert sum(use.drafted for use in uses) == s.drafted
+    assert sum(use.accepted for use in uses) == s.accepted
+    places = zip_longest(*(use.accepted_per_position for use in uses), fillvalue=0)
+    assert tuple(map(sum, places)) == s.accepted_per_position
+    for name, use in s.per_drafter.items():
+        assert use.rounds == sum(n for chosen, n in s.choices.items() if name in chosen.split("+"))
+        assert use.rounds <= use.drafted >= use.accepted == sum(use.accepted_per_position)
+    assert min(s.draft_ms, s.verify_ms, s.overhead_ms) >= 0
+    assert (s.verify_ms > 0) == (s.rounds > 0)
+
+
+def same(model: edgeinfer.Model, speculation: str, **options: Any) -> Speculation:
+    """Checks that a reply is plain decoding's, and its figures."""
+    prompt = options.pop("prompt", PROMPT)
+    expected = plain(model, prompt, **options)
+    result = model.generate(prompt, speculation=speculation, **options)
+    assert (result.text, result.token_ids) == (expected.text, expected.token_ids)
+    assert result.finish_reason == expected.finish_reason
+    check_figures(result.speculation)
+    if result.finish_reason == "length":
+        assert result.speculation.accepted + result.speculation.rounds == len(result.token_ids) - 1
+    return result.speculation
+
+
+def random_bundle(folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """A random 4-bit bundle with the tokenizer of tests.factories."""
+    make_checkpoint(folder / "checkpoint", "llama", seed=seed, **settings)
+    return export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
