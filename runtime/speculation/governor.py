@@ -34,7 +34,7 @@ _TRIAL = 24
 _FIRST_REST, _LONGEST_REST = 16, 1024
 # What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
 # have taken so far. Beyond that a draft may only risk what earlier ones saved, so that no reply ends up slower.
-_STAKE = 0.015
+_STAKE = 0.01
 # Where a drafter costs so much that its first guess would use that up for many tokens, this share of a pass is added.
 _FIRST_STAKE = 0.25
 # How fast the hope in a costly drafter that is no longer asked comes back: some seventy rounds to half.

@@ -78,10 +78,11 @@ class Rounds:
         assert base == len(self._context.tokens) - 1, "the cache holds all committed tokens but the root"
         if self._governor.rests:
             return self._plain(base)
+        begun = time.perf_counter_ns()
         if self._untold:
             self._tell()
         try:
-            return self._round(base, room)
+            return self._round(base, room, begun)
         except BaseException:
             if self._backend.length > base:
                 self._backend.truncate(base)
@@ -112,8 +113,7 @@ class Rounds:
         for drafter in self._drafters.values():
             drafter.observe(round)
 
-    def _round(self, base: int, room: int) -> tuple[int, ...]:
-        begun = time.perf_counter_ns()
+    def _round(self, base: int, room: int, begun: int) -> tuple[int, ...]:
         # The root and the token after the last node need a place too.
         draft = spine_first(self._governor.draft(self._context, min(room - 1, self._backend.capacity - base - 1)))
         drafted = time.perf_counter_ns()

@@ -205,8 +205,7 @@ class Speculator:
             self._acceptance.restore(name, state.get(_ACCEPTANCE, {}))
             drafter.close()
             self._drafters[name] = make_drafter(name, self._parts)
-            # Copies: drafters go on learning in what they are given.
-            self._drafters[name].restore({key: array.copy() for key, array in state.get(name, {}).items()})
+            self._drafters[name].restore(state.get(name, {}))
 
     def finished(self, rounds: Rounds | None) -> None:
         """A reply is over: costs follow its passes, and what was learnt is kept, not more often than once a minute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgeinfer
@@ -85,6 +87,7 @@ def test_a_context_that_fills_up(who: str) -> None:
             for width in (1, 2):
                 found = same(model, who, prompt=ids[:length], ignore_eos=True, draft_width=width)
                 assert found.rounds + found.accepted == 24 - length
+                same(model, who, prompt=ids[:length], ignore_eos=True, draft_width=width, max_tokens=26 - length)
         assert len(model.generate(ids[:20], speculation=who, ignore_eos=True).token_ids) == 5
 
 
@@ -312,10 +315,12 @@ def test_what_was_learnt_decides_and_can_be_put_back(tales: edgeinfer.Model, who
         return result.speculation.choices, result.speculation.drafted, result.speculation.accepted_per_position
 
     for state in ({}, tales.drafting_state()):
+        before = copy.deepcopy(state)
         first = choices(state)
         plain(tales, "Something else", max_tokens=5)
         tales.generate("One fish, two fish, red fish,", max_tokens=30, speculation=who)
         assert choices(state) == first
+        np.testing.assert_equal(state, before)
 
 
 def test_without_exactness_it_is_not_promised(small_bundle: Path) -> None:

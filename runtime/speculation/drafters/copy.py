@@ -156,11 +156,9 @@ class CopyDrafter:
             position, length = self._index.longest(path)
         if cursor is not None:
             cursor = self._aligner.advance(cursor, token, path, committed=committed)
-        if length and (cursor is None or cursor.position != position):
-            if cursor is None:
-                cursor = self._aligner.place(position, path, Evidence.of_match(length))
-            elif cursor.done == 0 and length > max(cursor.evidence.run, cursor.evidence.trust):
-                cursor = self._aligner.move(cursor, position, length, path, committed=committed)
+        if length and (cursor is None or _beaten(cursor, position, length)):
+            before = cursor.evidence if cursor is not None else None
+            cursor = self._aligner.place(position, path, Evidence.of_match(length, before))
         return _Place(position, length, cursor)
 
     def _sign(self, cursor: Cursor, last: int) -> int:
@@ -172,3 +170,9 @@ class CopyDrafter:
         sure = self._index.only_successor(last) != NONE
         sign = bisect_left(_RUNS, run) * len(_BY_DOUBT) + doubt
         return (sign * len(_BY_KIND) + kind) * len(_BY_SURENESS) + sure
+
+
+def _beaten(cursor: Cursor, position: int, length: int) -> bool:
+    """Whether a match elsewhere speaks for its place louder than all evidence does for the cursor's."""
+    elsewhere = cursor.position != position and cursor.done == 0  # a replacement is finished first
+    return elsewhere and length > max(cursor.evidence.run, cursor.evidence.trust)

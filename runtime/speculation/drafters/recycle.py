@@ -96,8 +96,7 @@ class RecycleDrafter:
             start = fed * _BEST
             if best[start + _BEST - 1] == _NONE:
                 self._fill(start, round.logits[row])
-            if best[start] != first:
-                self._move_first(fed, first)
+            self._move_first(fed, first)
 
     def nbytes(self) -> int:
         """Bytes of the matrix and the counts; the same from the beginning."""
@@ -148,7 +147,7 @@ class RecycleDrafter:
         if best[start] == follower:
             return
         end = start + 1
-        while end < start + _BEST - 1 and best[end] != follower and best[end] != _NONE:
+        while end < start + _BEST - 1 and best[end] != follower:
             end += 1
         best[start + 1 : end + 1] = best[start:end]
         best[start] = follower

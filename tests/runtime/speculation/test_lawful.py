@@ -14,8 +14,8 @@ from edgeinfer.runtime.contracts import Floats, Ints, StepOutput
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
 from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.verification import find_verification
@@ -96,7 +96,9 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     return replies
 
 
-@pytest.mark.parametrize(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("k-seq", 3), ("keyed", 1)])
+@pytest.mark.parametrize(
+    ("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("k-seq", 3), ("keyed", 1)]
+)
 def test_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
     config = GenerationConfig(temperature=0.9, verification=name)
     laws = expected(config)

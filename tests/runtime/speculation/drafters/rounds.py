@@ -1,4 +1,4 @@
-"""Rounds and questions for drafters that need no model."""
+"""Rounds, questions and answers for drafters that need no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Round, Verdict
 
-__all__ = ["ask", "chain", "settled"]
+__all__ = ["ask", "chain", "searched", "settled"]
 
 
 def settled(committed: Sequence[int], fed: Sequence[int] = (0,), logits: Floats | None = None) -> Round:
@@ -31,3 +31,15 @@ def chain(drafter: Drafter, length: int) -> list[int]:
     while len(tokens) < length and (found := ask(drafter, tokens)):
         tokens.append(found[0].token)
     return tokens
+
+
+def searched(tokens: list[int], drafted: list[int]) -> tuple[int, int]:
+    """The longest suffix of both that occurs in the text with a successor there, the latest occurrence."""
+    whole, best = tokens + drafted, (-1, 0)
+    for position in range(len(tokens) - 1, 0, -1):
+        length = 0
+        while length < position and tokens[position - 1 - length] == whole[len(whole) - 1 - length]:
+            length += 1
+        if length >= 2 and length > best[1]:
+            best = position, length
+    return best

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
-from tests.runtime.speculation.drafters.rounds import ask, chain, settled
-from tests.runtime.speculation.drafters.test_suffixes import searched
+from tests.runtime.speculation.drafters.rounds import ask, chain, searched, settled
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
 SOURCE = list(range(10, 60))
@@ -33,6 +32,7 @@ def test_after_a_prompt_it_goes_on_with_the_longest_match(prompt: list[int]) -> 
 def test_of_matches_the_longest_wins_over_the_latest() -> None:
     assert chain(told([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), 1) == [4]
     assert chain(told([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]), 1) == [5]
+    assert chain(told([9, 1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 9, 1, 2, 3, 4]), 1) == [5]
 
 
 def test_a_match_that_overlaps_its_copy_repeats_the_period() -> None:
@@ -92,8 +92,13 @@ def test_substitutions_end_with_the_generation() -> None:
 
 
 def test_a_longer_match_elsewhere_takes_over() -> None:
-    drafter = told([*SOURCE, 1, 70, 71, 72, 73, 74, 75, 76, 2, 10, 11], 12, 70, 71, 72)
-    assert chain(drafter, 3) == [73, 74, 75]
+    far = list(range(200, 280))
+    elsewhere = [70, 71, 72, 73, 74, 75, 76]
+    drafter = told([*SOURCE, *far, *elsewhere, 2, 10, 11], 12, 70, 71)
+    assert chain(drafter, 3) == [72, 73, 74]
+    # One that is no longer than what speaks for the source does not.
+    drafter = told([*SOURCE, *far, 20, 21, 7, 2, 10, 11], *range(12, 20), 99, 20, 21)
+    assert chain(drafter, 3) == [22, 23, 24]
 
 
 def test_a_text_that_goes_its_own_way_is_given_up() -> None:
@@ -139,7 +144,7 @@ def test_guesses_are_of_the_text_and_disturb_nothing(
         for drafter in (asked, left_alone):
             drafter.observe(settled(committed))
         text += committed
-        assert ask(asked, (), width) == ask(left_alone, (), width)
+        assert ask(asked, path, width) == ask(left_alone, path, width)
 
 
 @given(TOKENS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
@@ -157,6 +162,15 @@ def test_priors_rise_with_the_evidence() -> None:
     assert all(0 < prior < 1 for prior in drafter.priors)
     assert sure > 0.9 > new
     assert sure > unsure
+
+
+def test_a_substitution_that_came_true_is_trusted_more() -> None:
+    tale = [9, 10, 20, 11, 12, 13, 14, 20, 15, 16, 17, 18, 20, 30]
+    untried = told([*tale, 1, 9, 10], 99, 11, 12, 13, 14)
+    tried = told([*tale, 1, 9, 10], 99, 11, 12, 13, 14, 99, 15, 16, 17, 18)
+    once, twice = ask(untried)[0], ask(tried)[0]
+    assert once.token == twice.token == 99
+    assert untried.priors[once.sign] < tried.priors[twice.sign] - 0.1
 
 
 def test_offers_the_exact_match_and_the_source_beside_a_substitution() -> None:

@@ -98,6 +98,35 @@ def test_a_full_table_takes_in_new_contexts_and_keeps_frequent_ones() -> None:
     assert ask(drafter, [3])[0].token == 4
 
 
+def test_what_is_not_refreshed_gives_way_in_the_end() -> None:
+    drafter = taught(*[[7, 1]] * 200, bits=4)
+    assert ask(drafter, [7])
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        drafter.begin(rng.integers(10, V, 200).tolist())
+        drafter.close()
+    assert ask(drafter, [7]) == []
+
+
+def test_long_contexts_are_entered_when_they_come_again() -> None:
+    used = []
+    for times in (1, 2):
+        drafter = taught(*[list(range(12))] * times)
+        used.append(int(np.count_nonzero(drafter.state()["tags"])))
+    assert used[0] <= 3 * 11 < used[1]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_contexts_are_found_in_either_slot(bits: int) -> None:
+    crowded = NgramDrafter(V, bits)
+    for token in range(V - 1):
+        alone = taught(*[[token, token + 1]] * 3)
+        for _ in range(3):
+            crowded.begin([token, token + 1])
+            crowded.close()
+        assert ask(crowded, [token]) == ask(alone, [token]) != []
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(FEW, FEW.filter(bool)), max_size=5), TOKENS, st.integers(1, 5))
 def test_guesses_are_tokens_and_disturb_nothing(
@@ -156,8 +185,10 @@ def test_what_was_kept_is_taken_back() -> None:
     same_tables(drafter.state(), other.state())
     for path in ([1, 2], [3], [3, 9, 3]):
         assert ask(other, path, 4) == ask(drafter, path, 4) != []
-    other.observe(settled([1, 2, 3]))  # and is its own
-    assert drafter.state()["tags"] is not other.state()["tags"]
+    kept = {name: array.copy() for name, array in drafter.state().items()}
+    other.restore(drafter.state())
+    other.begin([8, 8, 8, 8])  # its tables are its own
+    same_tables(drafter.state(), kept)
 
 
 def test_restoring_nothing_changes_nothing() -> None:

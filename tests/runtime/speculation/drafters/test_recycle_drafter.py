@@ -159,6 +159,19 @@ def test_a_first_candidate_that_keeps_coming_is_trusted_more() -> None:
     assert ranked == sorted(ranked, reverse=True)
 
 
+def test_a_new_first_candidate_is_not_trusted_for_the_old_one() -> None:
+    drafter = RecycleDrafter(V)
+    drafter.begin([3, 11, 3])
+    sign = ask(drafter, [3])[0].sign
+    for _ in range(9):
+        drafter.observe(settled([11, 3]))
+    row = np.zeros((1, V), np.float32)
+    row[0, 12] = 1
+    drafter.observe(settled([11], [3], row))
+    assert ask(drafter, [3])[0].token == 12
+    assert ask(drafter, [3])[0].sign == sign
+
+
 def test_begins_with_nothing_and_ends_with_nothing() -> None:
     drafter = RecycleDrafter(V)
     assert ask(drafter) == []

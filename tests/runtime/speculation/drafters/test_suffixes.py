@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
+from tests.runtime.speculation.drafters.rounds import searched
 
 TEXT = st.lists(st.integers(0, 2), max_size=30)
 
@@ -19,18 +20,6 @@ def index_of(tokens: Sequence[int]) -> SuffixIndex:
     index = SuffixIndex()
     index.replace(tokens)
     return index
-
-
-def searched(tokens: list[int], drafted: list[int]) -> tuple[int, int]:
-    """The longest suffix of both that occurs in the text with a successor there, the latest occurrence."""
-    whole, best = tokens + drafted, (NONE, 0)
-    for position in range(len(tokens) - 1, 0, -1):
-        length = 0
-        while length < position and tokens[position - 1 - length] == whole[len(whole) - 1 - length]:
-            length += 1
-        if length >= 2 and length > best[1]:
-            best = position, length
-    return best
 
 
 @given(TEXT, st.lists(st.integers(0, 2), max_size=8))
@@ -55,6 +44,20 @@ def test_a_shortened_text_leaves_nothing_behind(
     index.truncate(0)
     assert index.longest([0, 0, 0]) == (NONE, 0)
     assert index.only_successor(0) == NONE
+
+
+def test_what_followed_before_comes_back_too() -> None:
+    index = index_of([1, 2, 1, 2, 1, 3])
+    for length, only, twice in (6, NONE, NONE), (5, 2, 2), (3, 2, NONE), (1, NONE, NONE):
+        index.truncate(length)
+        assert (index.only_successor(1), index.only_successor(1, twice=True)) == (only, twice)
+
+
+def test_earlier_occurrences_come_back_when_later_ones_are_dropped() -> None:
+    index = index_of([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 4, 7])
+    for length, position in (10, 9), (9, 4), (5, 4):
+        index.truncate(length)
+        assert index.longest([1, 2, 3, 4] if length in (10, 5) else [])[0] == position
 
 
 @given(TEXT)
