@@ -1,8 +1,9 @@
 """Decides, round by round, what to draft: which drafter's token next, and where to stop; knows no model and no text.
 
-The rule is the renewal-reward one (algorithms.md A4): with R the tokens per millisecond that decoding achieves, a draft
-is worth its expected tokens less R times its expected milliseconds, and the empty draft is always among the choices. A
-cascade of drafters is nothing special: at every place the guess of most worth is taken, whoever made it.
+The rules are the renewal-reward ones (algorithms.md A4): of all lengths of a draft, none included, the one of most
+expected tokens per millisecond is verified; and a drafter is asked for one more token while that is worth more than R
+times its milliseconds, R being the tokens per millisecond that decoding achieves. A cascade of drafters is nothing
+special: at every place the guess of most worth is taken, whoever made it.
 All times are the device's measured costs, never a clock's: the same costs and the same texts give the same decisions.
 """
 
@@ -230,7 +231,8 @@ class Governor:
         return ms - self._pass_ms[0] * (1 + _STAKE) <= max(self._saved, 0.0)
 
     def _worth(self, tree: _Tree) -> float:
-        return tree.expected - self.rate * self._pass_ms[len(tree)]
+        # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
+        return tree.expected / (self._pass_ms[len(tree)] + self._spent + self._round_ms)
 
     def _beats_plain(self, tree: _Tree) -> bool:
         plain = self._pass_ms[0] + self._round_ms

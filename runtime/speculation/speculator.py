@@ -64,7 +64,7 @@ class Speculator:
         self._chosen = loaded != "auto"
         self._most = most
         self._profile = profile
-        self._costs = DeviceCosts(parts.target, profile, check)
+        self._costs = DeviceCosts(parts.target, profile, check, self._made)
         self._drafters: dict[str, Drafter] = {}
         self._acceptance = Acceptance()
         self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
@@ -122,7 +122,7 @@ class Speculator:
     def _drafter(self, name: str) -> Drafter:
         """The drafter of this name, with what was kept of it."""
         if name not in self._drafters:
-            drafter = make_drafter(name, self._parts)
+            drafter = self._made(name)
             self._acceptance.add(name, drafter.priors)
             try:
                 drafter.restore(self._profile.arrays(name) or {})
@@ -132,6 +132,9 @@ class Speculator:
                 self._profile.drop(name)
             self._drafters[name] = drafter
         return self._drafters[name]
+
+    def _made(self, name: str) -> Drafter:
+        return make_drafter(name, self._parts)
 
     def _width(self, config: GenerationConfig, verification: Verification) -> int:
         if verification.iid_chains:
@@ -204,7 +207,7 @@ class Speculator:
             self._acceptance.add(name, drafter.priors)
             self._acceptance.restore(name, state.get(_ACCEPTANCE, {}))
             drafter.close()
-            self._drafters[name] = make_drafter(name, self._parts)
+            self._drafters[name] = self._made(name)
             self._drafters[name].restore(state.get(name, {}))
 
     def finished(self, rounds: Rounds | None) -> None:

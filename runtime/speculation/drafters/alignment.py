@@ -7,10 +7,10 @@ again, and what stood for what is remembered as a substitution: a retelling with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
+from edgeinfer.runtime.speculation.drafters.suffixes import SuffixIndex
 
 __all__ = ["Aligner", "Cursor", "Evidence", "Substitution"]
 
@@ -114,12 +114,10 @@ class Aligner:
 
     Args:
         index: the text.
-        twins: ids of tokens that differ only in a leading space: what is learnt of one holds for the other.
     """
 
-    def __init__(self, index: SuffixIndex, twins: Mapping[int, int]) -> None:
+    def __init__(self, index: SuffixIndex) -> None:
         self._index = index
-        self._twins = twins
         self._learnt: dict[int, Substitution] = {}
 
     def forget(self) -> None:
@@ -219,9 +217,6 @@ class Aligner:
             known.hits += 1
             return
         self._learnt[span[0]] = Substitution(span, replacement)
-        first, other = self._twins.get(span[0], NONE), self._twins.get(replacement[0], NONE)
-        if first != NONE and other != NONE and first not in self._learnt:
-            self._learnt[first] = Substitution([first, *span[1:]], [other, *replacement[1:]])
 
     def _failed(self, rule: Substitution) -> None:
         rule.failures += 1

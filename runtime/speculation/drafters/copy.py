@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -54,11 +54,7 @@ class _Place(NamedTuple):
 
 
 class CopyDrafter:
-    """Repeats the conversation.
-
-    Args:
-        twins: ids of tokens that differ only in a leading space, both ways; may be empty.
-    """
+    """Implements `contracts.Drafter`: repeats the conversation."""
 
     name = "copy"
     priors: Sequence[float] = _PRIORS
@@ -66,9 +62,9 @@ class CopyDrafter:
     branches = True
     draws = False
 
-    def __init__(self, twins: Mapping[int, int] | None = None) -> None:
+    def __init__(self) -> None:
         self._index = SuffixIndex()
-        self._aligner = Aligner(self._index, twins or {})
+        self._aligner = Aligner(self._index)
         # Of every path that was asked about since the last round.
         self._places: dict[tuple[int, ...], _Place] = {(): _Place(NONE, 0, None)}
 

@@ -245,7 +245,8 @@ def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None
     plain = reference.decode(GREEDY)
     drafted = reference.decode(GREEDY, ("model",), noise=1e9)
     assert drafted.rounds is not None
-    assert drafted.rounds.tally.rechecked == drafted.rounds.tally.rounds
+    # Steps for which nobody was asked are plain already.
+    assert drafted.rounds.tally.rechecked == drafted.rounds.tally.recovered > 5
     assert drafted.tokens == plain.tokens
 
 

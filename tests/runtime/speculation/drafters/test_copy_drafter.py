@@ -14,9 +14,9 @@ TOKENS = st.lists(st.integers(0, 2), max_size=30)
 SOURCE = list(range(10, 60))
 
 
-def told(prompt: list[int], *committed: int, twins: dict[int, int] | None = None) -> CopyDrafter:
+def told(prompt: list[int], *committed: int) -> CopyDrafter:
     """A drafter after a prompt and committed tokens, one per round."""
-    drafter = CopyDrafter(twins)
+    drafter = CopyDrafter()
     drafter.begin(prompt)
     for token in committed:
         drafter.observe(settled([token]))
@@ -74,12 +74,6 @@ def test_a_substitution_that_fails_twice_is_forgotten() -> None:
     tale = [9, 10, 20, 11, 12, 20, 13, 14, 20, 15, 16, 17, 20, 18, 19]
     drafter = told([*tale, 1, 9, 10], 99, 11, 12, 20, 13, 14, 20, 15, 16)
     assert chain(drafter, 4) == [17, 20, 18, 19]
-
-
-def test_substitutions_hold_for_twins() -> None:
-    tale = [9, 10, 20, 11, 12, 13, 120, 14, 15, 16]
-    assert chain(told([*tale, 1, 9, 10], 30, 11, twins={20: 120, 120: 20, 30: 130, 130: 30}), 4) == [12, 13, 130, 14]
-    assert chain(told([*tale, 1, 9, 10], 30, 11), 4) == [12, 13, 120, 14]
 
 
 def test_substitutions_end_with_the_generation() -> None:
