@@ -36,6 +36,10 @@ class Mode(Protocol):
     def reply(self, prompt: Sequence[int]) -> Reply:
         """Continues a prompt, knowing what it knew when `learn` was last called."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether a reply teaches anything that later ones use."""
+
     def learn(self) -> None:
         """Keeps what the last reply taught."""
 
@@ -71,6 +75,11 @@ class EdgeInferMode:
     """
 
     plain = PLAIN
+
+    @property
+    def learns(self) -> bool:
+        """Whether a reply teaches anything that later ones use."""
+        return self.name not in (PLAIN, CONTROL)
 
     def __init__(self, model: Generates, name: str, sampling: Sampling) -> None:
         self.name = name
@@ -121,6 +130,7 @@ class LlamaCppMode:
     """
 
     plain = "llama.cpp"
+    learns = False
 
     def __init__(self, worker: Worker, sampling: Sampling, stop_ids: Sequence[int], lookup: int = 0) -> None:
         self.name = f"llama.cpp lookup {lookup}" if lookup else self.plain

@@ -137,8 +137,9 @@ def run_spec(
         recorded["warm_up"] = len(warming)
         for item in tokenize_prompts(model, warming, config.sampling.max_tokens):
             for mode in modes:
-                mode.reply(item.ids)
-                mode.learn()
+                if mode.learns:
+                    mode.reply(item.ids)
+                    mode.learn()
         environment = describe_environment(model.info, threads, recorded)
         done: list[PromptTimes] = []
         finished = True
