@@ -68,6 +68,7 @@ class DeviceCosts:
         self._passes: PassCosts | None = None
         self._guess_ms: dict[str, float] = {}
         self._round_ms = _ROUND_MS
+        self._overhead_ms = 0.0  # of a plain step, once there were some
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
@@ -109,9 +110,11 @@ class DeviceCosts:
         if self._passes is None:
             return
         self._passes = self._passes.following(tally.pass_ms)
-        if len(tally.asking_ms) >= _ENOUGH:
-            plain = median(tally.plain_overhead_ms) if tally.plain_overhead_ms else 0.0
-            self._round_ms += _ROUND_PULL * (max(0.0, median(tally.asking_ms) - plain) - self._round_ms)
+        if len(tally.plain_overhead_ms) >= _ENOUGH:
+            self._overhead_ms = median(tally.plain_overhead_ms)
+        if len(tally.asking_ms) >= _ENOUGH and self._overhead_ms:
+            extra = max(0.0, median(tally.asking_ms) - self._overhead_ms)
+            self._round_ms += _ROUND_PULL * (extra - self._round_ms)
 
     def save(self) -> None:
         """Keeps what is known now."""

@@ -27,6 +27,8 @@ _AHEAD = 6
 _LEAST = 0.02
 # Rounds that R averages over.
 _ROUNDS = 16.0
+# A guess that counts as certain.
+_SURE = 0.995
 # A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.
 _CHEAP = 0.02
 # Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
@@ -36,8 +38,9 @@ _FIRST_REST, _LONGEST_REST = 16, 1024
 # What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
 # have taken so far. Beyond that a draft may only risk what earlier ones saved, so that no reply ends up slower.
 _STAKE = 0.01
-# Where a drafter costs so much that its first guess would use that up for many tokens, this share of a pass is added.
-_FIRST_STAKE = 0.25
+# What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning, and, where a drafter costs
+# so much that its first guess would otherwise have to wait for many tokens, to ask that one.
+_FIRST_STAKE, _DEAR_STAKE = 0.05, 0.25
 # How fast the hope in a costly drafter that is no longer asked comes back: some seventy rounds to half.
 _RECOVERY = 0.01
 
@@ -88,6 +91,7 @@ class _Tree:
         self.paths: list[list[int]] = []
         self.spine: list[bool] = []
         self.expected = 1.0
+        self.sure = 0  # nodes of a chain from the root that are as good as certain
         self.found = 0
 
     def __len__(self) -> int:
@@ -100,6 +104,9 @@ class _Tree:
         self.paths.append([*self.path(candidate.parent), candidate.asked.guess.token])
         self.spine.append(candidate.spine)
         self.expected -= candidate.unlikely
+        # What a grammar forces, and what was right so often that it may count as such.
+        if candidate.asked.estimate >= _SURE and self.sure == candidate.parent + 1 == len(self.nodes) - 1:
+            self.sure += 1
 
     def path(self, node: int) -> list[int]:
         return [] if node < 0 else self.paths[node]
@@ -143,7 +150,7 @@ class Governor:
         cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
         self._asking_ms = self._round_ms + sum(cheap)
         dear = any(ms > _CHEAP * self._pass_ms[0] for ms in self._guess_ms.values())
-        self._saved = _FIRST_STAKE * self._pass_ms[0] if dear else 0.0
+        self._saved = (_DEAR_STAKE if dear else _FIRST_STAKE) * self._pass_ms[0]
 
     @property
     def rests(self) -> bool:
@@ -182,11 +189,14 @@ class Governor:
             candidate = heapq.heappop(waiting)
             tree.add(candidate)
             worth = self._worth(tree)
-            if worth > best and self._beats_plain(tree) and self._affords(self._pass_ms[len(tree)] + self._spent):
+            ms = self._pass_ms[len(tree)] + self._spent
+            if worth > best and self._beats_plain(tree) and self._affords(ms, 1 + tree.sure):
                 best, length = worth, len(tree)
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._guess_ms[asked.drafter]
-            if len(tree) < most and likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0:
+            pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
+            # Guesses that come to nothing must be paid for too.
+            if len(tree) < most and pays and self._affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         return tree.cut(length)
@@ -226,9 +236,9 @@ class Governor:
     def _begin(self) -> None:
         self._asked, self._at_work, self._spent = {}, None, 0.0
 
-    def _affords(self, ms: float) -> bool:
-        """Whether a round that takes so long and gives one token only would leave the reply no slower than plain."""
-        return ms - self._pass_ms[0] * (1 + _STAKE) <= max(self._saved, 0.0)
+    def _affords(self, ms: float, sure: int = 1) -> bool:
+        """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
+        return ms - sure * self._pass_ms[0] * (1 + _STAKE) <= max(self._saved, 0.0)
 
     def _worth(self, tree: _Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).

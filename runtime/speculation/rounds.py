@@ -76,7 +76,7 @@ class Rounds:
         """
         base = self._backend.length
         assert base == len(self._context.tokens) - 1, "the cache holds all committed tokens but the root"
-        if self._governor.rests:
+        if self._governor.rests and not self._chooser.forced(()):
             return self._plain(base)
         begun = time.perf_counter_ns()
         if self._untold:
@@ -143,7 +143,7 @@ class Rounds:
         if resumption is None:
             self.tally.pass_ms[len(fed)].append((verified - drafted) / 1e6)
         if not draft:
-            self._timed((ended - begun) / 1e6)
+            self._timed((ended - drafted) / 1e6)
         return round.committed
 
     def _resumption(self, draft: Draft, base: int) -> Resumption | None:

@@ -107,7 +107,7 @@ class Speculator:
 
     def _names(self, asked: str) -> tuple[str, ...]:
         """The drafters that a generation means, of those the model was loaded with."""
-        if not self._allowed or asked == "off":
+        if asked == "off":
             return ()
         if asked == "auto":
             # Drafters that the model was loaded with by name were wanted.
@@ -115,7 +115,8 @@ class Speculator:
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
-                message = f"The model was loaded to draft by {', '.join(self._allowed)}, not by {name}."
+                whom = ", ".join(self._allowed) or "nobody"
+                message = f"The model was loaded to draft by {whom}, not by {name}."
                 raise UsageError(message, f"Load it with speculation='auto', or with {name} among the drafters.")
         return names
 
@@ -153,13 +154,13 @@ class Speculator:
         plain = self.plain_ms
         speedup = plain / per_token_ms if plain and per_token_ms else None
         if rounds is None:
-            return Speculation(mode="off", plain_ms=plain)
+            return Speculation(mode="off", exact=self._is_exact(config), plain_ms=plain)
         tally, verification = rounds.tally, find_verification(config.verification)
         return Speculation(
             mode=config.speculation,
             verification=verification.name,
             lossless=verification.lossless,
-            exact=self._is_exact(config, verification),
+            exact=self._is_exact(config),
             rounds=tally.rounds,
             drafted=tally.drafted,
             accepted=tally.accepted,
@@ -178,8 +179,8 @@ class Speculator:
             speedup_vs_plain=speedup,
         )
 
-    def _is_exact(self, config: GenerationConfig, verification: Verification) -> bool | None:
-        if verification.name != "keyed":
+    def _is_exact(self, config: GenerationConfig) -> bool | None:
+        if config.verification != "keyed" and config.speculation != "off":
             return False
         exact = self._costs.exact
         return None if exact is None else exact.bit_identical

@@ -214,3 +214,21 @@ def test_whatever_the_costs_drafts_are_trees_within_bounds(
         assert len(draft) <= 15
         assert all(parent < node for node, parent in enumerate(draft.parents))
     assert run.ms <= 1.1 * run.plain_ms + 16 * price
+
+
+def test_certain_tokens_are_drafted_at_once_and_likely_ones_once_something_was_saved() -> None:
+    text = text_of(60)
+    certain, likely = Prophet("forced", text, 1.0), Prophet("copy", text, 1.0)
+    certain.priors, likely.priors = (0.3, 0.999), (0.3, 0.95)
+    assert len(decode([certain], text, Prices(STAIRS)).drafts[0]) > 5
+    assert len(decode([likely], text, Prices(STAIRS)).drafts[0]) == 1  # the row that padding pays for
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.6])
+def test_no_reply_however_short_ends_up_slower(right: float) -> None:
+    for seed in range(20):
+        text = text_of(8, seed)
+        prophet = Prophet("copy", text, right, seed=seed)
+        prophet.priors = (0.9, 0.9)
+        run = decode([prophet], text, Prices(STAIRS))
+        assert run.ms <= 1.0101 * run.plain_ms
