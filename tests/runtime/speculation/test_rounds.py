@@ -133,7 +133,10 @@ class Subject:
         if verification.stochastic:
             kind = ChainsGovernor if verification.iid_chains else LawfulGovernor
         governor = kind(made, Prices(FLAT, {"model": 0.5, "exit": 0.5, "bits": 0.5}), acceptance, 7, width)
-        return Rounds(self.backend, chooser, made, governor, verification, noise=noise, timed=lambda ms: None)
+        settled = width > 1 and isinstance(self.backend, OnnxBackend)
+        return Rounds(
+            self.backend, chooser, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
+        )
 
 
 def bundles(folder: Path, export: str, layout: Layout) -> tuple[Bundle, Bundle]:
@@ -187,6 +190,15 @@ def test_the_text_is_that_of_plain_decoding_bit_for_bit(
     drafted = subject.decode(config, drafters)
     assert drafted.rounds is not None
     assert drafted.rounds.tally.drafted > 0
+    assert_same(drafted, plain)
+
+
+@pytest.mark.parametrize("drafters", [("recycle",), ("model",)], ids="+".join)
+def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, drafters: tuple[str, ...]) -> None:
+    plain = subject.decode(SAMPLED)
+    drafted = subject.decode(SAMPLED, drafters, width=3)
+    assert drafted.rounds is not None
+    assert drafted.rounds.tally.drafted > drafted.rounds.tally.rounds
     assert_same(drafted, plain)
 
 
