@@ -188,6 +188,8 @@ class TokenStream:
         self._step_ms.append(step.ms + (0.0 if self._step_ms else begun))
 
     def _finish(self, reason: FinishReason) -> None:
+        if self._rounds is not None:
+            self._rounds.finish()
         parts, memory, timings = self._parts, process_memory(), self._timings()
         self._result = Result(
             text="".join(self._texts),

@@ -10,6 +10,7 @@ All times are the device's measured costs, never a clock's: the same costs and t
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,9 +39,11 @@ _FIRST_REST, _LONGEST_REST = 16, 1024
 # What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
 # have taken so far. Beyond that a draft may only risk what earlier ones saved, so that no reply ends up slower.
 _STAKE = 0.01
-# What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning, and, where a drafter costs
-# so much that its first guess would otherwise have to wait for many tokens, to ask that one.
-_FIRST_STAKE, _DEAR_STAKE = 0.05, 0.25
+# What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
+_FIRST_STAKE = 0.05
+# Guesses of drafters that cost a good part of a pass that are not paid for yet, in each reply: without any, the first
+# would have to wait for dozens of tokens.
+_TRIES = 2
 # How fast the hope in a costly drafter that is no longer asked comes back: some seventy rounds to half.
 _RECOVERY = 0.01
 
@@ -149,25 +152,27 @@ class Governor:
         self._rest, self._next_rest = 0, _FIRST_REST
         cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
         self._asking_ms = self._round_ms + sum(cheap)
-        dear = any(ms > _CHEAP * self._pass_ms[0] for ms in self._guess_ms.values())
-        self._saved = (_DEAR_STAKE if dear else _FIRST_STAKE) * self._pass_ms[0]
+        self._saved = _FIRST_STAKE * self._pass_ms[0]
+        self._tries = _TRIES
 
     @property
-    def rests(self) -> bool:
-        """Whether nobody should be asked now: plain decoding has been faster, or asking is not paid for yet."""
-        return self._rest > 0 or not self._affords(self._pass_ms[0] + self._asking_ms)
+    def rest(self) -> int:
+        """Plain steps before anybody is asked: plain decoding has been faster, or asking is not paid for yet."""
+        stake = _STAKE * self._pass_ms[0]
+        missing = self._asking_ms - stake - max(self._saved, 0.0)
+        return max(self._rest, math.ceil(missing / stake), 0)
 
     @property
     def guessed_ms(self) -> float:
         """What the last draft's guesses cost."""
         return self._spent
 
-    def rested(self) -> None:
-        """A plain step was taken."""
-        ms, kept = self._pass_ms[0], 1 - 1 / _ROUNDS
-        self._tokens, self._ms = self._tokens * kept + 1, self._ms * kept + ms
+    def rested(self, steps: int) -> None:
+        """So many plain steps were taken."""
+        ms, kept = self._pass_ms[0] * steps, (1 - 1 / _ROUNDS) ** steps
+        self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
         self._saved += ms * _STAKE
-        self._rest = max(0, self._rest - 1)
+        self._rest = max(0, self._rest - steps)
 
     @property
     def rate(self) -> float:
@@ -282,9 +287,12 @@ class Governor:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)
-                affordable = self._affords(self._pass_ms[0] + self._spent + ms)
-                if barred or not spine or not affordable or self._ahead(likely, self._hopes[name], size, ms) <= without:
+                if barred or not spine or self._ahead(likely, self._hopes[name], size, ms) <= without:
                     continue
+                if not self._affords(self._pass_ms[0] + self._spent + ms):
+                    if not self._tries:
+                        continue
+                    self._tries -= 1
             guesses = drafter.guesses(context, path, self._width if drafter.branches else 1)
             self._spent += ms
             if drafter.uses_target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -55,7 +56,10 @@ class Rounds:
         self._settled = settled
         self._noise = noise
         self._timed = timed
-        self._untold: list[int] = []
+        self._untold = 0  # plain steps that drafters have not heard of
+        self._left = 0  # plain steps still to take before anybody is asked
+        self._pass_ns: list[int] = []
+        self._other_ns = 0
         self._root, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._context = Context([], self._draw, chooser.forced, self._further)
 
@@ -76,11 +80,14 @@ class Rounds:
         """
         base = self._backend.length
         assert base == len(self._context.tokens) - 1, "the cache holds all committed tokens but the root"
-        if self._governor.rests and not self._chooser.forced(()):
+        if self._left == 0:
+            self._end_rest()
+            self._left = self._governor.rest
+        if self._left and not self._chooser.forced(()):
             return self._plain(base)
         begun = time.perf_counter_ns()
-        if self._untold:
-            self._tell()
+        self._end_rest()
+        self._tell()
         try:
             return self._round(base, room, begun)
         except BaseException:
@@ -89,25 +96,42 @@ class Rounds:
             raise
 
     def _plain(self, base: int) -> tuple[int]:
-        """One token as plain decoding makes it; drafters hear of it when they are asked again."""
-        begun = time.perf_counter_ns()
-        self._root[0], self._place[0] = self._context.tokens[-1], base
+        """One token as plain decoding makes it, with nothing around it that could wait."""
+        tokens, begun = self._context.tokens, time.perf_counter_ns()
+        self._root[0], self._place[0] = tokens[-1], base
         output = self._backend.forward(self._root, self._place, _ONE_ROW)
         verified = time.perf_counter_ns()
         token = self._chooser.token(output.logits[0], base + 1)
         self._chooser.accept(token)
-        self._context.tokens.append(token)
-        self._untold.append(token)
-        self._governor.rested()
-        ended = time.perf_counter_ns()
-        self.tally.add_plain((verified - begun) / 1e6, (ended - verified) / 1e6)
-        self._timed((ended - begun) / 1e6)
+        tokens.append(token)
+        self._left -= 1
+        self._pass_ns.append(verified - begun)
+        self._other_ns += time.perf_counter_ns() - verified
         return (token,)
+
+    def _end_rest(self) -> None:
+        """Enters the plain steps since the last round in the books."""
+        steps = len(self._pass_ns)
+        self._left = 0
+        if steps:
+            other = self._other_ns / steps
+            self._governor.rested(steps)
+            self.tally.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
+            self._timed((median(self._pass_ns) + other) / 1e6)
+            self._pass_ns.clear()
+            self._other_ns = 0
+            self._untold += steps
+
+    def finish(self) -> None:
+        """The reply is over: the books are closed."""
+        self._end_rest()
 
     def _tell(self) -> None:
         """Lets drafters catch up with plain steps."""
-        tokens = tuple(self._untold)
-        self._untold.clear()
+        if not self._untold:
+            return
+        tokens = tuple(self._context.tokens[-self._untold :])
+        self._untold = 0
         nothing = np.zeros((0, self._backend.geometry.vocab_size), np.float32)
         round = Round(Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing)
         for drafter in self._drafters.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -73,16 +74,17 @@ class Tally:
         for name in dict.fromkeys(draft.sources):
             self._add_use(name, round)
 
-    def add_plain(self, verify_ms: float, overhead_ms: float) -> None:
-        """Counts one plain step."""
-        self.rounds += 1
-        self.bonus += 1
-        self.committed += 1
-        self.verify_ms += verify_ms
-        self.overhead_ms += overhead_ms
-        self.choices["none"] += 1
-        self.pass_ms[1].append(verify_ms)
-        self.plain_overhead_ms.append(overhead_ms)
+    def add_plain(self, verify_ms: Sequence[float], overhead_ms: float) -> None:
+        """Counts plain steps, each with its pass; the rest took the same each time."""
+        steps = len(verify_ms)
+        self.rounds += steps
+        self.bonus += steps
+        self.committed += steps
+        self.verify_ms += sum(verify_ms)
+        self.overhead_ms += steps * overhead_ms
+        self.choices["none"] += steps
+        self.pass_ms[1] += verify_ms
+        self.plain_overhead_ms += [overhead_ms] * steps
 
     def _add_use(self, name: str, round: Round) -> None:
         use = self.per_drafter.get(name, DrafterUse())

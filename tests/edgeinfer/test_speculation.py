@@ -173,7 +173,7 @@ def test_figures_of_a_reply(tales: edgeinfer.Model) -> None:
 @needs_builtin
 def test_figures_of_plain_decoding(tales: edgeinfer.Model) -> None:
     found = plain(tales, max_tokens=5).speculation
-    assert found == Speculation("off", plain_ms=found.plain_ms)
+    assert found == Speculation("off", exact=True, plain_ms=found.plain_ms)
     check_figures(found)
 
 
