@@ -41,6 +41,9 @@ _FIRST_REST, _LONGEST_REST = 16, 1024
 _STAKE = 0.01
 # What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
 _FIRST_STAKE = 0.05
+# Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
+# most of a pass, drafting would otherwise begin only after some seventy.
+_UNPAID = (8, 32)
 # Guesses of drafters that cost a good part of a pass that are not paid for yet, in each reply: without any, the first
 # would have to wait for dozens of tokens.
 _TRIES = 2
@@ -154,13 +157,17 @@ class Governor:
         self._asking_ms = self._round_ms + sum(cheap)
         self._saved = _FIRST_STAKE * self._pass_ms[0]
         self._tries = _TRIES
+        self._said, self._unpaid = 0, list(_UNPAID)
 
     @property
     def rest(self) -> int:
         """Plain steps before anybody is asked: plain decoding has been faster, or asking is not paid for yet."""
         stake = _STAKE * self._pass_ms[0]
         missing = self._asking_ms - stake - max(self._saved, 0.0)
-        return max(self._rest, math.ceil(missing / stake), 0)
+        unpaid = math.ceil(missing / stake)
+        if self._unpaid:
+            unpaid = min(unpaid, self._unpaid[0] - self._said)
+        return max(self._rest, unpaid, 0)
 
     @property
     def guessed_ms(self) -> float:
@@ -172,6 +179,7 @@ class Governor:
         ms, kept = self._pass_ms[0] * steps, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
         self._saved += ms * _STAKE
+        self._said += steps
         self._rest = max(0, self._rest - steps)
 
     @property
@@ -224,6 +232,7 @@ class Governor:
         ms = self._pass_ms[len(round.draft)] + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
         self._saved += len(committed) * self._pass_ms[0] * (1 + _STAKE) - ms
+        self._said += len(committed)
         self._try(len(committed), ms)
 
     def _try(self, tokens: int, ms: float) -> None:
@@ -239,6 +248,8 @@ class Governor:
         self._trial = [0, 0, 0.0]
 
     def _begin(self) -> None:
+        if self._unpaid and self._said >= self._unpaid[0]:
+            del self._unpaid[0]
         self._asked, self._at_work, self._spent = {}, None, 0.0
 
     def _affords(self, ms: float, sure: int = 1) -> bool:

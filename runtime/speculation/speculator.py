@@ -38,6 +38,9 @@ _PLAIN_STEPS = 64
 # Chains that k-SEQ is given where nothing else is said.
 _CHAINS = 2
 _ACCEPTANCE = "acceptance"
+# Where asking tables costs more than this share of a pass, "auto" decodes plainly: a model so small would have to be
+# guessed right half of the time for drafts to pay for their own making.
+_DEAR_ASKING = 0.4
 
 
 class Speculator:
@@ -92,8 +95,13 @@ class Speculator:
             return None
         verification, most = find_verification(config.verification), min(self._most, config.draft_max or self._most)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
-        width = self._width(config, verification)
-        governor = _governor(verification)(drafters, self._costs.of(drafters), self._acceptance, most, width)
+        width, costs = self._width(config, verification), self._costs.of(drafters)
+        if config.speculation == "auto" and not self._chosen and not config.choices:
+            # A draft model or layers of one's own have passes to pay for; the tables alone decide.
+            cheap = sum(costs.guess_ms(drafter.name) for drafter in drafters if not drafter.draws)
+            if costs.round_ms + cheap > _DEAR_ASKING * costs.pass_ms(1):
+                return None
+        governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
         return Rounds(
             self._parts.target,
             chooser,
@@ -154,7 +162,8 @@ class Speculator:
         plain = self.plain_ms
         speedup = plain / per_token_ms if plain and per_token_ms else None
         if rounds is None:
-            return Speculation(mode="off", exact=self._is_exact(config), plain_ms=plain)
+            mode = config.speculation if self._allowed else "off"
+            return Speculation(mode=mode, exact=self._is_exact(config), plain_ms=plain)
         tally, verification = rounds.tally, find_verification(config.verification)
         return Speculation(
             mode=config.speculation,

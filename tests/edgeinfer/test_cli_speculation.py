@@ -102,7 +102,7 @@ def test_json_tells_who_drafted(capsys: Capture) -> None:
 
 @needs_builtin
 def test_verbose_tells_tokens_per_pass(capsys: Capture) -> None:
-    assert main(["run", "-p", PROMPT, "-n", "20", "-v"]) == 0
+    assert main(["run", "-p", PROMPT, "-n", "20", "-v", "--spec", "copy,ngram"]) == 0
     assert " tokens per pass, " in capsys.readouterr().err
     assert main(["run", "-p", PROMPT, "-n", "20", "-v", "--spec", "off"]) == 0
     assert "per pass" not in capsys.readouterr().err

@@ -27,7 +27,17 @@ from edgeinfer.results import DrafterUse, Speculation
 from edgeinfer.runtime.speculation.registry import KINDS
 from tests.cli import contents
 from tests.factories import make_checkpoint, make_tokenizer
-from tests.speculation import BUILTIN, PROMPT, check_figures, load_eager, needs_builtin, plain, random_bundle, same
+from tests.speculation import (
+    BUILTIN,
+    PROMPT,
+    check_figures,
+    load_eager,
+    make_eager,
+    needs_builtin,
+    plain,
+    random_bundle,
+    same,
+)
 
 WHO = ("auto", *DRAFTERS, "copy,ngram,recycle", "hierarchical,model", "bits,exit,skip,model")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
@@ -443,7 +453,7 @@ def test_what_a_drafter_needs_and_does_not_get(small_bundle: Path) -> None:
         for who, says in (("model", "No draft model was given"), ("bits", "one plane")):
             with pytest.raises(EdgeInferError, match=says):
                 model.generate(PROMPT, speculation=who)
-        assert "bits" not in same(model, "auto", max_tokens=10).per_drafter
+        assert "bits" not in same(make_eager(model), "auto", max_tokens=10).per_drafter
 
 
 LOADING: list[dict[str, Any]] = [

@@ -154,7 +154,9 @@ def test_a_process_that_drafts_stays_within_its_plan(options: dict[str, Any], tm
     assert memory["peak_rss_bytes"] <= memory["planned_bytes"] == sum(memory["terms"].values())
     if "memory" in options:
         assert memory["planned_bytes"] <= memory["budget_bytes"]
-    assert (found["rounds"] > 0) == (draft_max > 0)
+    # On a model so small "auto" may find that asking costs more than it gains; it must not draft beyond its plan.
+    assert draft_max > 0 or found["rounds"] == 0
+    assert found["rounds"] > 0 or options["speculation"] == "auto"
 
 
 # The profile.
@@ -388,6 +390,6 @@ def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path) -> None:
         for option in options:
             with pytest.raises(UsageError):
                 model.tune(**once | option)
-        assert same(model, "auto", max_tokens=10, ignore_eos=True).exact
+        assert same(make_eager(model), "auto", max_tokens=10, ignore_eos=True).exact
     with edgeinfer.load(small_bundle, threads=1, context=8) as model, pytest.raises(UsageError):
         model.tune(["Once upon a time there was a dog."])
