@@ -77,8 +77,9 @@ def _search(
         np.copyto(best_gain, gain, where=better)
         np.copyto(best_scale, scale, where=better)
         np.copyto(best_zero, zero, where=better)
-    # An all-zero block has no direction to fit: any positive scale stands for it.
-    np.copyto(best_scale, np.float32(1), where=best_scale == 0)
+    # An all-zero block has no direction to fit. A tiny scale keeps it zero also where an operator takes the zero point
+    # out by a subtraction in float32, which leaves a rounding error times the scale.
+    np.copyto(best_scale, np.float32(2.0**-64), where=best_scale == 0)
     _round(columns, best_scale, best_zero, scheme.bits, work)
     work += best_zero
     return work.astype(np.uint8), best_scale, best_zero

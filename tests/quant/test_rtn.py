@@ -166,3 +166,12 @@ def run_matmulnbits(x: Floats, matrix: QuantizedMatrix, scheme: QuantScheme, n: 
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     result: Floats = session.run(None, {"x": x})[0]
     return result
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_block_of_zeros_stays_zero_in_inexact_arithmetic(symmetric: bool) -> None:
+    """MatMulNBits subtracts the zero point times the sum of the activations: what rounding leaves is scaled."""
+    weight = np.zeros((3, 64), np.float32)
+    weight[:, :32] = 1.0
+    matrix = quantize(weight, QuantScheme(4, 32, symmetric))
+    assert matrix.scales[:, 1].max() < 1e-15
