@@ -132,7 +132,7 @@ class Subject:
         kind = Governor
         if verification.stochastic:
             kind = ChainsGovernor if verification.iid_chains else LawfulGovernor
-        governor = kind(made, Prices(FLAT, {"model": 0.5, "exit": 0.5, "bits": 0.5}), acceptance, 7, width)
+        governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         settled = width > 1 and isinstance(self.backend, OnnxBackend)
         return Rounds(
             self.backend, chooser, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
