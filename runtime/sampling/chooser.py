@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.sampling.constraint import Constraint
-from edgeinfer.runtime.sampling.generator import uniform
+from edgeinfer.runtime.sampling.generator import draw_from, uniform
 from edgeinfer.runtime.sampling.penalties import TokenCounts
 from edgeinfer.runtime.sampling.sampler import Logits, Sampler
 
@@ -57,7 +57,7 @@ class TokenChooser:
 
     def draw(self, law: Law, position: int, stream: int) -> int:
         """A token from a law, by a draw that decides nothing else."""
-        return self._inverse(law, uniform(self._sampler.seed, position, _DRAFTS + _STEP * stream))
+        return draw_from(law, uniform(self._sampler.seed, position, _DRAFTS + _STEP * stream))
 
     def chance(self, position: int, draw: int) -> float:
         """A number in [0, 1) of this position, independent for each draw and of all tokens drawn."""
@@ -91,9 +91,3 @@ class TokenChooser:
         finally:
             for stack in stacks:
                 stack.pop(len(path))
-
-    @staticmethod
-    def _inverse(law: Law, chance: float) -> int:
-        cumulative = np.cumsum(law)
-        drawn = int(cumulative.searchsorted(chance * cumulative[-1], side="right"))
-        return min(drawn, int(cumulative.searchsorted(cumulative[-1], side="left")))

@@ -6,20 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from edgeinfer.runtime.sampling.generator import draw_from
 from edgeinfer.runtime.speculation.contracts import Guess, Law
 
 __all__ = ["draw_from", "drawn_from", "ratio", "residual", "without"]
-
-
-def draw_from(law: Law, chance: float) -> int:
-    """The token at `chance`, in [0, 1), of the cumulative distribution in order of token id; never an impossible one.
-
-    Args:
-        law: a distribution, or weights of positive sum. (V,)
-    """
-    cumulative = np.cumsum(law)
-    # The largest double below 1 takes more than half a rounding off any sum: some token always lies beyond the product.
-    return int(cumulative.searchsorted(chance * cumulative[-1], side="right"))
 
 
 def drawn_from(guess: Guess) -> Law | None:  # (V,)
