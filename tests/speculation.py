@@ -86,7 +86,8 @@ def same(model: edgeinfer.Model, speculation: str, **options: Any) -> Speculatio
     assert (result.text, result.token_ids) == (expected.text, expected.token_ids)
     assert result.finish_reason == expected.finish_reason
     check_figures(result.speculation)
-    if result.finish_reason == "length":
+    # No rounds at all where asking drafters costs more than they can save.
+    if result.finish_reason == "length" and result.speculation.rounds:
         assert result.speculation.accepted + result.speculation.rounds == len(result.token_ids) - 1
     return result.speculation
 

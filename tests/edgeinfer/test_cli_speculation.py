@@ -94,7 +94,7 @@ def test_json_tells_who_drafted(capsys: Capture) -> None:
     )
     assert set(model["per_drafter"]) <= {"copy", "model"}
     assert run_json(capsys, "-n", "20", "--no-exact", "--spec", "copy")["exact"] is None
-    typical = run_json(capsys, "-n", "20", "--spec-verify", "typical", "--temp", "1", "--seed", "1")
+    typical = run_json(capsys, "-n", "20", "--spec", "copy", "--spec-verify", "typical", "--temp", "1", "--seed", "1")
     assert (typical["verification"], typical["lossless"], typical["exact"]) == ("typical", False, False)
     for most in ("1", "2"):
         assert len(run_json(capsys, "-n", "60", "--spec-draft-n-max", most)["accepted_per_position"]) <= int(most)

@@ -79,7 +79,8 @@ def test_it_becomes_greedy_as_temperature_falls(draft: Draft, seed: int, u: floa
     laws = random_laws(seed, 5)
 
     def cold(path: tuple[int, ...]) -> Law:
-        law = (laws(path) / laws(path).max()) ** 1e5
+        # So cold that not even a near tie is left: tokens 1e-10 apart are e^100 apart.
+        law = (laws(path) / laws(path).max()) ** 1e12
         return np.asarray(law / law.sum(), np.float64)
 
     view = TableTarget(draft, cold, lambda depth, draw: u)
