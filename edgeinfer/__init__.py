@@ -6,12 +6,15 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.version import VERSION
+
 if TYPE_CHECKING:
-    from edgeinfer.api import Model, TokenStream, TuneResult, load, plan
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
     from edgeinfer.device import measure_device
     from edgeinfer.errors import EdgeInferError
+    from edgeinfer.kv_calibration import calibrate_kv, measure_kv, tune_kv
     from edgeinfer.results import Chunk, Result
 
 __all__ = [
@@ -20,15 +23,19 @@ __all__ = [
     "EdgeInferError",
     "GenerationConfig",
     "LoadConfig",
+    "MemoryPlan",
     "Model",
     "Result",
     "TokenStream",
     "TuneResult",
+    "calibrate_kv",
     "load",
     "measure_device",
+    "measure_kv",
     "plan",
+    "tune_kv",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # onnxruntime 1.31 reports events to its makers and writes an identifier of the device into the user's cache, beginning
 # with its import, unless this is set. Whoever has set it otherwise has decided for themselves.
@@ -40,13 +47,17 @@ _HOMES = {
     "EdgeInferError": "errors",
     "GenerationConfig": "config",
     "LoadConfig": "config",
+    "MemoryPlan": "api",
     "Model": "api",
     "Result": "results",
     "TokenStream": "api",
     "TuneResult": "api",
+    "calibrate_kv": "kv_calibration",
     "load": "api",
     "measure_device": "device",
+    "measure_kv": "kv_calibration",
     "plan": "api",
+    "tune_kv": "kv_calibration",
 }
 
 

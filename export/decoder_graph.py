@@ -12,6 +12,7 @@ import onnx
 
 from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.kv_types import FLOAT32, KV, KVType
 from edgeinfer.export.graph_builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.native_operators import NativeOperators
 from edgeinfer.export.operators import Operators
@@ -23,7 +24,7 @@ _OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: 
 
 
 def build_decoder_graph(
-    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout
+    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout, kv: KVType = KV[FLOAT32]
 ) -> onnx.ModelProto:
     """Builds the graph of a decoder.
 
@@ -31,15 +32,17 @@ def build_decoder_graph(
         tensors: the tensor table by canonical name; complete for the spec.
         weights: name of the file the tensors lie in.
         layout: of the quantized ones.
+        kv: type of the cache.
     """
-    return _DecoderGraph(spec, GraphBuilder(weights), _OPERATORS[layout](spec, tensors)).build()
+    return _DecoderGraph(spec, GraphBuilder(weights), _OPERATORS[layout](spec, tensors), kv).build()
 
 
 class _DecoderGraph:
-    def __init__(self, spec: DecoderSpec, graph: GraphBuilder, operators: Operators) -> None:
+    def __init__(self, spec: DecoderSpec, graph: GraphBuilder, operators: Operators, kv: KVType) -> None:
         self._spec = spec
         self._graph = graph
         self._ops = operators
+        self._kv = kv
 
     def build(self) -> onnx.ModelProto:
         spec, graph = self._spec, self._graph
@@ -72,7 +75,9 @@ class _DecoderGraph:
         graph.input(io.LOGIT_ROWS, "int64", ("R",))
         for layer in range(spec.num_layers):
             for name in io.past_names(layer):
-                graph.input(name, "float32", self._cache_shape)
+                graph.input(name, self._kv.dtype, self._cache_shape)
+            for name in io.scale_names(layer) if self._kv.quantized else ():
+                graph.input(name, "float32", (spec.kv_size,))
         self._ops.declare_inputs(graph)
 
     def _declare_outputs(self) -> None:
@@ -81,11 +86,11 @@ class _DecoderGraph:
         graph.output(io.HIDDEN_OUT, "float32", (1, "S", spec.hidden_size))
         for layer in range(spec.num_layers):
             for name in io.present_names(layer):
-                graph.output(name, "float32", self._cache_shape)
+                graph.output(name, self._kv.dtype, self._cache_shape)
 
     @property
     def _cache_shape(self) -> tuple[int | str, ...]:
-        return (1, self._spec.num_kv_heads, "C", self._spec.head_dim)
+        return (1, self._spec.num_kv_heads, "C", self._kv.width(self._spec.head_dim))
 
     @property
     def _hidden_shape(self) -> tuple[int | str, ...]:
@@ -108,25 +113,37 @@ class _DecoderGraph:
         past, present = io.past_names(layer), (f"{prefix}.present_key", f"{prefix}.present_value")
         lengths, window = [io.SEQLENS_K, io.TOTAL_LENGTH], self._spec.window(layer)
         rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS] if self._fused_rotation else ["", "", ""]
+        bias = io.WINDOW_BIAS if window else io.ATTENTION_BIAS
+        # Between bias and scales: attention sinks, which no family here has.
+        scales = ["", *io.scale_names(layer)] if self._kv.quantized else []
         graph.ops(
             "GroupQueryAttention",
-            [query, key, value, *past, *lengths, *rotary, io.WINDOW_BIAS if window else io.ATTENTION_BIAS],
+            [query, key, value, *past, *lengths, *rotary, bias, *scales],
             [f"{prefix}.heads", *present],
             domain=MICROSOFT,
             num_heads=self._spec.num_heads,
             kv_num_heads=self._spec.num_kv_heads,
             local_window_size=window + io.TREE_ROWS if window else -1,
             do_rotary=int(self._fused_rotation),
+            **self._cache_attributes,
         )
         added = self._ops.linear(graph, f"{prefix}.heads", f"{prefix}.out", f"{prefix}.added", residual=hidden)
         graph.output(added, "float32", self._hidden_shape)
         skip = self._graph.branch()
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
         for name, kept, source in zip(present, ("kept_key", "kept_value"), past, strict=True):
-            graph.output(name, "float32", self._cache_shape)
-            skip.output(skip.op("Identity", [source], f"{prefix}.{kept}"), "float32", self._cache_shape)
+            graph.output(name, self._kv.dtype, self._cache_shape)
+            skip.output(skip.op("Identity", [source], f"{prefix}.{kept}"), self._kv.dtype, self._cache_shape)
         self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *io.present_names(layer)])
         return f"{prefix}.hidden"
+
+    @property
+    def _cache_attributes(self) -> dict[str, str | int]:
+        """What tells GroupQueryAttention the type of its cache."""
+        if not self._kv.quantized:
+            return {}
+        per_channel = "PER_CHANNEL"
+        return {"k_quant_type": per_channel, "v_quant_type": per_channel, "kv_cache_bit_width": self._kv.bits}
 
     @property
     def _fused_rotation(self) -> bool:

@@ -19,6 +19,7 @@ from edgeinfer.bundle import (
     seal,
     write_bundle,
 )
+from edgeinfer.bundle.kv_types import KV
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
@@ -158,9 +159,11 @@ def _write_weights(
 
 
 def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> None:
-    """Writes the graph of the stored layout, and of the other one where anything is quantized."""
+    """Writes the graphs of the stored layout, and of the other where anything is quantized, one per type of cache."""
     layouts = LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
     for layout in layouts:
         table = tensors if layout == stored else convert_table(tensors, layout)
-        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights_name(stored, layout), layout)
-        (work / model_name(stored, layout)).write_bytes(graph.SerializeToString(deterministic=True))
+        tensors_by_name, weights = {t.name: t for t in table}, weights_name(stored, layout)
+        for kv in KV.values():
+            graph = build_decoder_graph(spec, tensors_by_name, weights, layout, kv)
+            (work / model_name(stored, layout, kv.name)).write_bytes(graph.SerializeToString(deterministic=True))

@@ -23,6 +23,7 @@ _TYPES = {
     "float32": TensorProto.FLOAT,
     "int64": TensorProto.INT64,
     "int32": TensorProto.INT32,
+    "int8": TensorProto.INT8,
     "uint8": TensorProto.UINT8,
     "uint16": TensorProto.UINT16,
     "bool": TensorProto.BOOL,

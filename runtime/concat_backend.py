@@ -15,8 +15,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
-from edgeinfer.errors import BackendError, BundleError, CapabilityError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, check_pass, check_snapshot
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.runtime.contracts import CacheSnapshot, Edit, Floats, Ints, StepOutput, check_pass, check_snapshot
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.ort_session import OrtSession
 
@@ -30,15 +31,20 @@ class ConcatBackend:
         bundle: an opened bundle made by the optimum export.
         capacity: tokens the cache may hold.
         threads: threads of the session.
+        kv: type of the cache, of which only float32 is possible.
 
     Raises:
         BundleError: the model file cannot be loaded, or has other inputs or outputs.
+        UsageError: another type of cache is asked for.
     """
 
     name = "onnx-optimum"
     kernel = "onnxruntime"
 
-    def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1) -> None:
+    def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1, kv: str = FLOAT32) -> None:
+        if find_kv_type(kv).quantized:
+            message = f"{bundle.path} was exported through optimum, so its cache cannot be {kv}."
+            raise UsageError(message, "Load it with a float32 cache.")
         self.geometry = bundle.manifest.geometry
         self.capabilities = bundle.manifest.capabilities
         self.capacity = capacity
@@ -110,6 +116,10 @@ class ConcatBackend:
         """Drops all rows from `length` on; the next pass pays for it with a copy of the cache."""
         self._cache.truncate(length)
 
+    def clear(self) -> None:
+        """Drops all rows; their memory was taken at the beginning."""
+        self._cache.truncate(0)
+
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps the first rows of the pass that began at `start`.
 
@@ -121,17 +131,28 @@ class ConcatBackend:
             raise CapabilityError(message, "Use a natively exported bundle.")
         self._cache.truncate(start + len(rows))
 
-    def snapshot(self) -> CacheSnapshot:
-        """Copies the cache."""
-        return self._cache.snapshot()
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
+        return self._cache.snapshot(start, stop)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copied cache back."""
         self._cache.restore(snapshot)
 
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use, at the price of a copy of the cache."""
+        self._cache.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        self._cache.rewrite(edit)
+
     def cancel(self) -> None:
         """Ends the running pass from another thread."""
         self._session.cancel()
+
+    def drop_pages(self) -> None:
+        """Does nothing: the weights are copies in memory."""
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
@@ -209,15 +230,42 @@ class _TwoCopies:
             raise BackendError(f"Cannot truncate a cache of {self.length} tokens to {length}.")
         self.length = length
 
-    def snapshot(self) -> CacheSnapshot:
-        """Copies the rows in use."""
-        arrays = [a[0, :, : self.length].copy() for a in self._views(self._read, self._packed)]
-        return CacheSnapshot(self.length, tuple(arrays[::2]), tuple(arrays[1::2]))
+    def snapshot(self, start: int, stop: int | None) -> CacheSnapshot:
+        """Copies the rows in use, or start..stop-1 of them."""
+        stop = self.length if stop is None else stop
+        if not 0 <= start <= stop <= self.length:
+            raise BackendError(f"Cannot copy rows {start} to {stop} of a cache of {self.length} tokens.")
+        arrays = [a[0, :, start:stop].copy() for a in self._views(self._read, self._packed)]
+        return CacheSnapshot(stop - start, tuple(arrays[::2]), tuple(arrays[1::2]))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy back."""
         check_snapshot(snapshot, self._geometry, self._read[0].size // self._row)
+        self.length = 0
+        self.append(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        start, stop = self.length, self.length + snapshot.length
+        check_snapshot(snapshot, self._geometry, self._read[0].size // self._row - start)
         copies = [a for pair in zip(snapshot.keys, snapshot.values, strict=True) for a in pair]
-        for mine, copied in zip(self._views(self._write, snapshot.length), copies, strict=True):
-            mine[0] = copied
-        self.swap(snapshot.length)
+        held = self._views(self._read, self._packed)
+        for mine, old, copied in zip(self._views(self._write, stop), held, copies, strict=True):
+            mine[0, :, :start] = old[0, :, :start]
+            mine[0, :, start:] = copied
+        self.swap(stop)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use; see `contracts.Backend.rewrite`."""
+        held, left = self.length, None
+        read = self._views(self._read, self._packed)
+        self.length = 0
+        for layer in range(self._geometry.num_layers):
+            edited = edit(layer, *(a[0, :, :held].copy() for a in read[2 * layer : 2 * layer + 2]))
+            left = edited[0].shape[1] if left is None else left
+            shape = (self._geometry.num_kv_heads, left, self._geometry.head_dim)
+            if any(a.shape != shape for a in edited) or left > held:
+                raise BackendError(f"An edit of {held} rows returned {edited[0].shape} and {edited[1].shape}.")
+            for mine, rows in zip(self._views(self._write[2 * layer : 2 * layer + 2], left), edited, strict=True):
+                mine[0] = rows
+        self.swap(left or 0)

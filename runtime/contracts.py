@@ -7,19 +7,21 @@ next pass overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, CapabilityError
 
 __all__ = [
     "Backend",
     "CacheSnapshot",
+    "Edit",
     "Floats",
     "Ints",
     "PassCancelledError",
@@ -32,6 +34,8 @@ __all__ = [
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+# Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
+Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 
 
 class PassCancelledError(BackendError):
@@ -53,11 +57,19 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class CacheSnapshot:
-    """A copy of the cache: keys and values of each layer, (kv_heads, length, head_dim)."""
+    """A copy of the cache: keys and values of each layer as they are stored.
+
+    Attributes:
+        keys, values: (kv_heads, length, width) of the type's dtype, see edgeinfer.bundle.kv_types.
+        kv: name of the type of the cache.
+        scales: `KVScales.digest` of what it is quantized by; empty where it is not.
+    """
 
     length: int
-    keys: tuple[Floats, ...]
-    values: tuple[Floats, ...]
+    keys: tuple[NDArray[Any], ...]
+    values: tuple[NDArray[Any], ...]
+    kv: str = FLOAT32
+    scales: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -123,17 +135,36 @@ class Backend(Protocol):
         wrote them.
         """
 
+    def clear(self) -> None:
+        """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
+
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """After a tree pass that began at `start`: keeps these of its rows, in this order, and drops the others."""
 
-    def snapshot(self) -> CacheSnapshot:
-        """Copies the cache."""
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copied cache back."""
 
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use, as the pass that made them had done."""
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns.
+
+        Keys are as cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where
+        `edit` fails, the cache is empty afterwards.
+
+        Raises:
+            BackendError: it returned more rows than there were, or not as many in every layer.
+        """
+
     def cancel(self) -> None:
         """Ends the running pass from another thread; its `forward` raises PassCancelledError."""
+
+    def drop_pages(self) -> None:
+        """Lets go of pages of the weights' file, which the next pass reads again; makes room for something else."""
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated now, by term: at least "kv" and "buffers"."""
@@ -191,15 +222,22 @@ def check_pass(
         raise BackendError(f"Hidden states of shape {hidden.shape} do not fit a pass of {size} tokens.")
 
 
-def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:
-    """Refuses a snapshot that a cache cannot take.
+def check_snapshot(
+    snapshot: CacheSnapshot, geometry: Geometry, capacity: int, kv: str = FLOAT32, scales: str = ""
+) -> None:
+    """Refuses a snapshot that a cache of this type and with these scales cannot take.
 
     Raises:
-        BackendError: it belongs to another model, or is longer than the cache.
+        BackendError: it belongs to another model or type of cache, or is longer than the cache.
     """
-    shape = (geometry.num_kv_heads, snapshot.length, geometry.head_dim)
+    if (snapshot.kv, snapshot.scales) != (kv, scales):
+        what = "with other scales" if snapshot.kv == kv else f"of {snapshot.kv}"
+        raise BackendError(f"The snapshot is of a cache {what}, this one is of {kv}.")
+    kind = find_kv_type(kv)
+    shape = (geometry.num_kv_heads, snapshot.length, kind.width(geometry.head_dim))
     arrays = (*snapshot.keys, *snapshot.values)
-    if len(arrays) != 2 * geometry.num_layers or any(a.shape != shape for a in arrays):
+    fit = all(a.shape == shape and a.dtype == kind.dtype for a in arrays)
+    if len(arrays) != 2 * geometry.num_layers or not fit:
         raise BackendError("The snapshot belongs to another model.")
     if snapshot.length > capacity:
         raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")

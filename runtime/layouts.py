@@ -10,12 +10,13 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, write_file
 from edgeinfer.bundle.conversion import convert_weights, is_converted
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
@@ -35,12 +36,14 @@ class RunnableGraph:
 
     Attributes:
         folder: a folder that only this process uses; None where nothing has to be removed.
+        reads: offset and length of the runs of bytes of `weights` that running reads, by weight, where that is not all.
     """
 
     layout: Layout
     model: Path
     weights: Path
     folder: Path | None = None
+    reads: Mapping[str, tuple[tuple[int, int], ...]] | None = None
     _remove: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,46 +93,47 @@ def _kernel_works(bundle: Bundle) -> bool:
     return True
 
 
-def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None) -> RunnableGraph:
+def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv: str = FLOAT32) -> RunnableGraph:
     """The graph of a layout with its weights, which are converted if they are not there yet.
 
     Args:
         layout: one of the bundle's.
         progress: called during the conversion with a tensor's name, how many are done and how many there are.
+        kv: type of the cache.
 
     Raises:
         BundleError: a file of the bundle is damaged.
         StorageError: there is no place for the converted weights.
     """
-    model, weights = bundle.model_file(layout), bundle.weights_file(layout)
+    model, weights = bundle.model_file(layout, kv), bundle.weights_file(layout)
     if layout == bundle.manifest.layout or is_converted(bundle, layout, weights):
         return RunnableGraph(layout, model, weights)
     try:
         folder = _cache_folder(bundle, layout)
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        return _convert(bundle, layout, folder, progress)
+        return _convert(bundle, layout, folder, progress, kv)
     except StorageError as error:
         _log.warning("%s The weights are converted for this run only.", error.message)
     with storage_errors(Path(tempfile.gettempdir())):
         temporary = Path(tempfile.mkdtemp(prefix="edgeinfer-"))
     try:
-        graph = _convert(bundle, layout, temporary, progress)
+        graph = _convert(bundle, layout, temporary, progress, kv)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return RunnableGraph(layout, graph.model, graph.weights, temporary)
 
 
-def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None) -> RunnableGraph:
+def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None, kv: str) -> RunnableGraph:
     """Puts weights and graph into the folder, unless they are there."""
     stored = bundle.manifest.layout
-    model, weights = folder / model_name(stored, layout), folder / weights_name(stored, layout)
+    model, weights = folder / model_name(stored, layout, kv), folder / weights_name(stored, layout)
     if not is_converted(bundle, layout, weights):
         _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
         convert_weights(bundle, layout, weights, progress)
     # The graph must lie beside its weights. It is small, and another export of the same weights may have another.
-    graph = bundle.model_file(layout).read_bytes()
+    graph = bundle.model_file(layout, kv).read_bytes()
     if not model.is_file() or model.read_bytes() != graph:
         write_file(model, graph)
     return RunnableGraph(layout, model, weights)

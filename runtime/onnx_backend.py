@@ -3,7 +3,7 @@
 Knows the graph's inputs and outputs (edgeinfer.bundle.graph); knows nothing of sampling or text. Facts it relies on,
 measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one buffer, so dropping
 rows is passing a smaller length; a row's result does not depend on the other rows of its pass as long as there are at
-least two, and an even number where MatMulNBits multiplies in blocks of 64 or 128.
+least two (over a quantized cache any number), and an even number where MatMulNBits multiplies in blocks of 64 or 128.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, Bundle, Geometry, Layout, Manifest, graph
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, Layout, Manifest, graph
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.contracts import (
     CacheSnapshot,
+    Edit,
     Floats,
     Ints,
     StepOutput,
@@ -26,18 +28,18 @@ from edgeinfer.runtime.contracts import (
     in_window,
 )
 from edgeinfer.runtime.kv import KVBuffers
-from edgeinfer.runtime.layouts import Progress, RunnableGraph, prepare
+from edgeinfer.runtime.layouts import Progress, prepare
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.ort_session import OrtSession
+from edgeinfer.runtime.packed_cache import prepare_packed
 from edgeinfer.runtime.rope import rope_tables
+from edgeinfer.runtime.weight_pages import LookedUp, WeightPages
 
 __all__ = ["OnnxBackend"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
 _HIDDEN = np.float32(-1e9)
-# Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them are resident.
-_LOOKUPS = 64
 # Shapes of passes whose bindings are kept; a binding is a few kilobytes.
 _MOST_PASSES = 64
 
@@ -51,12 +53,20 @@ class OnnxBackend:
         threads: threads of the session.
         exact: pad passes so that every row is bit-identical whatever pass it is computed in.
         layout: of the weights; None takes the one that the bundle stores. Another is converted to.
-        progress: called while weights are converted.
+        kv: type of the cache, one of edgeinfer.bundle.kv_types.
+        kv_scales: that a quantized cache needs.
+        weights: of the portable layout: "packed" into memory, or "mapped" from a file of them that is made once for
+            this processor; the native layout is always used in place.
+        progress: called while weights are converted or packed.
+
+    Attributes:
+        pages: of the weights' file where they are used in place.
 
     Raises:
-        BundleError: the bundle is damaged or describes no model.
+        BundleError: the bundle is damaged, describes no model, or has no graph for this type of cache.
+        UsageError: there are no scales for it.
         NativeUnavailableError: the native layout runs, and there is no native kernel.
-        StorageError: there is no place for converted weights.
+        StorageError: there is no place for converted or mapped weights.
     """
 
     name = "onnx"
@@ -69,6 +79,9 @@ class OnnxBackend:
         threads: int = 1,
         exact: bool = True,
         layout: Layout | None = None,
+        kv: str = FLOAT32,
+        kv_scales: KVScales | None = None,
+        weights: str = "packed",
         progress: Progress | None = None,
     ) -> None:
         layout = layout or bundle.manifest.layout
@@ -80,14 +93,18 @@ class OnnxBackend:
         self.capacity = capacity
         self._window = decoder.window_size
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
-        self._multiple = max(2, self.capabilities.row_multiple) if exact else 1
+        attention = 1 if find_kv_type(kv).quantized else 2
+        self._multiple = max(attention, self.capabilities.row_multiple) if exact else 1
         self._head_multiple = self.capabilities.row_multiple if exact else 1
         kernel = native_kernel() if layout == NATIVE else None
         self.kernel = kernel.isa if kernel is not None else _portable_kernel(bundle.manifest)
-        self._graph = prepare(bundle, layout, progress)
+        # Before the session, which takes long: it refuses a type without scales.
+        self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales)
+        mapped = layout == PORTABLE and weights == "mapped"
+        self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
         self._session = OrtSession(str(self._graph.model), threads, kernel)
-        self._pages = _PackedPages(self._graph) if kernel is None else None
-        self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1)
+        self.pages = self._weight_pages(bundle.manifest)
+        self._looked_up = self._watch_embedding()
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
         self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
         self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
@@ -98,6 +115,18 @@ class OnnxBackend:
         self._zeros = np.zeros(0, np.float32)
         self._buffers = _Buffers(self.geometry, size=2, rows=2)
         self._passes: dict[tuple[int, int, bool], _Pass] = {}
+
+    def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
+        in_place = self._graph.layout == NATIVE or self._graph.reads is not None
+        return WeightPages.of(self._graph, manifest.tensors) if in_place else None
+
+    def _watch_embedding(self) -> LookedUp | None:
+        """Drops what only loading read; the native head reads the embedding's pages anyway."""
+        if self._graph.layout == NATIVE:
+            return None
+        file = MappedFile(self._graph.weights)
+        file.release()
+        return LookedUp(file if self.pages is None else self.pages.embedding())
 
     @property
     def length(self) -> int:
@@ -127,8 +156,8 @@ class OnnxBackend:
         start, size = self._kv.length, len(tokens)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
-        if self._kv.reserve(total):
-            self._passes.clear()
+        self._release_bindings(total)
+        self._kv.reserve(total)
         padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple
         step = self._pass(padded, padded_rows, hidden is not None)
         step.fill(tokens, positions, rows, hidden)
@@ -139,8 +168,8 @@ class OnnxBackend:
         self._bind_biases(step, tree, padded, total)
         self._session.run(step.binding)
         self._kv.length = start + size
-        if self._pages is not None:
-            self._pages.looked_up(size)
+        if self._looked_up is not None:
+            self._looked_up.rows(size)
         return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size])
 
     def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
@@ -154,6 +183,11 @@ class OnnxBackend:
                 self._passes.pop(next(iter(self._passes)))
             self._passes[key] = self._bind(_Pass(self._buffers, *key))
         return self._passes[key]
+
+    def _release_bindings(self, rows: int) -> None:
+        """Drops all bindings where so many rows will move the buffers that they hold."""
+        if rows > self._kv.rows:
+            self._passes.clear()
 
     def _bind(self, step: _Pass) -> _Pass:
         """Binds all but the attention bias, whose shape changes with every pass."""
@@ -175,6 +209,10 @@ class OnnxBackend:
                 value = ort.OrtValue.ortvalue_from_numpy(array)
                 step.binding.bind_ortvalue_input(past, value)
                 step.binding.bind_ortvalue_output(present, value)
+        for layer, scales in enumerate(self._kv.scales):
+            for name, array in zip(graph.scale_names(layer), scales, strict=True):
+                if array is not None:
+                    step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
         step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
         return step
@@ -197,22 +235,42 @@ class OnnxBackend:
         """Drops all rows from `length` on."""
         self._kv.truncate(length)
 
+    def clear(self) -> None:
+        """Drops all rows and their memory, and that of large passes."""
+        self._passes.clear()
+        self._buffers = _Buffers(self.geometry, size=2, rows=2)
+        self._kv.clear()
+
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps these rows of the pass that began at `start`."""
         self._kv.keep(start, rows)
 
-    def snapshot(self) -> CacheSnapshot:
-        """Copies the cache."""
-        return self._kv.snapshot()
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
+        return self._kv.snapshot(start, stop)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copied cache back."""
-        if self._kv.restore(snapshot):
-            self._passes.clear()
+        self._release_bindings(snapshot.length)
+        self._kv.restore(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        self._release_bindings(self._kv.length + snapshot.length)
+        self._kv.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        self._kv.rewrite(edit)
 
     def cancel(self) -> None:
         """Ends the running pass from another thread."""
         self._session.cancel()
+
+    def drop_pages(self) -> None:
+        """Lets go of pages of the weights' file."""
+        if self.pages is not None:
+            self.pages.release()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
@@ -222,32 +280,15 @@ class OnnxBackend:
     def close(self) -> None:
         """Drops the session and all buffers."""
         self._passes.clear()
-        del self._session
+        if self.pages is not None:
+            self.pages.close()
+        # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
+        del self._session, self._kv, self._buffers, self._tables, self._zeros
         self._graph.close()
 
 
 def _portable_kernel(manifest: Manifest) -> str:
     return "MatMulNBits" if any(t.bits < 32 for t in manifest.tensors) else "MatMul"
-
-
-class _PackedPages:
-    """Pages of weights that onnxruntime packed into copies: dropped at once, and whenever many rows of the embedding,
-    which stays where it is, were looked up.
-
-    The system maps 64 KB around each row; fetching a page again costs about a microsecond.
-    """
-
-    def __init__(self, graph: RunnableGraph) -> None:
-        self._file = MappedFile(graph.weights)
-        self._file.release()
-        self._count = 0
-
-    def looked_up(self, rows: int) -> None:
-        """Counts rows, and drops their pages before they become the whole table."""
-        self._count += rows
-        if self._count >= _LOOKUPS:
-            self._file.release()
-            self._count = 0
 
 
 def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state
 
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
+from edgeinfer.runtime.allocation import is_refusal, refused
 from edgeinfer.runtime.contracts import PassCancelledError
-from edgeinfer.runtime.memory import MappedFile
+from edgeinfer.runtime.memory import release_code
 from edgeinfer.runtime.native.library import NativeKernel
 
 __all__ = ["OrtSession"]
@@ -47,6 +46,7 @@ class OrtSession:
     Raises:
         NativeUnavailableError: this onnxruntime does not take the kernel.
         BundleError: the model file cannot be loaded.
+        BudgetError: there is not enough memory for it.
     """
 
     def __init__(self, path: str, threads: int, kernel: NativeKernel | None = None) -> None:
@@ -62,13 +62,16 @@ class OrtSession:
         if kernel is not None:
             _register(options, kernel)
         try:
-            self._session = ort.InferenceSession(path, options, providers=_CPU)
+            # Without the fallback, which would print what failed and try the same again.
+            self._session = ort.InferenceSession(path, options, providers=_CPU, enable_fallback=0)
         except Exception as error:
             # onnxruntime raises a family of exceptions without a common base of its own.
+            if is_refusal(error):
+                raise refused(f"The session of {path}", error) from error
             reason = str(error).splitlines()[0]
             raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
-        # Loading ran through most of the library's code, running needs a part of it; that part comes back by itself.
-        MappedFile(Path(onnxruntime_pybind11_state.__file__)).release()
+        # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
+        release_code()
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
         self.run_ns = 0
@@ -83,6 +86,7 @@ class OrtSession:
 
         Raises:
             PassCancelledError: `cancel` ended it.
+            BudgetError: there is not enough memory for what the pass computes.
             BackendError: onnxruntime failed.
         """
         self._run_options.terminate = False
@@ -93,6 +97,8 @@ class OrtSession:
             # onnxruntime raises a family of exceptions without a common base of its own.
             if _TERMINATED in str(error):
                 raise PassCancelledError("The pass was cancelled.") from error
+            if is_refusal(error):
+                raise refused("This pass", error) from error
             raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
         self.run_ns = time.perf_counter_ns() - begun
 

@@ -12,28 +12,21 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, TensorEntry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, TensorEntry
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.errors import BundleError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, ancestors, check_pass, in_window
+from edgeinfer.runtime.contracts import CacheSnapshot, Edit, Floats, Ints, StepOutput, ancestors, check_pass, in_window
 from edgeinfer.runtime.kv import KVBuffers
-from edgeinfer.runtime.rope import rope_tables
+from edgeinfer.runtime.rope import rope_tables, rotate
 
-__all__ = ["ReferenceBackend"]
+__all__ = ["ReferenceBackend", "attend"]
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,) -> (..., D)
     """Scales by the root mean square, then by the weight."""
     scale: Floats = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
     return x * scale * weight
-
-
-def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:  # (S, H, h), (S, r/2), (S, r/2) -> (S, H, h)
-    """Rotates the first r dimensions of every head, halves paired (rotate-half)."""
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    c, s = cos[:, None], sin[:, None]
-    return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
 
 
 def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
@@ -49,21 +42,36 @@ def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)
     return x * logistic
 
 
+def attend(
+    queries: Floats,  # (H, g, S, h)
+    keys: Floats,  # (H, T, h)
+    values: Floats,  # (H, T, h)
+    visible: NDArray[np.bool_],  # (S, T)
+) -> Floats:  # (H, g, S, h)
+    """The values that each query sees, weighted by the softmax of their keys' scores."""
+    scores = queries @ keys[:, None].swapaxes(-1, -2) / np.float32(np.sqrt(queries.shape[-1]))  # (H, g, S, T)
+    mixed: Floats = softmax(np.where(visible, scores, np.float32(-np.inf))) @ values[:, None]
+    return mixed
+
+
 class ReferenceBackend:
     """Implements `contracts.Backend` for every bundle with a decoder description.
 
     Args:
         bundle: an opened bundle with a tensor table.
         capacity: tokens the cache may hold.
+        kv: type of the cache, one of edgeinfer.bundle.kv_types; it needs no graph of its own here.
+        kv_scales: that a quantized cache needs.
 
     Raises:
         BundleError: the bundle's weights are opaque.
+        UsageError: there are no scales for this type of cache.
     """
 
     name = "reference"
     kernel = "numpy"
 
-    def __init__(self, bundle: Bundle, capacity: int) -> None:
+    def __init__(self, bundle: Bundle, capacity: int, *, kv: str = FLOAT32, kv_scales: KVScales | None = None) -> None:
         if bundle.manifest.decoder is None or not bundle.manifest.tensors:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
@@ -73,7 +81,7 @@ class ReferenceBackend:
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
         self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
-        self._kv = KVBuffers(self._spec.geometry, capacity)
+        self._kv = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
         self.geometry: Geometry = self._spec.geometry
         elastic = bool(_elastic(bundle))
         self.capabilities = Capabilities(layer_skip=True, hidden=True, tree=True, elastic=elastic)
@@ -143,15 +151,24 @@ class ReferenceBackend:
             q = rms_norm(q, self._weights[f"{prefix}attn.q_norm"], spec.norm_eps)
             k = rms_norm(k, self._weights[f"{prefix}attn.k_norm"], spec.norm_eps)
         cos, sin = self._cos[positions], self._sin[positions]
-        keys, values = self._kv.keys[layer][0], self._kv.values[layer][0]  # (H, rows, h)
-        keys[:, start:total] = rotate(k, cos, sin).swapaxes(0, 1)
-        values[:, start:total] = v.reshape(size, spec.num_kv_heads, spec.head_dim).swapaxes(0, 1)
+        v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
+        self._kv.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
+        keys, values = self._kv.read(layer, total)  # (H, T, h)
         group = spec.num_heads // spec.num_kv_heads
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
-        scores = grouped @ keys[:, None, :total].swapaxes(-1, -2) / np.float32(np.sqrt(spec.head_dim))  # (H, g, S, T)
-        scores = np.where(self._windowed(layer, positions, visible), scores, np.float32(-np.inf))
-        mixed = softmax(scores) @ values[:, None, :total]  # (H, g, S, h)
+        mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, positions, visible))  # (H, g, S, h)
         return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+
+    def _mix(
+        self,
+        layer: int,
+        queries: Floats,  # (H, g, S, h)
+        keys: Floats,  # (H, T, h)
+        values: Floats,  # (H, T, h)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> Floats:  # (H, g, S, h)
+        """What every query head of a layer takes from the values."""
+        return attend(queries, keys, values, visible)
 
     def _windowed(
         self,
@@ -172,20 +189,35 @@ class ReferenceBackend:
         """Drops all rows from `length` on."""
         self._kv.truncate(length)
 
+    def clear(self) -> None:
+        """Drops all rows and their memory."""
+        self._kv.clear()
+
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps these rows of the pass that began at `start`."""
         self._kv.keep(start, rows)
 
-    def snapshot(self) -> CacheSnapshot:
-        """Copies the cache."""
-        return self._kv.snapshot()
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
+        return self._kv.snapshot(start, stop)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copied cache back."""
         self._kv.restore(snapshot)
 
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        self._kv.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        self._kv.rewrite(edit)
+
     def cancel(self) -> None:
         """Does nothing: a numpy pass runs to its end, which is still within one step."""
+
+    def drop_pages(self) -> None:
+        """Does nothing: the weights are copies in memory."""
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
@@ -193,8 +225,9 @@ class ReferenceBackend:
         return {"weights": weights, "kv": self._kv.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
 
     def close(self) -> None:
-        """Drops the weights."""
+        """Drops the weights and the cache."""
         self._whole.clear()
+        del self._kv
 
 
 def _elastic(bundle: Bundle) -> list[TensorEntry]:

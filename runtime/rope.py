@@ -1,4 +1,4 @@
-"""Rotary tables of a context: cosine and sine per position; knows nothing of who reads them.
+"""Rotary tables of a context, cosine and sine per position, and rotating by them; knows nothing of who does.
 
 Formulas and float32 order of operations follow `modeling_rope_utils.py` of transformers 5.23, as trained models expect.
 """
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import RopeSpec
 
-__all__ = ["inverse_frequencies", "rope_tables"]
+__all__ = ["inverse_frequencies", "rope_tables", "rotate"]
 
 Floats = NDArray[np.float32]
 
@@ -51,3 +51,11 @@ def rope_tables(spec: RopeSpec, rows: int, context: int) -> tuple[Floats, Floats
     angles = np.arange(rows, dtype=np.float32)[:, None] * inverse_frequencies(spec, context)
     scale = np.float32(spec.attention_factor)
     return np.cos(angles) * scale, np.sin(angles) * scale
+
+
+def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:  # (S, H, h), (S, r/2), (S, r/2) -> (S, H, h)
+    """Rotates the first r dimensions of every head, halves paired (rotate-half)."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    c, s = cos[:, None], sin[:, None]
+    return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)

@@ -18,10 +18,11 @@ import edgeinfer
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CORE = {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.bundle"}
+CORE = {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.bundle", "edgeinfer.version"}
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.errors": set[str](),
+    "edgeinfer.version": set[str](),
     "edgeinfer.config": {"edgeinfer.errors"},
     "edgeinfer.results": {"edgeinfer.errors"},
     "edgeinfer.bundle": CORE,
@@ -128,7 +129,7 @@ def test_exported_names() -> None:
 
 
 # What `from ... import` leaves in the module itself.
-FROM_IMPORTS = {"annotations", "import_module", "TYPE_CHECKING", "Any"}
+FROM_IMPORTS = {"annotations", "import_module", "TYPE_CHECKING", "Any", "VERSION"}
 
 
 @each_module

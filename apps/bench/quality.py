@@ -187,7 +187,7 @@ def _mean(values: NDArray[np.float64]) -> tuple[float, float]:  # (S,)
 
 
 def _export(checkpoint: Path, out: Path, variant: Variant) -> None:
-    command = export_command(checkpoint, out, variant.options)
+    command = export_command(checkpoint, out, [*variant.options, "--no-kv-scales"])
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UsageError(f"{checkpoint} cannot be exported: {done.stderr.strip()}", "Export it alone to see more.")

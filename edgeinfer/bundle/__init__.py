@@ -1,5 +1,6 @@
 """The bundle format: all that export and runtime share."""
 
+from edgeinfer.bundle.kv_scales import KVScales
 from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec, Geometry, RopeSpec
@@ -18,6 +19,7 @@ __all__ = [
     "DecoderSpec",
     "FileEntry",
     "Geometry",
+    "KVScales",
     "Layout",
     "Manifest",
     "RopeSpec",

@@ -19,11 +19,13 @@ inputs
   planes                 int32   (1,)            4-bit planes read of the layers' 8-bit matrices: 1 the high one alone,
                                                  2 both; an input only of native graphs that have such matrices
                                                  (Capabilities.elastic). Embedding and head are always read whole.
-  past_key.{i}, past_value.{i}        float32 (1, H, C, h)
+  past_key.{i}, past_value.{i}        float32 (1, H, C, h); in graphs of a quantized cache int8 (1, H, C, h), or for
+                                      int4 uint8 (1, H, C, h / 2), as edgeinfer.bundle.kv_types lays them out
+  k_scale.{i}, v_scale.{i}            float32 (H h,)  of each channel, inputs only of graphs of a quantized cache
 outputs
   logits                 float32 (R, V)
   hidden_out             float32 (1, S, D)       after the last layer that ran, before the final norm
-  present_key.{i}, present_value.{i}  float32 (1, H, C, h)   bound to the buffer of the past
+  present_key.{i}, present_value.{i}  as the past        bound to the buffer of the past
 
 A masked attention block leaves the hidden states and the KV buffer as they are; a masked MLP leaves the hidden states.
 """
@@ -50,6 +52,7 @@ __all__ = [
     "WINDOW_BIAS",
     "past_names",
     "present_names",
+    "scale_names",
 ]
 
 INPUT_IDS = "input_ids"
@@ -82,3 +85,8 @@ def past_names(layer: int) -> tuple[str, str]:
 def present_names(layer: int) -> tuple[str, str]:
     """Names of a layer's present key and value outputs."""
     return f"present_key.{layer}", f"present_value.{layer}"
+
+
+def scale_names(layer: int) -> tuple[str, str]:
+    """Names of the scales of a layer's keys and values, where the cache is quantized."""
+    return f"k_scale.{layer}", f"v_scale.{layer}"

@@ -5,12 +5,15 @@ portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and
 
 `weights.bin` holds one of them, the stored layout, and `model.onnx` is the graph that reads it. A bundle with quantized
 weights also has the graph of the other layout, whose weights file is made of `weights.bin` on the device that needs it
-(edgeinfer.bundle.conversion). Weights that are not quantized are the same in both.
+(edgeinfer.bundle.conversion). Weights that are not quantized are the same in both. Beside each graph lie others of the
+same weights, one for each quantized type of edgeinfer.bundle.kv_types that its cache may have: `model.kv-int8.onnx`.
 """
 
 from __future__ import annotations
 
 from typing import Literal
+
+from edgeinfer.bundle.kv_types import FLOAT32
 
 __all__ = [
     "LAYOUTS",
@@ -41,9 +44,11 @@ def other_layout(layout: Layout) -> Layout:
     return PORTABLE if layout == NATIVE else NATIVE
 
 
-def model_name(stored: Layout, layout: Layout) -> str:
-    """Name of the graph that reads `layout`, in a bundle that stores `stored`."""
-    return MODEL if layout == stored else f"model.{layout}.onnx"
+def model_name(stored: Layout, layout: Layout, kv: str = FLOAT32) -> str:
+    """Name of the graph that reads `layout` and caches keys and values as `kv`, in a bundle that stores `stored`."""
+    reads = "" if layout == stored else f".{layout}"
+    caches = "" if kv == FLOAT32 else f".kv-{kv}"
+    return f"model{reads}{caches}.onnx"
 
 
 def weights_name(stored: Layout, layout: Layout) -> str:

@@ -11,6 +11,7 @@ A tied head is listed with the embedding's own blobs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -327,9 +328,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+# A manifest has hundreds of tensors of one type, and evaluating its annotations each time took most of opening.
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     _require(isinstance(value, dict), f"{where} must be an object")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for name in value:
         _require(name in fields, f"{where} has an unknown field {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
 
 __all__ = ["Activation", "DecoderSpec", "Geometry", "RopeSpec", "RopeType"]
@@ -72,9 +73,13 @@ class Geometry:
         # Ten times the deepest models: a runtime that makes something for each layer must come to an end.
         _require(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
 
-    def kv_bytes_per_token(self, element_bytes: int = 4) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+    def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:
+        """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.kv_types.
+
+        Raises:
+            UsageError: there is no such type.
+        """
+        return 2 * self.num_layers * self.num_kv_heads * find_kv_type(kv).row_bytes(self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_blob
+from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
@@ -69,9 +70,23 @@ class Bundle:
         stored = self.manifest.layout
         return (stored, *(other for other in LAYOUTS if other != stored and self.has(model_name(stored, other))))
 
-    def model_file(self, layout: Layout) -> Path:
-        """Path of the graph that reads a layout; errors as `file`."""
-        return self.file(model_name(self.manifest.layout, layout))
+    def kv_types(self, layout: Layout) -> tuple[str, ...]:
+        """Types of cache (edgeinfer.bundle.kv_types) that the bundle has a graph of a layout for, float32 first."""
+        stored = self.manifest.layout
+        return tuple(kv for kv in KV if self.has(model_name(stored, layout, kv)))
+
+    def model_file(self, layout: Layout, kv: str = FLOAT32) -> Path:
+        """Path of the graph that reads a layout and caches keys and values in a type.
+
+        Raises:
+            BundleError: as `file`; or the bundle was made before there were caches of this type.
+            UsageError: there is no such type.
+        """
+        name = model_name(self.manifest.layout, layout, find_kv_type(kv).name)
+        if kv != FLOAT32 and not self.has(name):
+            hint = "Export the model again, or load it with a float32 cache."
+            raise BundleError(f"{self.path} has no graph for a cache of {kv}.", hint)
+        return self.file(name)
 
     def weights_file(self, layout: Layout) -> Path:
         """Path of the weights in a layout, where the graph beside looks for them.

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import edgeinfer
 from edgeinfer import hub
 from edgeinfer.bundle import PORTABLE
-from edgeinfer.cli.options import add_command, add_json_option
-from edgeinfer.cli.output import print_json, print_note, progress_bar
+from edgeinfer.cli.options import add_command, add_json_option, read_paragraphs
+from edgeinfer.cli.output import Progress, print_json, print_note, progress_bar
 from edgeinfer.config import format_size
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import EdgeInferError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.cli.options import Subparsers
@@ -63,6 +64,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
     text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
+    text = "UTF-8 text, paragraphs parted by empty lines, to fit int8 and int4 caches to (default: the model's own)"
+    parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
+    text = "do not run the model afterwards to fit int8 and int4 caches to it; edgeinfer tune can do it later"
+    parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
     parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
     add_json_option(parser)
@@ -77,6 +82,7 @@ def execute(args: argparse.Namespace) -> int:
     names = ("bits", "group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     config = ExportConfig(**given, force=args.force)
+    texts = None if args.kv_calibration is None else read_paragraphs(args.kv_calibration)
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
     with progress_bar(enabled=not args.json) as progress:
@@ -84,6 +90,8 @@ def execute(args: argparse.Namespace) -> int:
             bundle = export_checkpoint(source, args.out, config, progress)
         except ModuleNotFoundError as error:
             raise _missing(error) from error
+        if args.kv_scales and config.exporter == "native":
+            _calibrate(bundle, texts, progress)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     if args.json:
@@ -91,6 +99,14 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print_note(f"{format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} -p TEXT")
     return 0
+
+
+def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None) -> None:
+    """Adds scales for quantized caches; a model that cannot run here goes without."""
+    try:
+        edgeinfer.calibrate_kv(bundle, texts, progress=progress)
+    except EdgeInferError as error:
+        print_note(f"No scales for int8 and int4 caches: {error.message} {error.hint}")
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:

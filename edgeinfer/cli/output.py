@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["print_error", "print_json", "print_note", "print_table", "progress_bar"]
+__all__ = ["Progress", "print_error", "print_json", "print_note", "print_table", "progress_bar"]
 
 Progress = Callable[[str, int, int], None]
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import edgeinfer
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import (
     add_command,
@@ -14,7 +15,7 @@ from edgeinfer.cli.options import (
     load_options,
     read_text,
 )
-from edgeinfer.cli.output import print_json, print_table, progress_bar
+from edgeinfer.cli.output import print_json, print_note, print_table, progress_bar
 
 if TYPE_CHECKING:
     from edgeinfer import TuneResult
@@ -24,6 +25,7 @@ __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Find the layers of a model that can be skipped while drafting, measured on this device, and keep what pays for `auto`.
+Where the bundle brings no scales for int8 and int4 caches, find these too.
 
 example:
   edgeinfer tune -m my-bundle --text prompts.txt
@@ -53,8 +55,10 @@ def execute(args: argparse.Namespace) -> int:
         result = model.tune(
             prompts, granularity=args.granularity, evaluations=args.evaluations, seed=args.seed, **shown
         )
+    with progress_bar() as bar:
+        scales = edgeinfer.tune_kv(args.model, prompts, **({} if bar is None else {"progress": bar}))
     if args.json:
-        print_json(_object(result))
+        print_json(_object(result) | {"kv_scales": scales})
         return 0
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
@@ -66,6 +70,8 @@ def execute(args: argparse.Namespace) -> int:
         ("sets tried", f"{result.skip.evaluations}"),
     ]
     print_table(rows, title="drafting with the model's own layers")
+    if scales:
+        print_note("Fitted int8 and int4 caches to this model; kept for this user.")
     return 0
 
 

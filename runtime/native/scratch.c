@@ -1,6 +1,6 @@
 /* Working memory that is kept from one product to the next; knows nothing of what it holds.
  *
- * Rows of a prompt take more than the 256 KB from which the C library maps memory anew for every allocation, which
+ * Rows of a prompt take more than the size from which the C library maps memory anew for every allocation, which
  * costs as many page faults as it has pages. So the block given back last is kept, up to a bound.
  */
 #include "scratch.h"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -16,10 +16,10 @@ from typing import Any, Self
 import numpy as np
 
 from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Ints
 from edgeinfer.runtime.speculation.contracts import Context, Drafter
 
-__all__ = ["Costs", "DraftCosts", "PassCosts", "filler_tokens", "measure_guesses", "measure_passes"]
+__all__ = ["Costs", "DraftCosts", "PassCosts", "filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]
 
 # Every size that short drafts have, then steps that show where the cost turns steep.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -244,7 +244,14 @@ def filler_tokens(backend: Backend, count: int) -> Ints:  # (count,)
     return tokens
 
 
-def measure_passes(backend: Backend, budget_s: float = 0.6, past: int = 64, step: int = 1) -> PassCosts:
+def sizes_to_measure(step: int, most: int) -> tuple[int, ...]:
+    """Rows of the passes that `measure_passes` times where cache and time suffice; arguments as it takes them."""
+    return tuple(m for m in _SIZES if (m == 1 or m % step == 0) and m <= max(most, step))
+
+
+def measure_passes(
+    backend: Backend, budget_s: float = 0.6, past: int = 64, step: int = 1, most: int = _SIZES[-1]
+) -> PassCosts:
     """Times passes of 1 to 32 rows with all their logits; leaves the cache empty.
 
     The best of a few visits counts, as what else runs on the machine only ever adds, and the few visits that fit the
@@ -256,10 +263,11 @@ def measure_passes(backend: Backend, budget_s: float = 0.6, past: int = 64, step
         budget_s: seconds; two sizes are measured even where that takes longer.
         past: rows in the cache before each pass, fewer where it is small.
         step: passes are padded to a multiple of so many rows; of larger passes only those multiples are measured.
+        most: rows of the largest pass, for whose logits there is memory.
     """
     capacity = backend.capacity
     past = min(past, max(0, capacity - _SIZES[-1]))
-    sizes = [m for m in _SIZES if (m == 1 or m % step == 0) and past + m <= capacity] or [1]
+    sizes = [m for m in sizes_to_measure(step, most) if past + m <= capacity] or [1]
     backend.truncate(0)
     backend.restore(_blank(backend, past))
     deadline = time.perf_counter() + budget_s
@@ -292,9 +300,10 @@ def _timed_pass(backend: Backend, past: int, size: int) -> float:
 
 def _blank(backend: Backend, length: int) -> CacheSnapshot:
     """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
-    g = backend.geometry
-    zeros: Floats = np.zeros((g.num_kv_heads, length, g.head_dim), np.float32)
-    return CacheSnapshot(length, (zeros,) * g.num_layers, (zeros,) * g.num_layers)
+    empty = backend.snapshot(0, 0)
+    heads, _, width = empty.keys[0].shape
+    zeros = (np.zeros((heads, length, width), empty.keys[0].dtype),) * backend.geometry.num_layers
+    return replace(empty, length=length, keys=zeros, values=zeros)
 
 
 def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:

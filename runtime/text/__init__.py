@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.detokenizer import StreamDecoder
 from edgeinfer.runtime.text.stops import StopMatcher
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.transient import TransientTokenizer, can_rest
 
-__all__ = ["ChatTemplate", "StopMatcher", "StreamDecoder", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "StopMatcher",
+    "StreamDecoder",
+    "Tokenizer",
+    "TokenizerLike",
+    "TransientTokenizer",
+    "can_rest",
+]

@@ -6,9 +6,9 @@ import codecs
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
 
-from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.byte_level import token_bytes
+from edgeinfer.runtime.text.contracts import TokenizerLike
 
 __all__ = ["StreamDecoder"]
 
@@ -33,7 +33,7 @@ class StreamDecoder:
             space, and a character they leave incomplete is completed. Only the last few matter.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TokenizerLike, context_ids: Sequence[int] = ()) -> None:
         self._special = tokenizer.special_ids
         types = tokenizer.decoder_types
         self._pieces: _Pieces = _BytePieces(tokenizer) if types == ("ByteLevel",) else _WindowPieces(tokenizer)
@@ -62,7 +62,7 @@ class _Pieces(ABC):
 class _BytePieces(_Pieces):
     """Byte-level tokens: each spells bytes in the GPT-2 alphabet, and the text is those bytes as UTF-8."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
         # Replaces each maximal invalid subsequence by one character, as the library does.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -71,12 +71,7 @@ class _BytePieces(_Pieces):
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
-        alphabet = _byte_alphabet()
-        try:
-            data = bytes([alphabet[character] for character in token])
-        except KeyError:  # an added token, spelled as plain text
-            data = token.encode("utf-8")
-        return self._utf8.decode(data)
+        return self._utf8.decode(token_bytes(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -88,7 +83,7 @@ class _WindowPieces(_Pieces):
     The tokens before are there because decoders treat the start of a text differently.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
         self._byte_fallback = "ByteFallback" in tokenizer.decoder_types
         self._before: list[int] = []  # stays empty until some token has had text
@@ -151,12 +146,3 @@ def _is_utf8_prefix(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet (Radford et al. 2019): printable Latin-1 bytes spell themselves, the rest follow U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}

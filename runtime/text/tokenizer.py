@@ -12,7 +12,10 @@ from typing import Any, Self
 
 import tokenizers
 
-from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
+from edgeinfer.runtime.allocation import allocating, require_room
+from edgeinfer.runtime.memory import apart
+from edgeinfer.runtime.text.footprint import encoding_bytes, parsing_bytes
 
 __all__ = ["MAX_FILE_BYTES", "Tokenizer"]
 
@@ -21,7 +24,7 @@ MAX_FILE_BYTES = 256 * 1024**2
 
 
 class Tokenizer:
-    """A tokenizer that several threads may use at once.
+    """A tokenizer that stays in memory; implements `contracts.TokenizerLike`.
 
     Args:
         backend: the library's tokenizer. Its truncation and padding are switched off: a prompt is never cut silently.
@@ -40,6 +43,7 @@ class Tokenizer:
 
         Raises:
             TokenizerError: the file is missing, unreadable, larger than MAX_FILE_BYTES or not a tokenizer.
+            BudgetError: there is not enough memory to parse it.
         """
         path = Path(path)
         try:
@@ -48,33 +52,21 @@ class Tokenizer:
                 raise TokenizerError(
                     f"{path} is too large for a tokenizer ({size} bytes).", f"The limit is {MAX_FILE_BYTES} bytes."
                 )
-            text = path.read_text(encoding="utf-8")
+            contents = path.read_bytes()
         except FileNotFoundError as error:
             raise TokenizerError(f"No tokenizer at {path}.", "Export the model again, with its tokenizer.") from error
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise TokenizerError(
                 f"Cannot read the tokenizer {path}: {error}.", "Check the file or export again."
             ) from error
-        with _library_errors(f"{path} is not a usable tokenizer"):
-            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
+        with allocating("The tokenizer"), _library_errors(f"{path} is not a usable tokenizer"):
+            tokenizer = cls(apart(lambda: _parsed(contents)))
             # Some faults, such as a template naming an unknown token, only show on use.
             tokenizer.decode(tokenizer.encode("a"))
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            text: any text without lone surrogates.
-            add_special_tokens: let the tokenizer add its own, such as a beginning-of-text token.
-            parse_special: turn special tokens spelled out in the text into their ids, as a rendered template needs.
-                False takes them as plain text, as text from strangers needs. Added tokens that the tokenizer does not
-                mark as special are parsed either way.
-
-        Raises:
-            PromptError: the text holds lone surrogates, so it is not Unicode text.
-            TokenizerError: the tokenizer failed.
-        """
+        """Token ids of a text; see `contracts.TokenizerLike.encode`."""
         if not text.isascii():
             try:
                 text.encode("utf-8")
@@ -83,7 +75,8 @@ class Tokenizer:
                     f"The text is not valid Unicode: lone surrogate at index {error.start}.",
                     "Decode the input as UTF-8.",
                 ) from error
-        with self._lock, _library_errors("The tokenizer failed to encode"):
+        require_room("Turning the text into tokens", encoding_bytes(len(text)))
+        with self._lock, allocating("The text"), _library_errors("The tokenizer failed to encode"):
             if parse_special:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             self._backend.encode_special_tokens = True
@@ -97,10 +90,18 @@ class Tokenizer:
         with self._lock:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def rest(self) -> None:
+        """Changes nothing: the tokenizer stays."""
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's logits may have more columns."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def spellings(self) -> Iterator[str | None]:
+        """The vocabulary's spelling of every id from 0 on, None for ids that are no token."""
+        last = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        yield from map(self._backend.id_to_token, range(last + 1))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -124,6 +125,13 @@ class Tokenizer:
         return tuple(_step_types(json.loads(decoder.__getstate__()))) if decoder is not None else ()
 
 
+def _parsed(contents: bytes) -> tokenizers.Tokenizer:
+    # The library, as all programs in its language, ends the process where memory is refused. Entries are counted
+    # roughly: other objects' keys, and tokens with this text in them, are few.
+    require_room("Parsing the tokenizer", parsing_bytes(len(contents), contents.count(b'":')))
+    return tokenizers.Tokenizer.from_buffer(contents)
+
+
 def _step_types(decoder: dict[str, Any]) -> Iterator[str]:
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:
@@ -138,6 +146,8 @@ def _library_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, MemoryError | EdgeInferError):
+            raise
         # A panic of the library's Rust code derives from BaseException and its class cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -107,7 +107,8 @@ def test_the_graph_is_small_and_keeps_its_weights_outside(checkpoint: Path, tmp_
 def test_what_is_not_quantized_has_one_graph_and_needs_no_kernel(checkpoint: Path, tmp_path: Path) -> None:
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32)))
     assert (bundle.manifest.layout, bundle.layouts) == (PORTABLE, (PORTABLE,))
-    assert [name for name in bundle.manifest.files if name.endswith(".onnx")] == [MODEL]
+    graphs = [name for name in bundle.manifest.files if name.endswith(".onnx")]
+    assert graphs == ["model.kv-int4.onnx", "model.kv-int8.onnx", MODEL]
     with pytest.raises(BundleError, match=r"has no model\.native\.onnx"):
         bundle.model_file(NATIVE)
 
@@ -118,6 +119,9 @@ def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp
     bundle, other = open_bundle(out), other_layout(stored)
     assert (bundle.manifest.layout, bundle.layouts) == (stored, (stored, other))
     assert bundle.model_file(stored).name == MODEL and bundle.model_file(other).name == f"model.{other}.onnx"
+    assert bundle.kv_types(stored) == bundle.kv_types(other) == ("float32", "int8", "int4")
+    assert bundle.model_file(stored, "int8").name == "model.kv-int8.onnx"
+    assert bundle.model_file(other, "int4").name == f"model.{other}.kv-int4.onnx"
     assert bundle.weights_file(stored).is_file() and not bundle.weights_file(other).exists()
     for layout in (stored, other):
         model = onnx.load(str(bundle.model_file(layout)), load_external_data=False)

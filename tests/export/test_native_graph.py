@@ -19,8 +19,8 @@ from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.reference import ReferenceBackend, rms_norm, rotate, silu, softmax
-from edgeinfer.runtime.rope import rope_tables
+from edgeinfer.runtime.reference import ReferenceBackend, rms_norm, silu, softmax
+from edgeinfer.runtime.rope import rope_tables, rotate
 from tests.factories import VARIANTS, make_checkpoint
 
 Array = NDArray[Any]

@@ -18,12 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, concat_graph, open_bundle, seal
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import BackendError, BundleError, CapabilityError
-from edgeinfer.runtime.backends import make_backend
+from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.runtime.backends import make_backend, subject_of
 from edgeinfer.runtime.concat_backend import ConcatBackend
-from edgeinfer.runtime.contracts import PassCancelledError
+from edgeinfer.runtime.contracts import Floats, PassCancelledError
 from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.plan import make_plan
+from edgeinfer.runtime.planning.configuration import configurations
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
 GEOMETRY = Geometry(V, H * D, L, H, D, CAPACITY)
@@ -193,6 +193,54 @@ def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
         other.restore(replace(snapshot, keys=()))
 
 
+def test_rows_come_back_piece_by_piece(sums: Sums, backend: ConcatBackend) -> None:
+    feed(backend, [1, 2, 3, 4, 5], [])
+    backend.truncate(4)
+    first, second = backend.snapshot(0, 1), backend.snapshot(1, 4)
+    feed(backend, [5, 5], [])
+    backend.truncate(0)
+    for piece in (first, second):
+        backend.append(piece)
+    assert backend.length == 4
+    assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 4, 6])[-1:])
+    with pytest.raises(BackendError, match="do not fit"):
+        for _ in range(CAPACITY):
+            backend.append(second)
+    with pytest.raises(BackendError, match="copy"):
+        backend.snapshot(3, backend.length + 1)
+
+
+def test_rows_are_rewritten_layer_by_layer(sums: Sums, backend: ConcatBackend) -> None:
+    feed(backend, [1, 2, 3, 4, 5], [])
+    backend.truncate(4)
+    held, seen = backend.snapshot(), []
+
+    def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        seen.append(layer)
+        assert np.array_equal(keys, held.keys[layer]) and np.array_equal(values, held.values[layer])
+        kept = keys[:, :2].copy(), values[:, :2].copy()
+        keys[:], values[:] = 0, 0
+        return kept
+
+    backend.rewrite(edit)
+    assert seen == list(range(L)) and backend.length == 2
+    assert close(feed(backend, [6], [0]), sums.expected([1, 2, 6])[-1:])
+
+
+def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> None:
+    feed(backend, [1, 2, 3], [])
+    with pytest.raises(BackendError, match="An edit of 3 rows"):
+        backend.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
+    assert backend.length == 0
+    assert close(feed(backend, [1, 2], [0, 1]), sums.expected([1, 2]))
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_only_float32_caches(sums: Sums, kv: str) -> None:
+    with pytest.raises(UsageError, match=rf"exported through optimum, so its cache cannot be {kv}"):
+        ConcatBackend(sums.bundle, CAPACITY, kv=kv)
+
+
 def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
     feed(backend, [1] * CAPACITY, [])
     with pytest.raises(BackendError, match="does not fit"):
@@ -241,7 +289,9 @@ def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -
 
 def test_the_registry_finds_it(sums: Sums) -> None:
     config = LoadConfig(context=CAPACITY)
-    backend = make_backend(sums.bundle, config, make_plan(sums.bundle, config))
+    layout = sums.bundle.manifest.layout
+    configuration = next(configurations(subject_of(sums.bundle, layout, config), config))
+    backend = make_backend(sums.bundle, layout, config, configuration)
     assert isinstance(backend, ConcatBackend)
     engine = Engine(backend, chunk=3)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +14,39 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edgeinfer.bundle import Geometry
-from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import CacheSnapshot
+from edgeinfer.bundle import Geometry, KVScales
+from edgeinfer.bundle.kv_scales import LayerScales
+from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV
+from edgeinfer.errors import BackendError, BundleError, UsageError
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats
 from edgeinfer.runtime.kv import KVBuffers
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
 CAPACITY = 600
 
 
+ONES = LayerScales(np.ones(8, np.float32), np.ones(8, np.float32))
+SCALES = KVScales(dict.fromkeys(QUANTIZED_KV, (ONES, ONES)), tokens=1)
+
+
+@contextlib.contextmanager
+def running_out(allowed: int) -> Iterator[None]:
+    """Lets so many arrays be made, and refuses memory for more."""
+    left, zeros = itertools.repeat(True, allowed), np.zeros
+
+    def scarce(*args: Any, **options: Any) -> Any:
+        if next(left, False):
+            return zeros(*args, **options)
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "zeros", scarce)
+        yield
+
+
 class CacheMachine(RuleBasedStateMachine):
-    """Every row written is filled with a number of its own; the model of the cache is the list of those numbers."""
+    """Every row written is filled with a number of its own, as far as the type has so many; the model of the cache is
+    the list of those numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +55,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.copies: list[tuple[CacheSnapshot, list[int]]] = []
         self.start = 0
 
-    @initialize(spare=st.sampled_from([0, 1, 3]))
-    def make(self, spare: int) -> None:
-        self.cache = KVBuffers(GEOMETRY, CAPACITY, spare)
+    @initialize(spare=st.sampled_from([0, 1, 3]), kv=st.sampled_from([*KV]))
+    def make(self, spare: int, kv: str) -> None:
+        self.cache = KVBuffers(GEOMETRY, CAPACITY, spare, kv, SCALES)
+        self.kv = KV[kv]
+
+    def number(self, written: int, layer: int, sign: int) -> int:
+        """What a row's channels are: distinct in 600 rows where 8 bits are enough for that."""
+        return sign * (1 + (written * 2 + layer) % min(self.kv.largest, 5000))
 
     @rule(size=st.one_of(st.integers(1, 9), st.integers(1, 300)), padding=st.integers(0, 1))
     def append(self, size: int, padding: int) -> None:
@@ -47,9 +78,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.rows >= wanted
         for _ in range(size):
             self.written += 1
-            for sign, arrays in ((1, self.cache.keys), (-1, self.cache.values)):
-                for layer, array in enumerate(arrays):
-                    array[0, :, len(self.expected)] = sign * (self.written * 2 + layer)
+            for layer in range(GEOMETRY.num_layers):
+                keys, values = (np.full((2, 1, 4), self.number(self.written, layer, s), np.float32) for s in (1, -1))
+                self.cache.write(layer, len(self.expected), keys, values)
             self.expected.append(self.written)
         self.cache.length = len(self.expected)
 
@@ -59,6 +90,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.truncate(length)
         del self.expected[length:]
         self.start = min(self.start, length)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.expected.clear()
+        self.start = 0
+        assert self.cache.nbytes == 0
 
     @rule(steps=st.lists(st.integers(1, 4), max_size=6))
     def keep(self, steps: list[int]) -> None:
@@ -71,7 +109,8 @@ class CacheMachine(RuleBasedStateMachine):
     def snapshot(self) -> None:
         copy = self.cache.snapshot()
         assert copy.length == len(self.expected)
-        assert copy.nbytes == len(self.expected) * GEOMETRY.kv_bytes_per_token()
+        assert copy.kv == self.kv.name
+        assert copy.nbytes == len(self.expected) * GEOMETRY.kv_bytes_per_token(self.kv.name)
         self.copies = [*self.copies[-3:], (copy, list(self.expected))]
 
     @precondition(lambda self: self.copies)
@@ -82,19 +121,45 @@ class CacheMachine(RuleBasedStateMachine):
         self.expected = list(rows)
         self.start = len(rows)
 
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Rows leave and come back in two pieces."""
+        stop = len(self.expected)
+        start = data.draw(st.integers(0, stop))
+        middle = data.draw(st.integers(start, stop))
+        pieces = self.cache.snapshot(start, middle), self.cache.snapshot(middle, stop)
+        self.cache.truncate(start)
+        for piece in pieces:
+            self.cache.append(piece)
+        self.start = stop
+
+    @rule(drop=st.integers(1, 4))
+    def rewrite(self, drop: int) -> None:
+        """Drops some rows and moves the others together."""
+        self.cache.rewrite(lambda layer, keys, values: (keys[:, ::drop], values[:, ::drop]))
+        self.expected = self.expected[::drop]
+        self.start = len(self.expected)
+
+    @precondition(lambda self: self.cache.rows < CAPACITY)
+    @rule(allowed=st.integers(0, 3))
+    def run_out_of_memory(self, allowed: int) -> None:
+        """Growth that fails after some arrays have grown changes nothing."""
+        with running_out(allowed), pytest.raises(MemoryError):
+            self.cache.reserve(self.cache.rows + 1)
+
     @invariant()
     def holds_the_rows(self) -> None:
-        numbers = np.array(self.expected, np.float32)
-        assert self.cache.length == len(numbers)
-        for sign, arrays in ((1, self.cache.keys), (-1, self.cache.values)):
-            for layer, array in enumerate(arrays):
-                assert array.shape == (1, 2, self.cache.rows, 4)
-                rows = array[0, :, : len(numbers)]
-                assert np.array_equal(rows, np.broadcast_to((sign * (numbers * 2 + layer))[:, None], rows.shape))
+        assert self.cache.length == len(self.expected)
+        width = self.kv.width(4)
+        assert {a.shape for a in (*self.cache.keys, *self.cache.values)} == {(1, 2, self.cache.rows, width)}
+        for layer in range(GEOMETRY.num_layers):
+            for sign, rows in zip((1, -1), self.cache.read(layer, self.cache.length), strict=True):
+                numbers = np.array([self.number(written, layer, sign) for written in self.expected], np.float32)
+                assert np.array_equal(rows, np.broadcast_to(numbers[:, None], rows.shape))
 
     @invariant()
     def counts_its_bytes(self) -> None:
-        assert self.cache.nbytes == self.cache.rows * GEOMETRY.kv_bytes_per_token()
+        assert self.cache.nbytes == self.cache.rows * GEOMETRY.kv_bytes_per_token(self.kv.name)
 
 
 TestCacheMachine = CacheMachine.TestCase
@@ -165,3 +230,63 @@ def test_refuses_a_snapshot_larger_than_the_capacity() -> None:
     with pytest.raises(BackendError, match="do not fit"):
         small.restore(copy)
     assert small.length == 4
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
+    cache = filled(5)
+
+    def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        if layer == failing:
+            raise ZeroDivisionError
+        return keys[:, :3], values[:, :3]
+
+    with pytest.raises(ZeroDivisionError):
+        cache.rewrite(edit)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("rows", [(6, 6), (3, 2)], ids=["more", "uneven"])
+def test_refuses_edits_of_other_shapes(rows: tuple[int, int]) -> None:
+    cache = filled(5)
+    with pytest.raises(BackendError, match="An edit of 5 rows"):
+        cache.rewrite(lambda layer, keys, values: (np.zeros((2, rows[layer], 4), np.float32),) * 2)
+    assert cache.length == 0
+
+
+def test_an_edit_sees_copies() -> None:
+    cache = filled(5)
+    seen = []
+
+    def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        kept = keys.copy(), values.copy()
+        keys[:], values[:] = 9, 9
+        seen.append(layer)
+        return kept
+
+    cache.rewrite(edit)
+    assert seen == [0, 1] and not any(rows.any() for layer in seen for rows in cache.read(layer, 5))
+
+
+def test_a_quantized_cache_needs_scales_of_its_model() -> None:
+    with pytest.raises(UsageError, match="needs scales"):
+        KVBuffers(GEOMETRY, CAPACITY, kv="int8")
+    with pytest.raises(UsageError, match="no scales for a cache of int8"):
+        KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int4": (ONES, ONES)}, 1))
+    with pytest.raises(BundleError, match="another model"):
+        KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int8": (ONES,)}, 1))
+    with pytest.raises(UsageError, match="no KV type"):
+        KVBuffers(GEOMETRY, CAPACITY, kv="int3", scales=SCALES)
+
+
+def test_refuses_the_snapshot_of_another_type_or_other_scales() -> None:
+    cache = KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=SCALES)
+    twos = LayerScales(ONES.keys * 2, ONES.values)
+    others = {
+        "of float32": KVBuffers(GEOMETRY, CAPACITY),
+        "of int4": KVBuffers(GEOMETRY, CAPACITY, kv="int4", scales=SCALES),
+        "with other scales": KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int8": (ONES, twos)}, 1)),
+    }
+    for what, other in others.items():
+        with pytest.raises(BackendError, match=f"is of a cache {what}"):
+            cache.restore(other.snapshot())

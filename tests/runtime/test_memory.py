@@ -6,9 +6,10 @@ import mmap
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from edgeinfer.runtime.memory import MappedFile, process_memory, release_freed, return_large_frees
+from edgeinfer.runtime.memory import MappedFile, process_memory, release_code, release_freed, return_large_frees
 
 SIZE = 32 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -39,11 +40,43 @@ def test_pages_of_an_unchanged_file_are_released_and_come_back(path: Path) -> No
 
 
 @linux
+def test_a_part_of_a_file_is_released_alone(path: Path) -> None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        part = MappedFile(path).part([(SIZE // 4, SIZE // 4), (SIZE - 100, 100), (2 * SIZE, 5)])
+        touch(pages)
+        before = process_memory().file
+        part.release()
+        released = before - process_memory().file
+        # The system may have mapped pieces of 2 MB, which go whole.
+        assert 0.9 * SIZE // 4 < released < SIZE // 4 + (5 << 20)
+        part.part([(0, SIZE // 8)]).release()
+        assert before - process_memory().file == pytest.approx(released, abs=1 << 20)
+
+
+@linux
 def test_pages_that_were_written_to_are_kept(path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
         pages[5] = 77
         MappedFile(path).release()
         assert pages[5] == 77
+
+
+@linux
+def test_code_is_released_and_comes_back() -> None:
+    before = process_memory()
+    release_code()
+    after = process_memory()
+    assert before.file - after.file > 5_000_000
+    assert np.linalg.solve(np.eye(3) * 2, np.ones(3)).tolist() == [0.5, 0.5, 0.5]
+    assert process_memory().file < before.file
+
+
+@linux
+def test_data_that_is_mapped_is_no_code(path: Path) -> None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        touch(pages)
+        release_code()
+        assert process_memory().file > 0.9 * SIZE
 
 
 def test_a_file_that_is_not_mapped(path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The number types keys and values can be cached in, and rows in and out of them; knows no cache and no graph.
+
+Quantized types are those of ONNX Runtime's GroupQueryAttention, to the last bit: a value is divided by the scale of its
+channel, rounded to the nearest integer, ties to even, and clipped to the range of the type. int8 stores that integer;
+int4 adds 8 and puts two channels into a byte, the first into the lower half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.packing import pack, packed_bytes, unpack
+from edgeinfer.errors import UsageError
+
+__all__ = ["FLOAT32", "KV", "QUANTIZED_KV", "KVType", "find_kv_type", "load", "store"]
+
+Floats = NDArray[np.float32]
+
+FLOAT32 = "float32"
+
+
+@dataclass(frozen=True)
+class KVType:
+    """A type of cached numbers.
+
+    Attributes:
+        dtype: name of the type of the stored array.
+        bits: of a value.
+        zero: the stored integer that stands for 0; int4 alone has another than 0.
+    """
+
+    name: str
+    dtype: str
+    bits: int
+    zero: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether values are integers times a scale."""
+        return self.bits < 32
+
+    @property
+    def largest(self) -> int:
+        """The largest integer; the smallest is one further from zero."""
+        return (1 << (self.bits - 1)) - 1
+
+    def width(self, head_dim: int) -> int:
+        """Items of the stored array that the channels of one head take."""
+        return packed_bytes(head_dim, self.bits) if self.bits < 8 else head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one head's key or value."""
+        return packed_bytes(head_dim, self.bits)
+
+
+KV: dict[str, KVType] = {
+    kind.name: kind
+    for kind in (KVType(FLOAT32, "float32", 32), KVType("int8", "int8", 8), KVType("int4", "uint8", 4, zero=8))
+}
+# Names of the types that need scales.
+QUANTIZED_KV = tuple(name for name, kind in KV.items() if kind.quantized)
+
+
+def find_kv_type(name: str) -> KVType:
+    """A type by its name.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in KV:
+        raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(KV)}.")
+    return KV[name]
+
+
+def store(kind: KVType, values: Floats, scales: Floats | None) -> NDArray[Any]:  # (H, n, h), (H h,) -> (H, n, width)
+    """Rows as a cache holds them.
+
+    Args:
+        scales: of every channel, positive; None for float32 only.
+    """
+    if not kind.quantized:
+        return values
+    assert scales is not None, "a quantized type needs scales"
+    heads, _, channels = values.shape
+    levels = np.rint(values / scales.reshape(heads, 1, channels))
+    levels = np.clip(levels, -kind.largest - 1, kind.largest) + kind.zero
+    stored = levels.astype(kind.dtype)
+    return pack(stored, kind.bits) if kind.bits < 8 else stored
+
+
+def load(kind: KVType, stored: NDArray[Any], scales: Floats | None) -> Floats:  # (H, n, width), (H h,) -> (H, n, h)
+    """The numbers that cached rows stand for; of float32 the rows themselves, not a copy."""
+    if not kind.quantized:
+        return stored
+    assert scales is not None, "a quantized type needs scales"
+    heads = stored.shape[0]
+    channels = len(scales) // heads
+    levels = unpack(stored, kind.bits, channels) if kind.bits < 8 else stored
+    floats: Floats = levels.astype(np.float32)
+    floats -= np.float32(kind.zero)
+    floats *= scales.reshape(heads, 1, channels)
+    return floats

@@ -1,0 +1,47 @@
+"""What this machine has of memory and cores, and lets a process have; knows nothing of what takes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["machine_memory", "physical_cores"]
+
+# The limit of the control group that the process is in, as containers see it: of cgroup 2, and of cgroup 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def machine_memory() -> int:
+    """Bytes: what is built in, or what the container allows."""
+    return min([_built_in(), *(limit for path in _LIMITS if (limit := _limit(path)))])
+
+
+def physical_cores() -> int:
+    """Cores of the processor, each once however many threads it runs."""
+    if sys.platform == "linux":
+        # Threads of one core name each other.
+        cores = {path.read_text("ascii") for path in _CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")}
+        if cores:
+            return len(cores)
+    import psutil  # a megabyte of modules that Linux mostly does without
+
+    return psutil.cpu_count(logical=False) or 1
+
+
+def _built_in() -> int:
+    if sys.platform == "linux":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _limit(path: Path) -> int | None:
+    """The limit a file names; None where there is no such file or no limit."""
+    try:
+        text = path.read_text("ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

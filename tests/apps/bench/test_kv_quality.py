@@ -1,0 +1,74 @@
+"""The script about quantized caches: what it compares, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.bench.kv_quality import compare_caches, main
+from edgeinfer.cli.main import main as export
+from tests.factories import make_checkpoint
+
+STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kv-quality")
+    make_checkpoint(folder / "model", "llama")
+    assert export(["export", str(folder / "model"), str(folder / "bundle"), "--bits", "32"]) == 0
+    return folder / "bundle"
+
+
+def test_caches_are_compared_with_float32(bundle: Path) -> None:
+    results = compare_caches(str(bundle), STORIES)
+    assert [r.kv for r in results] == ["float32", "int8", "int4"]
+    plain, eight, four = results
+    assert (plain.change, plain.agreement, plain.attention_error) == (0, 1, 0)
+    with edgeinfer.load(bundle) as model:
+        texts = [model.begin_ids + model.tokenize(story) for story in STORIES]
+        scores = [model.score(ids) for ids in texts]
+    assert plain.tokens == sum(len(ids) - 1 for ids in texts)
+    nll = sum(np.log(s.perplexity) * (len(ids) - 1) for s, ids in zip(scores, texts, strict=True))
+    assert plain.perplexity == pytest.approx(float(np.exp(nll / plain.tokens)))
+    assert 0 < abs(eight.change) < abs(four.change)
+    assert eight.agreement > four.agreement
+    assert 0 < eight.attention_error <= eight.worst_layer < four.attention_error
+    assert {r.copied_tokens for r in results} == {sum(len(ids) - 1 - 8 for ids in texts)}
+
+
+def test_the_table_and_the_json(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("<|endoftext|>".join(STORIES))
+    line = [str(bundle), "--text", str(text), "--stories", "1"]
+    assert main([*line, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [entry["kv"] for entry in data] == ["float32", "int8", "int4"] and data[0]["model"] == "bundle"
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert f"| bundle | int8 | {data[1]['perplexity']:.4f} | {data[1]['change']:+.3%} |" in out
+    assert f"{data[0]['tokens']} tokens, {data[0]['copied_tokens']} of them copied." in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--stories", "0"], "at least one story"), (["--skip", "-1"], "at least one story")]
+)
+def test_bad_arguments(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    (tmp_path / "text").write_text(STORIES[0])
+    assert main([str(bundle), "--text", str(tmp_path / "text"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "model", "qwen2", seed=5)
+    out = tmp_path / "bundle"
+    assert export(["export", str(tmp_path / "model"), str(out), "--bits", "32", "--no-kv-scales"]) == 0
+    (tmp_path / "text").write_text(STORIES[0])
+    assert main([str(out), "--text", str(tmp_path / "text")]) == 2
+    assert "has no scales for quantized caches. Run edgeinfer tune" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""Scales of quantized caches in a bundle: written and read bit by bit, and refused where anything is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, open_bundle, seal, store
+from edgeinfer.bundle import kv_scales as module
+from edgeinfer.bundle.conversion import convert_bundle
+from edgeinfer.bundle.kv_scales import KV_SCALES, LayerScales, add_kv_scales, read_kv_scales
+from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.factories import make_checkpoint
+
+LAYERS, CHANNELS = 3, 32
+
+
+def some_scales(layers: int = LAYERS, channels: int = CHANNELS) -> KVScales:
+    draw = np.random.default_rng(0)
+
+    def one() -> LayerScales:
+        keys, values = np.exp(draw.normal(size=(2, channels)) * 5).astype(np.float32)
+        return LayerScales(keys, values)
+
+    return KVScales({kv: tuple(one() for _ in range(layers)) for kv in ("int8", "int4")}, tokens=9)
+
+
+def assert_same(actual: KVScales | None, expected: KVScales) -> None:
+    assert actual is not None and actual.tokens == expected.tokens
+    for kv in ("int8", "int4"):
+        for mine, other in zip(actual.of(kv), expected.of(kv), strict=True):
+            assert np.array_equal(mine.keys, other.keys) and np.array_equal(mine.values, other.values)
+        assert actual.digest(kv) == expected.digest(kv)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kv-scales")
+    make_checkpoint(folder / "checkpoint", "llama")
+    return export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(keep_small=False))
+
+
+@pytest.fixture
+def bundle(exported: Path, tmp_path: Path) -> Bundle:
+    shutil.copytree(exported, tmp_path / "bundle")
+    return open_bundle(tmp_path / "bundle")
+
+
+def test_scales_are_read_as_they_were_written(bundle: Bundle) -> None:
+    assert read_kv_scales(bundle) is None
+    sealed = add_kv_scales(bundle.path, some_scales())
+    sealed.verify()
+    assert_same(read_kv_scales(sealed), some_scales())
+    assert sealed.manifest.files.keys() == bundle.manifest.files.keys() | {KV_SCALES}
+    modes = {path.stat().st_mode & 0o777 for path in bundle.path.iterdir()}
+    assert len(modes) == 1
+
+
+def test_scales_can_be_replaced(bundle: Bundle) -> None:
+    add_kv_scales(bundle.path, some_scales())
+    other = replace(some_scales(), tokens=10)
+    assert_same(read_kv_scales(add_kv_scales(bundle.path, other)), other)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_a_full_disk_leaves_a_bundle_that_opens(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, before: bool, writes: int
+) -> None:
+    if before:
+        add_kv_scales(bundle.path, some_scales())
+    write, done = store.write_file, iter(range(writes))
+
+    def scarce(path: Path, data: bytes) -> None:
+        if next(done, None) is None:
+            raise StorageError("The disk is full.")
+        write(path, data)
+
+    monkeypatch.setattr(module, "write_file", scarce)
+    if writes < 2 + before:
+        with pytest.raises(StorageError):
+            add_kv_scales(bundle.path, replace(some_scales(), tokens=10))
+    left = open_bundle(bundle.path)
+    left.verify()
+    scales = read_kv_scales(left)
+    assert scales is None or scales.tokens in (9, 10)
+
+
+def test_scales_of_another_model_are_refused(bundle: Bundle) -> None:
+    for wrong in (some_scales(layers=2), some_scales(channels=31)):
+        with pytest.raises(BundleError, match="belong to another model"):
+            add_kv_scales(bundle.path, wrong)
+    assert not open_bundle(bundle.path).has(KV_SCALES)
+
+
+def test_a_type_without_scales_is_refused() -> None:
+    scales = KVScales({"int8": some_scales().of("int8")}, tokens=1)
+    with pytest.raises(UsageError, match="no scales for a cache of int4"):
+        scales.of("int4")
+
+
+def changed(where: list[Any], value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        for key in where[:-1]:
+            data = data[key]
+        data[where[-1]] = value
+
+    return change
+
+
+FIRST = ["scales", "int8", "keys", 0]
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "format": (changed(["format"], "other"), "version"),
+    "version": (changed(["version"], 2), "version"),
+    "unknown-field": (changed(["more"], 1), "other fields"),
+    "tokens": (changed(["tokens"], 0), "number of tokens"),
+    "tokens-bool": (changed(["tokens"], True), "number of tokens"),
+    "no-types": (changed(["scales"], {}), "no KV type"),
+    "unknown-type": (changed(["scales", "int3"], {}), "no KV type"),
+    "no-values": (changed(["scales", "int8"], {"keys": []}), "lacks keys or values"),
+    "layers": (changed(["scales", "int4", "values"], [[1.0] * CHANNELS]), "number of layers"),
+    "channels": (changed(FIRST, [1.0]), "number of channels"),
+    "no-list": (changed(FIRST, 1.0), "number of channels"),
+    "text": (changed([*FIRST, 0], "1"), "not positive"),
+    "bool": (changed([*FIRST, 0], True), "not positive"),
+    "zero": (changed([*FIRST, 0], 0), "not positive"),
+    "negative": (changed([*FIRST, 5], -1.0), "not positive"),
+    "nan": (changed([*FIRST, 5], float("nan")), "not positive"),
+    "infinite": (changed([*FIRST, 5], float("inf")), "not positive"),
+    "too-large": (changed([*FIRST, 5], 1e39), "not positive"),
+    "huge-integer": (changed([*FIRST, 5], 10**400), "not positive"),
+    "vanishing": (changed([*FIRST, 5], 1e-60), "positive float32"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_malformed_scales_are_refused(bundle: Bundle, fault: str) -> None:
+    change, message = FAULTS[fault]
+    data = json.loads(some_scales().to_json())
+    change(data)
+    (bundle.path / KV_SCALES).write_text(json.dumps(data))
+    seal(bundle.path, bundle.manifest)
+    with pytest.raises(BundleError, match=message):
+        read_kv_scales(open_bundle(bundle.path))
+
+
+@pytest.mark.parametrize(("text", "message"), [("[", "not valid JSON"), ("[1]", "not a JSON object")])
+def test_what_is_not_json_is_refused(bundle: Bundle, text: str, message: str) -> None:
+    (bundle.path / KV_SCALES).write_text(text)
+    seal(bundle.path, bundle.manifest)
+    with pytest.raises(BundleError, match=message):
+        read_kv_scales(open_bundle(bundle.path))
+
+
+def test_a_file_too_large_for_the_model_is_not_read(bundle: Bundle) -> None:
+    (bundle.path / KV_SCALES).write_bytes(some_scales().to_json().encode() + b" " * 20_000)
+    seal(bundle.path, bundle.manifest)
+    with pytest.raises(BundleError, match="too large"):
+        read_kv_scales(open_bundle(bundle.path))
+
+
+def test_the_longest_numbers_are_not_too_large() -> None:
+    longest = LayerScales(*np.full((2, 64), 1.1754944e-38, np.float32))
+    geometry = Geometry(10, 64, num_layers=2, num_kv_heads=1, head_dim=64, max_positions=10)
+    scales = KVScales(dict.fromkeys(("int8", "int4"), (longest, longest)), tokens=10**6)
+    assert len(scales.to_json()) <= module.most_bytes(geometry)
+
+
+def test_edited_scales_are_refused(bundle: Bundle) -> None:
+    add_kv_scales(bundle.path, some_scales())
+    path = bundle.path / KV_SCALES
+    path.write_text(path.read_text().replace('"tokens": 9', '"tokens": 8'))
+    with pytest.raises(BundleError, match="does not match its sha256"):
+        read_kv_scales(open_bundle(bundle.path))
+
+
+def test_bundles_made_before_quantized_caches_run_float32_only(bundle: Bundle) -> None:
+    for path in bundle.path.glob("*.kv-*.onnx"):
+        path.unlink()
+    seal(bundle.path, bundle.manifest)
+    old = open_bundle(bundle.path)
+    assert [old.kv_types(layout) for layout in (NATIVE, PORTABLE)] == [("float32",)] * 2
+    assert old.model_file(NATIVE).is_file()
+    with pytest.raises(BundleError, match=r"no graph for a cache of int8.*Export the model again"):
+        old.model_file(NATIVE, "int8")
+    with pytest.raises(UsageError, match="no KV type"):
+        old.model_file(NATIVE, "int3")
+
+
+def test_a_converted_bundle_keeps_graphs_and_scales(bundle: Bundle, tmp_path: Path) -> None:
+    sealed = add_kv_scales(bundle.path, some_scales())
+    convert_bundle(sealed, PORTABLE, tmp_path / "converted")
+    converted = open_bundle(tmp_path / "converted")
+    converted.verify()
+    assert converted.kv_types(PORTABLE) == converted.kv_types(NATIVE) == ("float32", "int8", "int4")
+    assert converted.manifest.files.keys() - sealed.manifest.files.keys() == {
+        f"model.native{kv}.onnx" for kv in ("", ".kv-int8", ".kv-int4")
+    }
+    assert_same(read_kv_scales(converted), some_scales())

@@ -1,0 +1,154 @@
+"""Memory that is refused: named in a budget error whoever reports it, and a model that goes on afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.runtime.allocation import allocating, is_refusal, require_room
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")
+_UNHEARD_OF = 1 << 60  # bytes
+
+# Runs a script whose allocations beyond what it has at the time are refused.
+_LIMITED = """
+import resource
+from pathlib import Path
+import edgeinfer
+from edgeinfer.errors import EdgeInferError
+
+def limit(more):
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    has = int(fields["VmData"].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (has + more, resource.RLIM_INFINITY))
+
+def load():
+    return edgeinfer.load(context=1024, threads=2, remember=False, native=NATIVE)
+
+def outcome(work):
+    try:
+        return work()
+    except EdgeInferError as error:
+        return type(error).__name__ + ": " + error.message
+"""
+
+
+def run(script: str, native: bool | None = None) -> list[str]:
+    """The lines that a script prints, which no refusal may end."""
+    code = _LIMITED.replace("NATIVE", str(native)) + script
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_numpy_tells_how_many_bytes() -> None:
+    said = r"^The table needs 1152921504\.6 GB that the system refuses"
+    with pytest.raises(BudgetError, match=said) as caught, allocating("The table"):
+        np.empty(_UNHEARD_OF, np.uint8)
+    assert "context" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Exception during initialization: std::bad_alloc", "memory"),
+        ("Failed to allocate memory for requested buffer of size 5000000", "5.0 MB"),
+        ("LinearLowBit: out of memory for 64 rows", "memory"),
+    ],
+)
+def test_texts_of_native_code(text: str, said: str) -> None:
+    with pytest.raises(BudgetError, match=f"^The pass needs {said} that"), allocating("The pass"):
+        raise RuntimeError(text)
+
+
+def test_other_errors_pass() -> None:
+    for error in (ValueError("bad"), StopIteration(), KeyboardInterrupt(), UsageError("out of memory of old")):
+        with pytest.raises(type(error)) as caught, allocating("Nothing"):
+            raise error
+        assert caught.value is error
+    assert not is_refusal(ValueError("no such layer"))
+
+
+def test_an_iterator_may_end_inside() -> None:
+    def ends() -> Iterator[int]:
+        yield 1
+
+    items = ends()
+
+    @allocating("An item")
+    def item() -> int:
+        return next(items)
+
+    assert item() == 1
+    with pytest.raises(StopIteration):
+        item()
+
+
+def test_room_is_asked_for() -> None:
+    require_room("A little", 1 << 20)
+    require_room("Nothing", 0)
+    with pytest.raises(BudgetError, match="Much needs"):
+        require_room("Much", _UNHEARD_OF)
+
+
+@linux
+@pytest.mark.parametrize("more", [0, 5_000_000, 10_000_000, 14_000_000])
+@pytest.mark.parametrize("native", [None, False])
+def test_a_load_that_is_refused(more: int, native: bool | None) -> None:
+    # Everything is imported by then.
+    script = f"""
+edgeinfer.plan()
+import edgeinfer.runtime.onnx_backend
+limit({more})
+print(outcome(load))
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+print(load().generate("Once upon", max_tokens=3).usage.completion_tokens)
+"""
+    first, second = run(script, native)
+    assert first.startswith("BudgetError: ") and "that the system refuses" in first
+    assert second == "3"
+
+
+@linux
+@pytest.mark.parametrize("more", [300_000, 1_000_000, 2_000_000, 4_000_000])
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+def test_a_model_goes_on_after_a_reply_that_is_refused(more: int, speculation: str) -> None:
+    script = f"""
+model = load()
+options = {{"max_tokens": 12, "speculation": {speculation!r}}}
+short, long = [5] * 200, [7] * 950
+before = model.generate(short, **options).token_ids
+reference = model.generate(long, **options).token_ids
+model.close()
+model = load()
+model.generate(short, **options)
+limit({more})
+print(outcome(lambda: model.generate(long, **options)))
+print(outcome(lambda: model.generate(short, **options).token_ids) == before)
+print(outcome(lambda: model.generate(long, **options)))
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+print(model.generate(long, **options).token_ids == reference)
+print(model.generate(short, **options).token_ids == before)
+"""
+    refused, _, again, long_after, short_after = run(script)
+    assert refused.startswith("BudgetError: ") and again.startswith("BudgetError: ")
+    assert (long_after, short_after) == ("True", "True")
+
+
+@linux
+def test_a_shorter_prompt_works_where_a_long_one_was_refused() -> None:
+    script = """
+model = load()
+before = model.generate([5] * 200, max_tokens=12).token_ids
+limit(2_500_000)
+print(outcome(lambda: model.generate([7] * 950, max_tokens=12)))
+print(outcome(lambda: model.generate([5] * 200, max_tokens=12).token_ids) == before)
+"""
+    refused, short = run(script)
+    assert refused.startswith("BudgetError: ")
+    assert short == "True"

@@ -1,0 +1,38 @@
+"""What the machine has, found without psutil where that is possible, and equal to what psutil says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from edgeinfer.runtime import machine
+from edgeinfer.runtime.machine import machine_memory, physical_cores
+
+
+def test_cores_are_those_of_psutil() -> None:
+    assert physical_cores() == (psutil.cpu_count(logical=False) or 1)
+
+
+def test_memory_is_what_is_built_in_or_less() -> None:
+    assert 0 < machine_memory() <= psutil.virtual_memory().total
+
+
+def test_where_the_system_says_nothing_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CPUS", Path("/nowhere"))
+    assert physical_cores() >= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have to be asked through psutil")
+def test_loading_takes_no_modules_that_linux_does_without() -> None:
+    code = """
+import sys
+import edgeinfer
+edgeinfer.load(remember=False).generate("a", max_tokens=1)
+print(sorted({"psutil", "email", "importlib.metadata", "ssl", "socket"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

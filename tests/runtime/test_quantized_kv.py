@@ -1,0 +1,262 @@
+"""Backends with quantized caches: against each other, and bit by bit against themselves however a text is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, KVScales, Layout, open_bundle
+from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV, store
+from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot
+from edgeinfer.runtime.kv_calibration import calibrate
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.reference import ReferenceBackend
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Family
+
+TEXT = np.random.default_rng(3).integers(0, 320, 24)
+CONTEXT = 8
+# A spine of five rows, then branches beside it.
+PARENTS = np.array([-1, 0, 1, 2, 3, 0, 5, 2, -1, 8])
+SIDE = np.array([9, 17, 300, 5, 42])
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+Floats = NDArray[np.float32]
+each_type = pytest.mark.parametrize("kv", QUANTIZED_KV)
+
+
+def run(backend: Backend, tokens: Sequence[int] | NDArray[np.int64], **options: Any) -> Floats:  # (S,) -> (S, V)
+    rows = np.arange(len(tokens))
+    return backend.forward(np.array(tokens), rows + backend.length, rows, **options).logits.copy()
+
+
+def scales_of(bundle: Bundle) -> KVScales:
+    assert bundle.manifest.decoder is not None
+    return calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
+
+
+def same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> bool:
+    assert (actual.length, actual.kv, actual.scales) == (expected.length, expected.kv, expected.scales)
+    pairs = zip((*actual.keys, *actual.values), (*expected.keys, *expected.values), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def assert_alike(actual: Floats, expected: Floats) -> None:
+    """A number on the edge of two levels may fall to either side, which moves some logits by some hundredths."""
+    difference = np.abs(actual - expected)
+    assert np.median(difference) < 0.01 and difference.max() < 0.5
+
+
+@each_type
+def test_logits_match_the_reference(family: Family, kv: str) -> None:
+    scales = scales_of(family.bundle)
+    onnx, reference = (make(family.bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
+    logits = [np.concatenate([run(b, part) for part in np.split(TEXT, [9, 10])]) for b in (onnx, reference)]
+    assert_alike(*logits)
+    for mine, theirs in zip(onnx.snapshot().keys, reference.snapshot().keys, strict=True):
+        assert (mine != theirs).mean() < 0.02
+    onnx.close()
+
+
+@each_type
+def test_the_operator_stores_what_we_would(make_family: Callable[..., Family], kv: str) -> None:
+    """The first layer's rows do not depend on any cache."""
+    bundle = make_family("llama").bundle
+    scales = scales_of(bundle)
+    floats, quantized = OnnxBackend(bundle, 64), OnnxBackend(bundle, 64, kv=kv, kv_scales=scales)
+    for backend in (floats, quantized):
+        run(backend, TEXT)
+    exact, stored, own = floats.snapshot(), quantized.snapshot(), scales.of(kv)[0]
+    assert np.array_equal(stored.keys[0], store(KV[kv], exact.keys[0], own.keys))
+    assert np.array_equal(stored.values[0], store(KV[kv], exact.values[0], own.values))
+    assert stored.nbytes * 32 == exact.nbytes * KV[kv].bits
+
+
+@each_type
+def test_masked_layers_match_the_reference(make_family: Callable[..., Family], kv: str) -> None:
+    bundle = make_family("llama").bundle
+    scales = scales_of(bundle)
+    onnx, reference = (make(bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
+    for mask in ([False, True] * 3, [True, False] * 3, [True, True, False, False, True, True]):
+        for backend in (onnx, reference):
+            backend.truncate(0)
+            run(backend, TEXT[:CONTEXT])
+        logits = [run(b, TEXT[CONTEXT:], layer_mask=np.array(mask)) for b in (onnx, reference)]
+        assert_alike(*logits)
+        # What was skipped left the rows before as they were.
+        for backend in (onnx, reference):
+            backend.truncate(CONTEXT)
+        assert_alike(run(onnx, TEXT[CONTEXT:]), run(reference, TEXT[CONTEXT:]))
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An exact backend, and what it gives for TEXT in one pass."""
+
+    backend: OnnxBackend
+    logits: Floats  # (S, V)
+    cache: CacheSnapshot
+
+
+EXPORTS = {"8-bit-32": ExportConfig(8, 32, keep_small=False), "4-bit-128": ExportConfig(4, 128, keep_small=False)}
+CASES: list[tuple[str, Layout, str]] = [
+    (e, layout, kv) for e in EXPORTS for layout in ("native", "portable") for kv in QUANTIZED_KV
+]
+
+
+@pytest.fixture(scope="module", params=[*CASES, ("float32", "portable", "int8")], ids="-".join)
+def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
+    export, layout, kv = request.param
+    if layout == "native":
+        require_kernel()
+    folder = tmp_path_factory.mktemp("exact")
+    make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
+    config = EXPORTS.get(export, ExportConfig(32))
+    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    backend = OnnxBackend(bundle, 64, layout=layout, kv=kv, kv_scales=scales_of(bundle))
+    logits = run(backend, TEXT)
+    yield Exact(backend, logits, backend.snapshot())
+    backend.close()
+
+
+@given(cuts=st.sets(st.integers(1, len(TEXT) - 1)))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int]) -> None:
+    exact.backend.truncate(0)
+    logits = np.concatenate([run(exact.backend, chunk) for chunk in np.split(TEXT, sorted(cuts))])
+    assert np.array_equal(logits, exact.logits)
+    assert same_cache(exact.backend.snapshot(), exact.cache)
+
+
+def test_token_by_token_gives_the_same_bits(exact: Exact) -> None:
+    exact.backend.truncate(0)
+    logits = np.concatenate([run(exact.backend, [token]) for token in TEXT])
+    assert np.array_equal(logits, exact.logits)
+
+
+@given(rounds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=12))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, int]]) -> None:
+    """Each round feeds some right tokens with wrong ones after them, and takes the wrong ones back."""
+    exact.backend.truncate(0)
+    done = 0
+    for right, wrong in rounds:
+        right = min(right, len(TEXT) - done)
+        if right == 0:
+            break
+        tokens = np.concatenate([TEXT[done : done + right], np.arange(wrong)])
+        assert np.array_equal(run(exact.backend, tokens)[:right], exact.logits[done : done + right])
+        done += right
+        exact.backend.truncate(done)
+
+
+def feed_tree(backend: Backend) -> Floats:  # (10, V)
+    """The next five tokens of TEXT as a spine, with branches beside it."""
+    depths: list[int] = []
+    for parent in PARENTS:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
+    positions, rows = CONTEXT + np.array(depths), np.arange(len(tokens))
+    return backend.forward(tokens, positions, rows, tree=PARENTS).logits.copy()
+
+
+def test_the_spine_of_a_tree_has_the_bits_of_a_chain(exact: Exact) -> None:
+    exact.backend.truncate(0)
+    run(exact.backend, TEXT[:CONTEXT])
+    assert np.array_equal(feed_tree(exact.backend)[:5], exact.logits[CONTEXT : CONTEXT + 5])
+    exact.backend.keep(CONTEXT, [0, 1, 2])
+    rest = run(exact.backend, TEXT[CONTEXT + 3 :])
+    assert np.array_equal(rest, exact.logits[CONTEXT + 3 :])
+    assert same_cache(exact.backend.snapshot(), exact.cache)
+
+
+@each_type
+def test_a_branch_of_a_tree_is_like_a_chain(make_family: Callable[..., Family], kv: str) -> None:
+    bundle = make_family("llama").bundle
+    tree, chain = (OnnxBackend(bundle, 64, kv=kv, kv_scales=scales_of(bundle)) for _ in range(2))
+    for backend in (tree, chain):
+        run(backend, TEXT[:CONTEXT])
+    logits = feed_tree(tree)[[0, 5, 6]]
+    expected = run(chain, [TEXT[CONTEXT], SIDE[0], SIDE[1]])
+    assert_alike(logits, expected)
+    tree.keep(CONTEXT, [0, 5, 6])
+    assert tree.length == chain.length
+    assert_alike(run(tree, TEXT[12:]), run(chain, TEXT[12:]))
+
+
+def test_snapshots_and_edits(exact: Exact) -> None:
+    backend = exact.backend
+    backend.restore(exact.cache)
+    backend.rewrite(lambda layer, keys, values: (keys, values))
+    assert same_cache(backend.snapshot(), exact.cache)
+    backend.rewrite(lambda layer, keys, values: (keys[:, :CONTEXT], values[:, :CONTEXT]))
+    assert backend.length == CONTEXT
+    assert np.array_equal(run(backend, TEXT[CONTEXT:]), exact.logits[CONTEXT:])
+    backend.truncate(CONTEXT)
+    backend.restore(exact.cache)
+    assert same_cache(backend.snapshot(), exact.cache)
+
+
+def test_rows_can_be_copied_apart(exact: Exact) -> None:
+    exact.backend.restore(exact.cache)
+    first, second = exact.backend.snapshot(0, CONTEXT), exact.backend.snapshot(CONTEXT)
+    exact.backend.restore(first)
+    exact.backend.append(second)
+    assert same_cache(exact.backend.snapshot(), exact.cache)
+
+
+def test_another_cache_is_refused(make_family: Callable[..., Family]) -> None:
+    bundle = make_family("llama").bundle
+    scales = scales_of(bundle)
+    floats = OnnxBackend(bundle, 64)
+    run(floats, TEXT)
+    for make in (OnnxBackend, ReferenceBackend):
+        with pytest.raises(UsageError, match="needs scales"):
+            make(bundle, 64, kv="int8")
+        with pytest.raises(BackendError, match="of a cache of float32, this one is of int8"):
+            make(bundle, 64, kv="int8", kv_scales=scales).restore(floats.snapshot())
+
+
+@each_type
+def test_a_grown_cache_holds_what_it_held(make_family: Callable[..., Family], kv: str) -> None:
+    bundle = make_family("llama", max_position_embeddings=1024).bundle
+    text = np.random.default_rng(1).integers(0, 320, 300)
+    scales = scales_of(bundle)
+    whole, parts = (OnnxBackend(bundle, 600, kv=kv, kv_scales=scales) for _ in range(2))
+    expected = run(whole, text)
+    assert np.array_equal(np.concatenate([run(parts, part) for part in np.split(text, [250, 251, 256, 257])]), expected)
+    assert whole.nbytes()["kv"] * 32 == 512 * bundle.manifest.geometry.kv_bytes_per_token() * KV[kv].bits
+
+
+def test_growth_without_memory_leaves_the_backend_usable(
+    make_family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = make_family("llama", max_position_embeddings=1024).bundle
+    text = np.random.default_rng(1).integers(0, 320, 256)
+    backend, other = (OnnxBackend(bundle, 600, kv="int8", kv_scales=scales_of(bundle)) for _ in range(2))
+    for each in (backend, other):
+        run(each, text)
+    zeros, left = np.zeros, iter(range(3))
+
+    def scarce(shape: Any, *args: Any) -> Any:
+        if isinstance(shape, tuple) and len(shape) == 4 and next(left, None) is None:
+            raise MemoryError
+        return zeros(shape, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", scarce)
+        with pytest.raises(MemoryError):
+            run(backend, TEXT)
+    assert backend.length == 256
+    assert np.array_equal(run(backend, TEXT), run(other, TEXT))

@@ -1,0 +1,259 @@
+"""Streamed weights: every pass gives the same bits as with weights that stay, and no more than a window is resident."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Backend, PassCancelledError, StepOutput
+from edgeinfer.runtime.memory import process_memory, releases_pages
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.streamed_backend import StreamedBackend
+from edgeinfer.runtime.streaming import pass_bytes, read_rates, streamed_bytes, streamed_ms
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the cache of packed weights lies elsewhere")
+
+LAYERS, CAPACITY = 4, 64
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Bundle]:
+    """A small model of 8 bits, which has planes, in each layout."""
+    folder = tmp_path_factory.mktemp("streamed")
+    make_checkpoint(folder / "checkpoint", "qwen2", hidden_size=128, num_hidden_layers=LAYERS)
+
+    def make(layout: Layout) -> Bundle:
+        if not (folder / layout).exists():
+            config = ExportConfig(bits=8, keep_small=False, layout=layout)
+            export_checkpoint(folder / "checkpoint", folder / layout, config)
+        return open_bundle(folder / layout)
+
+    return make
+
+
+Pair = tuple[Backend, Backend]
+
+
+@pytest.fixture(scope="module", params=[(NATIVE, 1), (NATIVE, 3), (PORTABLE, 2), (PORTABLE, 9)], ids=str)
+def pair(request: pytest.FixtureRequest, bundles: Callable[[Layout], Bundle]) -> Iterator[Pair]:
+    """A streamed backend and one that is not."""
+    layout, window = request.param
+    if layout == NATIVE:
+        require_kernel()
+    plain = OnnxBackend(bundles(layout), CAPACITY)
+    streamed = StreamedBackend(OnnxBackend(bundles(layout), CAPACITY, weights="mapped"), window)
+    yield streamed, plain
+    plain.close()
+    streamed.close()
+
+
+def same(steps: list[StepOutput]) -> None:
+    np.testing.assert_array_equal(steps[0].logits, steps[1].logits)
+    assert steps[0].hidden is not None
+    assert steps[1].hidden is not None
+    np.testing.assert_array_equal(steps[0].hidden, steps[1].hidden)
+
+
+def same_cache(pair: Pair, layer_mask: NDArray[np.bool_] | None = None) -> None:
+    """In the layers whose attention ran; others keep what padding once left in rows that are not in use."""
+    mine, theirs = (backend.snapshot() for backend in pair)
+    assert mine.length == theirs.length
+    for layer in range(LAYERS):
+        if layer_mask is None or layer_mask[2 * layer]:
+            np.testing.assert_array_equal(mine.keys[layer], theirs.keys[layer])
+            np.testing.assert_array_equal(mine.values[layer], theirs.values[layer])
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> dict[str, Any]:
+    """What `forward` may be asked, but the positions and the hidden states."""
+    size = draw(st.integers(1, 6))
+    tree = draw(st.none() | st.tuples(*(st.integers(-1, row - 1) for row in range(size))).map(np.array))
+    mask = draw(st.none() | st.lists(st.booleans(), min_size=2 * LAYERS, max_size=2 * LAYERS).map(np.array))
+    return {
+        "tokens": np.array(draw(st.lists(st.integers(0, 319), min_size=size, max_size=size))),
+        "rows": np.array(draw(st.lists(st.integers(0, size - 1), max_size=size)), np.int64),
+        "tree": tree,
+        "layer_mask": mask,
+        "planes": draw(st.sampled_from((1, 2))),
+        "resumes": draw(st.booleans()),
+        "kept": draw(st.integers(0, size)),
+    }
+
+
+@given(script=st.lists(passes(), min_size=1, max_size=6), seed=st.integers(0, 9))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]], seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    for backend in pair:
+        backend.truncate(0)
+        backend.forward(np.array([5, 6]), np.arange(2), np.array([1]))
+    for asked in script:
+        tokens, start = asked["tokens"], pair[0].length
+        hidden = chance.normal(size=(len(tokens), 128)).astype(np.float32) if asked["resumes"] else None
+        depths = np.arange(len(tokens))
+        if asked["tree"] is not None:
+            for row, parent in enumerate(asked["tree"]):
+                depths[row] = 0 if parent < 0 else depths[parent] + 1
+        options = {"tree": asked["tree"], "layer_mask": asked["layer_mask"], "hidden": hidden}
+        options["planes"] = asked["planes"] if pair[0].capabilities.elastic else 2
+        same([backend.forward(tokens, start + depths, asked["rows"], **options) for backend in pair])
+        same_cache(pair, asked["layer_mask"])
+        for backend in pair:
+            # Rows that a layer was skipped in are computed again before anything may read them.
+            backend.keep(start, range(asked["kept"] if asked["layer_mask"] is None else 0))
+    same_cache(pair)
+
+
+def test_a_draft_is_resumed_behind_the_layers_that_made_it(pair: Pair) -> None:
+    """Early layers run, rows are taken back, and later ones go on where they stopped, as self-drafting does."""
+    tokens, positions = np.array([7, 8, 9]), np.arange(3)
+    early = np.repeat(np.arange(LAYERS) < 2, 2)
+    results = []
+    for backend in pair:
+        backend.truncate(0)
+        hidden = backend.forward(tokens, positions, np.array([2]), layer_mask=early).hidden
+        assert hidden is not None
+        hidden = hidden.copy()
+        backend.truncate(0)
+        results.append(backend.forward(tokens, positions, np.arange(3), layer_mask=~early, hidden=hidden))
+    same(results)
+    same_cache(pair)
+    pair[1].truncate(0)
+    same([results[0], pair[1].forward(tokens, positions, np.arange(3))])
+
+
+class _Inner:
+    """Cancels, or fails, in the middle of a pass."""
+
+    def __init__(self, backend: OnnxBackend, act: Callable[[int], None]) -> None:
+        self._backend, self._act, self._count = backend, act, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, *args: Any, **options: Any) -> StepOutput:
+        step = self._backend.forward(*args, **options)
+        self._count += 1
+        self._act(self._count)
+        return step
+
+
+@pytest.mark.parametrize("kind", ["cancelled", "failed"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(
+    bundles: Callable[[Layout], Bundle], monkeypatch: pytest.MonkeyPatch, kind: str, at: int
+) -> None:
+    inner = OnnxBackend(bundles(PORTABLE), CAPACITY, weights="mapped")
+    streamed = StreamedBackend(inner, 1)
+    tokens = np.array([3, 4, 5, 6])
+    wanted = streamed.forward(tokens, np.arange(4), np.arange(4)).logits.copy()
+    streamed.truncate(2)
+    before = streamed.snapshot()
+
+    def act(count: int) -> None:
+        if count == at and kind == "failed":
+            raise BackendError("no")
+        if count == at:
+            streamed.cancel()
+
+    monkeypatch.setattr(streamed, "_inner", _Inner(inner, act))
+    with pytest.raises(PassCancelledError if kind == "cancelled" else BackendError):
+        streamed.forward(tokens[2:], np.array([2, 3]), np.array([1]))
+    assert streamed.length == 2
+    for mine, theirs in zip(before.keys + before.values, (*(s := streamed.snapshot()).keys, *s.values), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    again = streamed.forward(tokens[2:], np.array([2, 3]), np.array([0, 1]))
+    np.testing.assert_array_equal(again.logits, wanted[2:])
+    streamed.close()
+
+
+def test_what_it_refuses(bundles: Callable[[Layout], Bundle], pair: Pair) -> None:
+    with pytest.raises(CapabilityError, match="cannot be dropped"):
+        StreamedBackend(OnnxBackend(bundles(PORTABLE), CAPACITY), 1)
+    length = pair[0].length
+    with pytest.raises(BackendError, match="outside a pass"):
+        pair[0].forward(np.array([1]), np.array([length]), np.array([1]))
+    assert pair[0].length == length
+
+
+@pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+def test_only_a_window_is_resident(tmp_path: Path, layout: Layout) -> None:
+    if layout == NATIVE:
+        require_kernel()
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": LAYERS}
+    make_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
+    config = ExportConfig(4, 128, keep_small=False, symmetric=True, layout=layout)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
+    tensors = tensors_in(bundle.manifest, layout)
+    inner = OnnxBackend(bundle, CAPACITY, weights="mapped")
+    whole = sum(t.nbytes for t in tensors if t.name != "embed")
+
+    def resident(backend: Backend) -> int:
+        backend.forward(np.array([3, 4]), np.arange(2), np.array([1]))
+        backend.truncate(0)
+        return process_memory().file
+
+    inner.forward(np.array([3, 4]), np.arange(2), np.array([1]))
+    inner.truncate(0)
+    all_resident = resident(inner)
+    streamed = StreamedBackend(inner, 1)
+    left = resident(streamed)
+    assert all_resident - left > 0.7 * whole
+    most = 0
+    release = type(streamed._windows[0].weights).release
+
+    def watched(part: Any) -> None:
+        nonlocal most
+        most = max(most, process_memory().file)
+        release(part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(streamed._windows[0].weights), "release", watched)
+        resident(streamed)
+    assert 0.1 * whole < most - left < streamed_bytes(tensors, 1) < streamed_bytes(tensors, 4)
+    streamed.close()
+
+
+def test_what_the_plan_reckons_with(bundles: Callable[[Layout], Bundle]) -> None:
+    tensors = tensors_in(bundles(NATIVE).manifest, NATIVE)
+    layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))
+    embedding = tensors[0].nbytes
+    assert tensors[0].name == "embed"
+    assert embedding < layer
+    margin = streamed_bytes(tensors, 1) - layer
+    sizes = [streamed_bytes(tensors, window) - margin for window in (1, 2, LAYERS, 2 * LAYERS)]
+    assert sizes == [layer, 2 * layer, LAYERS * layer, LAYERS * layer]
+    assert pass_bytes(tensors) == sum(t.nbytes for t in tensors) - embedding
+    assert streamed_ms(10.0, 2_000_000_000, 1e9, 0) == 2010.0
+    assert streamed_ms(10.0, 0, 1e9, 5) > 10.0
+
+
+@pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
+@pytest.mark.parametrize("size", [300, 5000, 40 << 20])
+def test_rates_are_measured(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "weights"
+    values: NDArray[np.uint8] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    path.write_bytes(values.tobytes())
+    rates = read_rates(path)
+    assert rates is not None
+    assert rates.cached > 0
+    assert rates.disk > 0
+    assert path.read_bytes() == values.tobytes()
+    with pytest.raises(OSError, match="No such file"):
+        read_rates(tmp_path / "nowhere")
