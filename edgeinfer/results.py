@@ -17,6 +17,7 @@ __all__ = [
     "LoadCosts",
     "MemoryUse",
     "ModelInfo",
+    "Overflow",
     "PassWork",
     "Result",
     "Speculation",
@@ -66,7 +67,13 @@ class Timings:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the whole process in bytes; `terms` are the plan's."""
+    """Memory of the whole process in bytes.
+
+    Attributes:
+        terms: the plan's.
+        used: held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
+        given_up: what had to be spared to keep the budget, in order.
+    """
 
     budget_bytes: int | None
     planned_bytes: int
@@ -74,6 +81,8 @@ class MemoryUse:
     anonymous_bytes: int
     file_bytes: int
     terms: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+    given_up: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,25 @@ class Speculation:
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
     plain_ms: float | None = None
     speedup_vs_plain: float | None = None
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What the cache had lost of a text when its reply was finished, because both had outgrown the context.
+
+    Attributes:
+        policy: what makes room, one of config.OVERFLOWS.
+        events: how often it made room since the text began; of turns before this one too, as the reply rests on them.
+        dropped: tokens of the text that the cache holds nothing of.
+        merged: tokens whose keys and values are held as a mean with others'. Where heads differ, both are means.
+        lossless: whether the reply is the one that a larger context would have given, as it is without an event.
+    """
+
+    policy: str = "stop"
+    events: int = 0
+    dropped: float = 0.0
+    merged: float = 0.0
+    lossless: bool = True
 
 
 @dataclass(frozen=True)
@@ -222,6 +250,7 @@ class Result:
     memory: MemoryUse
     speculation: Speculation
     model: ModelInfo
+    overflow: Overflow = field(default_factory=Overflow)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.errors import ContextLengthError, PromptError
-from edgeinfer.runtime.contracts import Backend, Floats, PassCancelledError
+from edgeinfer.errors import BudgetError, ContextLengthError, PromptError
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, PassCancelledError
+from edgeinfer.runtime.overflow.contracts import Lost, OverflowPolicy
+from edgeinfer.runtime.prefix_cache import PrefixCache
 
 __all__ = ["Chooser", "Engine", "Multistep", "Prefill", "Step"]
 
@@ -33,10 +35,14 @@ class Multistep(Protocol):
     """Decodes several tokens per pass, as `speculation.rounds.Rounds` does."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Starts after these tokens, of which the cache holds all but the last."""
+        """Starts after these tokens, of which all but the last were fed."""
 
-    def next(self, room: int) -> Sequence[int]:
-        """One to `room` tokens, accepted by the chooser; the cache then holds all tokens but the last."""
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """One to `room` tokens, accepted by the chooser; all tokens but the last were fed then.
+
+        Args:
+            lost: tokens of the text less rows that the cache needs to hold it, the last token included.
+        """
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Step:
 
 
 _ONE_ROW = np.zeros(1, np.int64)
+# Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
+_FEW = 16
 
 
 class _Plain:
@@ -70,10 +78,10 @@ class _Plain:
     def begin(self, tokens: Sequence[int]) -> None:
         self._root = tokens[-1]
 
-    def next(self, room: int) -> tuple[int]:
+    def next(self, room: int, lost: int) -> tuple[int]:
         start = self._backend.length
         output = self._backend.forward(np.array([self._root]), np.array([start]), _ONE_ROW)
-        self._root = self._chooser.token(output.logits[0], start + 1)
+        self._root = self._chooser.token(output.logits[0], start + lost + 1)
         self._chooser.accept(self._root)
         return (self._root,)
 
@@ -84,13 +92,20 @@ class Engine:
     Args:
         backend: evaluates passes; its cache belongs to this engine alone.
         chunk: prompt tokens per pass.
+        overflow: makes room where a text outgrows the cache; None is not at all, the text ends there.
+        prefix_bytes: kept at most of other conversations, to go back to them cheaply.
     """
 
-    def __init__(self, backend: Backend, chunk: int) -> None:
+    def __init__(
+        self, backend: Backend, chunk: int, overflow: OverflowPolicy | None = None, prefix_bytes: int = 0
+    ) -> None:
         self.backend = backend
+        self.overflow = overflow
         self.prefill = Prefill(0, 0, 0.0)
-        self._chunk = chunk
+        self.lost = Lost()
+        self.chunk = chunk
         self._tokens: list[int] = []
+        self._prefixes = PrefixCache(prefix_bytes)
         self._cancelled = threading.Event()
 
     @property
@@ -114,6 +129,9 @@ class Engine:
     ) -> Generator[Step]:
         """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
 
+        Where an overflow policy makes room, no context is ever full; a reply without `max_tokens` then ends after as
+        many tokens as the context holds.
+
         Args:
             rounds: decodes what follows the first token, by the same chooser; None is one token per pass.
 
@@ -125,8 +143,8 @@ class Engine:
         # Here, not when iteration begins: a `cancel` in between counts.
         self._cancelled.clear()
         self.prefill = Prefill(0, 0, 0.0)
-        room = self.backend.capacity - len(prompt) + 1
-        left = room if max_tokens is None else min(max_tokens, room)
+        room = self.backend.capacity - len(prompt) + 1 if self.overflow is None else self.backend.capacity
+        left = room if max_tokens is None else max_tokens if self.overflow is not None else min(max_tokens, room)
         return self._steps(prompt, chooser, left, stop_ids, rounds or _Plain(self.backend, chooser))
 
     def _steps(
@@ -146,7 +164,8 @@ class Engine:
                 if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                     return
                 begun, root = now, tokens[-1]
-                tokens = _until(rounds.next(left), stop_ids)
+                self._make_room()
+                tokens = _until(rounds.next(left, self.lost.tokens), stop_ids)
                 self._tokens += [root, *tokens[:-1]]
                 now = time.perf_counter()
                 for place, token in enumerate(tokens):
@@ -155,14 +174,23 @@ class Engine:
                     yield Step(token, 0.0 if place else (now - begun) * 1e3)
         except PassCancelledError:
             return
+        except (BudgetError, MemoryError):
+            # What did not fit would stand in the way of what does.
+            self.evict_prefixes()
+            self.forget()
+            self.backend.clear()
+            raise
         finally:
             # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
-            if self.backend.length > len(self._tokens):
-                self.backend.truncate(len(self._tokens))
+            if self.backend.length > len(self._tokens) - self.lost.tokens:
+                self.backend.truncate(len(self._tokens) - self.lost.tokens)
 
     def forget(self) -> None:
         """Empties the cache."""
         self._tokens.clear()
+        self.lost = Lost()
+        if self.overflow is not None:
+            self.overflow.forget()
         self.backend.truncate(0)
 
     def check(self, prompt: Sequence[int]) -> None:
@@ -173,9 +201,10 @@ class Engine:
         """
         if not prompt:
             raise PromptError("The prompt is empty.", "Give at least one token of text.")
-        if len(prompt) > self.backend.capacity:
+        if len(prompt) > self.backend.capacity and self.overflow is None:
             message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.capacity}."
-            raise ContextLengthError(message, "Shorten it, or load the model with a larger context (-c).")
+            hint = "Shorten it, load the model with a larger context (-c), or let it forget (--overflow window)."
+            raise ContextLengthError(message, hint)
         vocabulary = self.backend.geometry.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             message = f"The prompt holds a token id outside the model's vocabulary of {vocabulary}."
@@ -184,31 +213,115 @@ class Engine:
     def _take_in(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
         begun = time.perf_counter()
-        cached = min(self._shared_prefix(prompt), len(prompt) - 1)
-        self._truncate(cached)
-        last = len(prompt)
+        cached = self._reuse(prompt)
+        done, last = cached, len(prompt)
         logits: Floats = np.zeros(0, np.float32)
         try:
-            for start in range(cached, last, self._chunk):
+            while done < last:
                 if self._cancelled.is_set():
                     raise PassCancelledError("Cancelled between two chunks of the prompt.")
-                end = min(start + self._chunk, last)
-                logits = self._extend(prompt[start:end], want_logits=end == last)
+                chunk = prompt[done : done + min(self.chunk, self.room())]
+                done += len(chunk)
+                rows = np.array([len(chunk) - 1] if done == last else [], np.int64)
+                logits = self.feed(chunk, rows)  # (1, V) of the last chunk
         finally:
             self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - begun) * 1e3)
+        chosen: Floats = logits[0]
+        return chosen
+
+    def room(self) -> int:
+        """Tokens that can be fed before the context is full; where it is, after the overflow policy has made room."""
+        self._make_room()
+        return self.backend.capacity - self.backend.length
+
+    def feed(self, tokens: Sequence[int], rows: Ints) -> Floats:  # (R,) -> (R, V)
+        """Feeds the next tokens of a text, no more than there is room for, and gives the logits of these rows of them.
+
+        Logits are a view that the next pass overwrites.
+
+        Raises:
+            BackendError: the pass failed, was cancelled or does not fit; nothing was fed.
+        """
+        start = self.backend.length
+        positions = np.arange(start, start + len(tokens))
+        logits = self.backend.forward(np.array(tokens, np.int64), positions, rows).logits
+        self._tokens.extend(tokens)
         return logits
 
-    def _extend(self, tokens: Sequence[int], *, want_logits: bool) -> Floats:  # (V,), of the last token
-        start, size = self.backend.length, len(tokens)
-        rows = np.array([size - 1] if want_logits else [], np.int64)
-        ids, positions = np.array(tokens, np.int64), np.arange(start, start + size)
-        output = self.backend.forward(ids, positions, rows)
-        self._tokens.extend(tokens)
-        return output.logits[0] if want_logits else output.logits
+    def _make_room(self) -> None:
+        """Has the overflow policy shorten a full cache."""
+        if self.overflow is None or self.backend.length < self.backend.capacity:
+            return
+        try:
+            removed = self.overflow.make_room(self._tokens)
+        except PassCancelledError:
+            del self._tokens[self.backend.length + self.lost.tokens :]
+            raise
+        except BaseException:
+            # Some layers may be shortened and others not.
+            self.forget()
+            raise
+        self.lost = self.lost.after(removed, len(self._tokens))
 
-    def _shared_prefix(self, prompt: Sequence[int]) -> int:
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tokens whose rows the cache holds, one for one; none where an overflow policy has changed the rows."""
+        return () if self.lost.tokens else tuple(self._tokens)
+
+    def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
+        """Takes rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
+
+        Raises:
+            BackendError: they are another model's, or too many; the cache is then empty.
+        """
+        self._keep(0, tokens)
+        self.forget()
+        try:
+            self._append(tokens, pieces)
+        except BaseException:
+            self.forget()
+            raise
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes kept of other conversations."""
+        return self._prefixes.nbytes
+
+    def evict_prefixes(self, keep_bytes: int = 0) -> None:
+        """Drops other conversations, those used longest ago first, until no more than this is kept."""
+        self._prefixes.evict(keep_bytes)
+
+    def _reuse(self, prompt: Sequence[int]) -> int:
+        """Cuts the cache to what the prompt shares with it, or puts back more that was kept; the tokens that remain."""
+        most = min(len(prompt) - 1, self.backend.capacity)
+        cached = min(self.shared(prompt), len(prompt) - 1)
+        if cached < self.lost.since:
+            cached = 0
+        self._keep(cached, prompt)
+        kept = min(self._prefixes.match(prompt), most)
+        if cached == 0:
+            self.forget()
+        self._truncate(cached)
+        if kept > cached and not self.lost.tokens:
+            self._append(prompt, self._prefixes.take(prompt, cached, kept))
+        return len(self._tokens)
+
+    def _keep(self, cached: int, prompt: Sequence[int]) -> None:
+        """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
+        held = self.held
+        if len(held) - cached > _FEW:
+            self._prefixes.offer(held, self.backend.snapshot, wanted=prompt)
+
+    def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
+        """Adds rows of the tokens that follow those held."""
+        for piece in pieces:
+            self.backend.append(piece)
+            self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens are those that were fed."""
         shared = 0
-        for mine, theirs in zip(self._tokens, prompt, strict=False):
+        for mine, theirs in zip(self._tokens, tokens, strict=False):
             if mine != theirs:
                 break
             shared += 1
@@ -216,7 +329,7 @@ class Engine:
 
     def _truncate(self, length: int) -> None:
         del self._tokens[length:]
-        self.backend.truncate(length)
+        self.backend.truncate(length - self.lost.tokens)
 
 
 def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:

@@ -162,23 +162,25 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     Rows are views that the next ones overwrite.
 
     Raises:
-        UsageError: no token, or more than the context holds; or the model was used for something else in between.
+        UsageError: no token, or more than a context holds that makes no room; or the model was used for something else
+            in between.
     """
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
-    _require_room(engine, len(tokens))
+    if engine.overflow is None:
+        _require_room(engine, len(tokens))
     engine.forget()
     return _logit_chunks(engine, np.array(tokens, np.int64))
 
 
 def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
-    backend = engine.backend
-    for start in range(0, len(ids), _LOGIT_ROWS):
-        if backend.length != start:
+    fed = 0
+    while fed < len(ids):
+        if engine.backend.length + engine.lost.tokens != fed:
             raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
-        chunk = ids[start : start + _LOGIT_ROWS]
-        rows = np.arange(len(chunk))
-        yield backend.forward(chunk, rows + start, rows).logits
+        chunk = ids[fed : fed + min(_LOGIT_ROWS, engine.room())]
+        yield engine.feed(chunk.tolist(), np.arange(len(chunk)))
+        fed += len(chunk)
     engine.forget()
 
 
@@ -186,7 +188,7 @@ def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
     """Feeds a text and scores every token under the model; empties the cache.
 
     Raises:
-        UsageError: fewer than two tokens, or more than the context holds.
+        UsageError: fewer than two tokens, or more than a context holds that makes no room.
     """
     if len(tokens) < 2:
         raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")

@@ -61,6 +61,10 @@ def _nothing(law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | No
     return None
 
 
+def _all_there() -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Context:
     """What a round starts from.
@@ -71,12 +75,20 @@ class Context:
         draw: chooses from a drafter's logits.
         forced: tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
         further: draws siblings of a token that `draw` drew from a law.
+        lost: by how many tokens the text is longer than the target's cache with the root would be, because the text
+            has outgrown the context; 0 as long as it has not. It changes between rounds only.
     """
 
     tokens: list[int]
     draw: Draw
     forced: Callable[[Sequence[int]], Sequence[int]]
     further: Further = _nothing
+    lost: Callable[[], int] = _all_there
+
+    @property
+    def root_row(self) -> int:
+        """The row of the target's cache that the root will take."""
+        return len(self.tokens) - 1 - self.lost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +247,10 @@ class Drafter(Protocol):
         """Whether its guesses are drawn by `Context.draw`, so that they may carry laws."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A generation begins after this prompt, or whatever of it differs from what is known already."""
+        """A generation begins after this prompt, or whatever of it differs from what is known already.
+
+        Of a text that has outgrown the context it is the latest tokens, as many as the context holds.
+        """
 
     def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""

@@ -25,6 +25,7 @@ from edgeinfer.runtime.speculation.costs import (
     filler_tokens,
     measure_guesses,
     measure_passes,
+    sizes_to_measure,
 )
 from edgeinfer.runtime.speculation.profile import Profile, stamped
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
@@ -44,6 +45,8 @@ _ROUND_MS, _ROUND_PULL = 0.12, 0.4
 # A plain step that takes so many times longer than when costs were measured shows another state of the machine; one
 # that takes so much less shows that something disturbed the measurement.
 _SLOWER, _FASTER = 1.5, 0.9
+# A pass so slow that larger ones are not measured.
+_SLOW_MS = 100.0
 # Rounds that tell what one costs.
 _ENOUGH = 5
 _EXACT = "exact"
@@ -56,11 +59,15 @@ class DeviceCosts:
         backend: the target.
         profile: where costs are kept.
         check: prove that rows do not depend on how a chain is cut into passes.
+        most: rows of a pass that verifies, at most.
         stand_in: makes another drafter of a name: measuring teaches tables made-up texts.
     """
 
-    def __init__(self, backend: Backend, profile: Profile, check: bool, stand_in: Callable[[str], Drafter]) -> None:
+    def __init__(
+        self, backend: Backend, profile: Profile, check: bool, most: int, stand_in: Callable[[str], Drafter]
+    ) -> None:
         self._backend = backend
+        self._most = most
         self._profile = profile
         self._check = check
         self._stand_in = stand_in
@@ -75,7 +82,7 @@ class DeviceCosts:
         """Finds out what passes cost; empties the cache if they have to be measured."""
         kept = self._profile.costs()
         self.plain_ms = self._plain_steps()
-        if kept is not None and self._same_pace(kept.passes):
+        if kept is not None and self._reaches(kept.passes) and self._same_pace(kept.passes):
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
             self._round_ms = kept.drafts.round_ms
             self.exact = _check_from(self._profile.arrays(_EXACT))
@@ -86,7 +93,9 @@ class DeviceCosts:
             exact = self.exact is not None and self.exact.bit_identical
             # Exact passes are padded: attention wants two rows, MatMulNBits an even number.
             step = max(2, self._backend.capabilities.row_multiple) if exact else 1
-            self._passes = measure_passes(self._backend, step=step)
+            self._passes = measure_passes(self._backend, step=step, most=self._most)
+            # Nothing of it is needed again, and a small model in a small budget may never make so large a pass.
+            self._backend.clear()
             self._save()
         if self.exact is not None and not self.exact.bit_identical:
             _log.warning(
@@ -124,6 +133,12 @@ class DeviceCosts:
     def forget(self, drafter: str) -> None:
         """The drafter of this name is another from now on."""
         self._guess_ms.pop(drafter, None)
+
+    def _reaches(self, passes: PassCosts) -> bool:
+        """Whether passes as large as are verified here were measured; plans of less memory measure smaller ones."""
+        wanted = sizes_to_measure(passes.step, min(self._most, self._backend.capacity))[-1]
+        # Where passes are this slow, time ended the measurement and would do so again.
+        return passes.largest >= wanted or passes.ms(passes.largest) > _SLOW_MS
 
     def _same_pace(self, passes: PassCosts) -> bool:
         now = min(self.plain_ms, default=passes.ms(1))

@@ -20,7 +20,6 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
@@ -34,6 +33,7 @@ from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.user_cache import user_cache
+from edgeinfer.version import VERSION
 
 __all__ = ["Profile", "forget", "profile_folder", "stamped"]
 
@@ -57,15 +57,24 @@ _MOST_ARRAYS = 64
 
 
 def profile_folder(
-    bundle: Bundle, layout: Layout, kernel: str, threads: int, exact: bool, drafter: Bundle | None = None
+    bundle: Bundle,
+    layout: Layout,
+    kernel: str,
+    threads: int,
+    exact: bool,
+    drafter: Bundle | None = None,
+    variant: str = "",
 ) -> Path:
     """Where the profile of a bundle as it runs here belongs, with the draft model if any; the folder need not exist.
+
+    Args:
+        variant: of running it, where passes cost something else or round otherwise than in the usual one.
 
     Raises:
         StorageError: this user has no home folder.
     """
     files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
-    key = json.dumps([files, layout, kernel, threads, exact, version("edgeinfer")], sort_keys=True)
+    key = json.dumps([files, layout, kernel, threads, exact, variant, VERSION], sort_keys=True)
     return _all_profiles() / hashlib.sha256(key.encode()).hexdigest()
 
 

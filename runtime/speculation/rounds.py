@@ -19,6 +19,8 @@ from edgeinfer.runtime.speculation.view import PathChooser, RoundView
 __all__ = ["Rounds"]
 
 _ONE_ROW = np.zeros(1, np.int64)
+# Plain steps between two entries in the books where there is nobody to ask.
+_UNASKED = 64
 
 
 class Rounds:
@@ -58,32 +60,37 @@ class Rounds:
         self._timed = timed
         self._untold = 0  # plain steps that drafters have not heard of
         self._left = 0  # plain steps still to take before anybody is asked
+        self._most = backend.capacity  # tokens in a draft
         self._pass_ns: list[int] = []
         self._other_ns = 0
         self._root, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._context = Context([], self._draw, chooser.forced, self._further)
+        self._lost = 0
+        self._context = Context([], self._draw, chooser.forced, self._further, lambda: self._lost)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Starts after these tokens, of which the cache holds all but the last."""
+        """Starts after these tokens, of which all but the last were fed."""
         self._context.tokens[:] = tokens
+        # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
+        latest = self._context.tokens[-self._backend.capacity :]
         for drafter in self._drafters.values():
-            drafter.begin(self._context.tokens)
+            drafter.begin(latest)
 
-    def next(self, room: int) -> tuple[int, ...]:
-        """One round: the tokens it committed. The cache then holds all of them but the last.
+    def next(self, room: int, lost: int = 0) -> tuple[int, ...]:
+        """One round: the tokens it committed, of which all but the last were fed then.
 
         Args:
             room: how many tokens may be committed at most.
+            lost: by how many tokens the text is longer than the cache with the root would be.
 
         Raises:
             BackendError: a pass failed or was cancelled; the cache is as it was before the round.
         """
-        base = self._backend.length
-        assert base == len(self._context.tokens) - 1, "the cache holds all committed tokens but the root"
+        base, self._lost = self._backend.length, lost
+        assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
         if self._left == 0:
             self._end_rest()
-            self._left = self._governor.rest
-        if self._left and not self._chooser.forced(()):
+            self._left = self._governor.rest if self._drafters else _UNASKED
+        if not self._drafters or (self._left and not self._chooser.forced(())):
             return self._plain(base)
         begun = time.perf_counter_ns()
         self._end_rest()
@@ -101,7 +108,7 @@ class Rounds:
         self._root[0], self._place[0] = tokens[-1], base
         output = self._backend.forward(self._root, self._place, _ONE_ROW)
         verified = time.perf_counter_ns()
-        token = self._chooser.token(output.logits[0], base + 1)
+        token = self._chooser.token(output.logits[0], len(tokens))
         self._chooser.accept(token)
         tokens.append(token)
         self._left -= 1
@@ -122,6 +129,12 @@ class Rounds:
             self._other_ns = 0
             self._untold += steps
 
+    def limit(self, most: int) -> None:
+        """Drafts at most so many tokens from the next round on; with 0 no drafter is asked or told anything again."""
+        self._most = most
+        if not most:
+            self._drafters.clear()
+
     def finish(self) -> None:
         """The reply is over: the books are closed."""
         self._end_rest()
@@ -139,13 +152,14 @@ class Rounds:
 
     def _round(self, base: int, room: int, begun: int) -> tuple[int, ...]:
         # The root and the token after the last node need a place too.
-        draft = spine_first(self._governor.draft(self._context, min(room - 1, self._backend.capacity - base - 1)))
+        most = min(room - 1, self._backend.capacity - base - 1, self._most)
+        draft = spine_first(self._governor.draft(self._context, most))
         drafted = time.perf_counter_ns()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resumption(draft, base)
         output = self._verify(draft, fed, base, resumption)
         verified = time.perf_counter_ns()
-        view = RoundView(self._chooser, draft, output.logits, base + 1)
+        view = RoundView(self._chooser, draft, output.logits, len(self._context.tokens))
         verdict = self._verification.verify(draft, view)
         if self._settled:
             verdict = settle(draft, verdict)
@@ -199,7 +213,7 @@ class Rounds:
             self._backend.truncate(base + place)
             position = np.array([base + place])
             output = self._backend.forward(fed[node + 1 : node + 2], position, np.zeros(1, np.int64))
-            token = self._chooser.token(output.logits[0], base + place + 1, view.path(node))
+            token = self._chooser.token(output.logits[0], view.position(node), view.path(node))
             self.tally.rechecked += 1
             return Verdict(verdict.accepted[:place], token, False)
         return verdict

@@ -21,6 +21,7 @@ from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
 from edgeinfer.runtime.speculation.profile import Profile
+from edgeinfer.runtime.speculation.reach import REACH, Reach
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.tuning import TUNING, Tuning
@@ -49,6 +50,7 @@ class Speculator:
     Args:
         parts: what drafters are made of.
         loaded: drafters the model was loaded with, as LoadConfig.speculation says it.
+        drafters: those of them that the plan has room for.
         most: tokens in a draft at most; 0 never drafts.
         profile: where what is learnt is kept.
         check: prove that rows do not depend on how a chain is cut into passes, as the exact mode promises.
@@ -58,20 +60,24 @@ class Speculator:
         self,
         parts: DrafterParts,
         loaded: str,
+        drafters: tuple[str, ...],
         most: int,
         profile: Profile,
         check: bool,
     ) -> None:
         self._parts = parts
-        self._allowed = drafters_in(loaded) if most else ()
+        self._allowed = drafters if most else ()
+        self._planned = self._allowed
         self._chosen = loaded != "auto"
-        self._most = most
+        self._most = self._limit = most
         self._profile = profile
-        self._costs = DeviceCosts(parts.target, profile, check, self._made)
+        self._costs = DeviceCosts(parts.target, profile, check, most + 1, self._made)
         self._drafters: dict[str, Drafter] = {}
         self._acceptance = Acceptance()
         self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
         self._plain_ms: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._reach = Reach(profile.arrays(REACH))
+        self._running: Rounds | None = None
         self._saved = time.monotonic()
         if self._allowed:
             self._costs.prepare()
@@ -91,9 +97,9 @@ class Speculator:
             CapabilityError: the backend cannot do what a drafter needs.
         """
         names = self._names(config.speculation)
-        if not names:
+        if not names or not self._limit:
             return None
-        verification, most = find_verification(config.verification), min(self._most, config.draft_max or self._most)
+        verification, most = find_verification(config.verification), min(self._limit, config.draft_max or self._limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if config.speculation == "auto" and not self._chosen and not config.choices:
@@ -102,7 +108,7 @@ class Speculator:
             if costs.round_ms + cheap > _DEAR_ASKING * costs.pass_ms(1):
                 return None
         governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
-        return Rounds(
+        self._running = Rounds(
             self._parts.target,
             chooser,
             drafters,
@@ -112,6 +118,45 @@ class Speculator:
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             timed=self._plain_ms.append,
         )
+        return self._running
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what drafters hold."""
+        return sum(drafter.nbytes() for drafter in self._drafters.values())
+
+    def shorten(self) -> bool:
+        """Drafts half as many tokens from the next round on; false where drafts cannot be shorter."""
+        if self._limit <= 1 or not self._drafters:
+            return False
+        self._limit //= 2
+        if self._running is not None:
+            self._running.limit(self._limit)
+        return True
+
+    def drop(self) -> bool:
+        """Decodes plainly from the next round on and frees the drafters; false where there are none."""
+        if not self._drafters:
+            return False
+        self.save()
+        self._limit = 0
+        if self._running is not None:
+            self._running.limit(0)
+        for drafter in self._drafters.values():
+            drafter.close()
+        self._drafters.clear()
+        return True
+
+    def plan_for(self, drafters: tuple[str, ...], most: int) -> None:
+        """Drafts by these of the drafters it was loaded with, and so far at most, from the next reply on."""
+        self._planned = drafters
+        self._most = self._limit = most
+        for name in self._drafters.keys() - set(drafters):
+            self._drafters.pop(name).close()
+
+    def recover(self) -> None:
+        """Drafts again as it did before `shorten` and `drop`."""
+        self._limit = self._most
 
     def _names(self, asked: str) -> tuple[str, ...]:
         """The drafters that a generation means, of those the model was loaded with."""
@@ -119,7 +164,7 @@ class Speculator:
             return ()
         if asked == "auto":
             # Drafters that the model was loaded with by name were wanted.
-            return tuple(name for name in self._allowed if self._chosen or KINDS[name].in_auto(self._parts))
+            return tuple(name for name in self._planned if self._chosen or KINDS[name].in_auto(self._parts))
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
@@ -222,8 +267,10 @@ class Speculator:
 
     def finished(self, rounds: Rounds | None) -> None:
         """A reply is over: costs follow its passes, and what was learnt is kept, not more often than once a minute."""
+        self._running = None
         if rounds is not None:
             self._costs.learn(rounds.tally)
+            self._reach.add(rounds.tally.rounds, rounds.tally.accepted_per_position)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 
@@ -233,6 +280,7 @@ class Speculator:
         if self._drafters and self._profile.keeps:
             self._costs.save()
             self._profile.save_arrays(_ACCEPTANCE, self._kept | self._acceptance.state())
+            self._profile.save_arrays(REACH, self._reach.state())
             for name, drafter in self._drafters.items():
                 if learnt := drafter.state():
                     self._profile.save_arrays(name, learnt)

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
-from edgeinfer.errors import BackendError, ContextLengthError, PromptError
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, PassCancelledError, StepOutput, check_pass
+from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
+from edgeinfer.runtime.contracts import (
+    Backend,
+    CacheSnapshot,
+    Edit,
+    Floats,
+    Ints,
+    PassCancelledError,
+    StepOutput,
+    check_pass,
+)
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
@@ -53,6 +62,7 @@ class TableBackend:
         self.held: list[int] = []
         self.passes: list[int] = []
         self.fails_at: int | None = None
+        self.failure: Exception = BackendError("The table broke.")
         self.paused_at: int | None = None
         self.reached = threading.Event()
         self._cancelled = threading.Event()
@@ -86,7 +96,7 @@ class TableBackend:
     def _wait(self) -> None:
         if len(self.passes) == self.fails_at:
             self.fails_at = None
-            raise BackendError("The table broke.")
+            raise self.failure
         if len(self.passes) == self.paused_at:
             self._cancelled.clear()
             self.reached.set()
@@ -97,17 +107,32 @@ class TableBackend:
         assert 0 <= length <= self.length
         del self.held[length:]
 
+    def clear(self) -> None:
+        self.held.clear()
+
     def keep(self, start: int, rows: Sequence[int]) -> None:
         self.held[start:] = [self.held[start + row] for row in rows]
 
-    def snapshot(self) -> CacheSnapshot:
-        return CacheSnapshot(self.length, (), ())
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        rows = np.array(self.held[start:stop], np.float32).reshape(1, -1, 1)
+        return CacheSnapshot(rows.shape[1], (rows,), (rows,))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        raise NotImplementedError
+        self.held.clear()
+        self.append(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        self.held += snapshot.keys[0][0, :, 0].astype(int).tolist()
+
+    def rewrite(self, edit: Edit) -> None:
+        rows = np.array(self.held, np.float32).reshape(1, -1, 1)
+        self.held = edit(0, rows.copy(), rows.copy())[1][0, :, 0].astype(int).tolist()
 
     def cancel(self) -> None:
         self._cancelled.set()
+
+    def drop_pages(self) -> None:
+        pass
 
     def nbytes(self) -> dict[str, int]:
         return {"kv": 0, "buffers": 0}
@@ -254,6 +279,18 @@ def test_a_reply_left_early_leaves_the_engine_usable(engine: Engine) -> None:
     assert next(steps).token == continued([1, 2, 3], 1)[0]
     steps.close()
     assert generate(engine, [1, 2, 3]) == continued([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("failure", [BudgetError("This pass needs memory that the system refuses."), MemoryError()])
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_pass_without_memory_empties_the_cache(
+    engine: Engine, table: TableBackend, fails_at: int, failure: Exception
+) -> None:
+    table.fails_at, table.failure = fails_at, failure
+    with pytest.raises(type(failure)):
+        generate(engine, [1, 2, 3, 4, 5, 6])
+    assert (table.length, engine.held, engine.prefix_bytes) == (0, (), 0)
+    assert generate(engine, [1, 2, 3, 4, 5, 6]) == continued([1, 2, 3, 4, 5, 6], 5)
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])

@@ -42,18 +42,18 @@ class SelfDrafter(LogitDrafter):
         self._follower.leave()
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if len(context.tokens) + len(drafted) > self._target.capacity:
+        if context.root_row + 1 + len(drafted) > self._target.capacity:
             return None
         logits: Floats = self._follower.follow(self._head(context), drafted, 1)[0]
         return logits
 
     def _head(self, context: Context) -> list[int]:
         """The root; the rows after it are this drafter's own of this round from here on."""
-        base = len(context.tokens) - 1
+        base = context.root_row
         # Several self-drafters may take turns at one cache within a round.
         if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.length:
             self._follower.restart(base)
-        return context.tokens[base:]
+        return context.tokens[-1:]
 
 
 def require(able: bool, target: Backend, what: str, hint: str) -> None:

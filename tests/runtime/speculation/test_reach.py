@@ -1,0 +1,40 @@
+"""Acceptance by place over all replies, kept between sessions and never trusted when damaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.speculation.reach import Reach, reach_of
+
+
+def test_shares_of_rounds_by_place() -> None:
+    reach = Reach()
+    reach.add(40, (20, 10))
+    assert reach_of(reach.state()) == ()  # too few rounds to tell
+    again = Reach(reach.state())
+    again.add(60, (30, 20, 5))
+    shares = reach_of(again.state())
+    assert shares == pytest.approx((0.5, 0.3, 0.05), rel=0.02)
+    for _ in range(20):
+        again.add(1000, ())
+    assert max(reach_of(again.state())) < 0.01
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {},
+        {"counts": np.zeros(3)},
+        {"counts": np.full(64, np.nan)},
+        {"counts": np.full(64, -1.0)},
+        {"counts": np.ones(64, np.int64)},
+        {"counts": np.ones(64), "more": np.ones(1)},
+    ],
+)
+def test_damage_counts_as_nothing(kept: dict[str, NDArray[Any]]) -> None:
+    assert reach_of(kept) == () == reach_of(None)
+    assert not Reach(kept).state()["counts"].any()

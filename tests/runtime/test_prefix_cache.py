@@ -1,0 +1,274 @@
+"""The prefix cache: against a dictionary of all prefixes, under its cap, and by texts that it must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
+from edgeinfer.bundle.kv_scales import LayerScales
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.overflow.registry import POLICIES, make_overflow
+from edgeinfer.runtime.prefix_cache import PrefixCache, planned_bytes
+from edgeinfer.runtime.reference import ReferenceBackend
+from tests.speculation import random_bundle
+
+LAYERS, HEADS, HEAD = 2, 3, 4
+TOKEN = 4 + 2 * LAYERS * HEADS * HEAD * 4
+UNBOUNDED = 1 << 40
+
+
+def rows_of(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> CacheSnapshot:
+    """Rows that depend on their token and on all before it, as a model's do."""
+    sums = [hash(tuple(tokens[: place + 1])) % 1000 for place in range(len(tokens))][start:stop]
+    row = np.arange(HEADS * HEAD, dtype=np.float32).reshape(HEADS, 1, HEAD)
+    arrays = [row + np.array(sums, np.float32)[None, :, None] * (layer + 1) for layer in range(2 * LAYERS)]
+    return CacheSnapshot(len(sums), tuple(arrays[:LAYERS]), tuple(arrays[LAYERS:]))
+
+
+def offer(cache: PrefixCache, tokens: Sequence[int], wanted: Sequence[int] = ()) -> None:
+    cache.offer(tokens, lambda start, stop: rows_of(tokens, start, stop), wanted)
+
+
+def assert_right(cache: PrefixCache, tokens: Sequence[int], start: int = 0) -> None:
+    """What the cache gives for these tokens are their rows."""
+    stop = cache.match(tokens)
+    at = start
+    for piece in cache.take(tokens, start, stop):
+        expected = rows_of(tokens, at, at + piece.length)
+        for found, wanted in zip((*piece.keys, *piece.values), (*expected.keys, *expected.values), strict=True):
+            assert np.array_equal(found, wanted)
+        at += piece.length
+    assert at == max(start, stop)
+
+
+def bytes_in(cache: PrefixCache) -> int:
+    spans = cache._spans
+    return sum(span.tokens.nbytes + sum(array.nbytes for array in span.arrays) for span in spans)
+
+
+def owned(cache: PrefixCache) -> bool:
+    """Whether no array keeps rows alive that are not its own."""
+    return all(
+        a.base is None or a.base.nbytes == a.nbytes for span in cache._spans for a in (span.tokens, *span.arrays)
+    )
+
+
+texts = st.lists(st.integers(0, 2), max_size=12)
+
+
+@given(st.lists(texts, max_size=8), texts, st.integers(0, 12))
+@settings(deadline=None)
+def test_unbounded_it_knows_every_prefix(offered: list[list[int]], asked: list[int], start: int) -> None:
+    cache, prefixes = PrefixCache(UNBOUNDED), {tuple[int, ...]()}
+    for tokens in offered:
+        offer(cache, tokens)
+        prefixes |= {tuple(tokens[:end]) for end in range(len(tokens) + 1)}
+    assert cache.match(asked) == max(end for end in range(len(asked) + 1) if tuple(asked[:end]) in prefixes)
+    assert_right(cache, asked, min(start, cache.match(asked)))
+    assert cache.nbytes == bytes_in(cache) == TOKEN * (len(prefixes) - 1)
+    assert owned(cache)
+
+
+@given(st.lists(st.tuples(texts, texts, st.booleans()), max_size=12), st.integers(0, 30), texts)
+@settings(deadline=None)
+def test_capped_it_never_lies_and_never_exceeds(
+    asked: list[tuple[list[int], list[int], bool]], room: int, last: list[int]
+) -> None:
+    cache = PrefixCache(room * TOKEN + TOKEN // 2)
+    for tokens, wanted, evicts in asked:
+        known = cache.match(wanted)
+        offer(cache, tokens, wanted)
+        assert cache.match(wanted) >= known
+        assert cache.nbytes == bytes_in(cache) <= room * TOKEN
+        assert_right(cache, wanted)
+        if evicts:
+            cache.evict(room * TOKEN // 2)
+            assert cache.nbytes == bytes_in(cache) <= room * TOKEN // 2
+    assert_right(cache, last)
+    assert owned(cache)
+    cache.evict()
+    assert cache.nbytes == bytes_in(cache) == cache.match(last) == 0
+
+
+def test_the_longest_unused_goes_first_and_ends_before_beginnings() -> None:
+    cache = PrefixCache(12 * TOKEN)
+    system, one, two, three = [0] * 4, [1] * 4, [2] * 4, [3] * 4
+    offer(cache, system + one)
+    offer(cache, system + two)
+    list(cache.take(system + one, 0, 8))
+    offer(cache, system + three)
+    assert [cache.match(system + end) for end in (one, two, three)] == [8, 4, 8]
+
+
+def test_a_shared_beginning_is_kept_once() -> None:
+    cache = PrefixCache(UNBOUNDED)
+    for end in range(5):
+        offer(cache, [9] * 100 + [end])
+    assert cache.nbytes == 105 * TOKEN
+
+
+def test_what_does_not_fit_is_kept_from_its_beginning() -> None:
+    cache = PrefixCache(5 * TOKEN)
+    offer(cache, list(range(9)))
+    assert cache.match(range(9)) == 5
+    offer(cache, list(range(9)))
+    assert cache.nbytes == 5 * TOKEN
+
+
+def test_nothing_is_kept_without_a_cap() -> None:
+    cache = PrefixCache(0)
+    cache.offer([1, 2, 3], lambda start, stop: pytest.fail("copied for nothing"))
+    assert cache.nbytes == cache.match([1, 2, 3]) == 0
+
+
+def test_no_memory_for_a_copy_drops_all_and_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def copy(start: int, stop: int) -> CacheSnapshot:
+        if stop > start:
+            raise MemoryError
+        return rows_of([])
+
+    cache = PrefixCache(UNBOUNDED)
+    offer(cache, [1, 2, 3])
+    cache.offer([4, 5, 6], copy)
+    assert cache.nbytes == 0
+    assert "no memory" in caplog.text
+    offer(cache, [4, 5, 6])
+    assert cache.match([4, 5, 6]) == 3
+
+
+def test_what_it_is_planned_to_take() -> None:
+    assert planned_bytes(0, 3) == 0
+    assert planned_bytes(600, 3) == 700
+
+
+class Greedy:
+    """Takes the most likely token."""
+
+    def token(self, logits: Floats, position: int) -> int:
+        return int(logits.argmax())
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+def reply(engine: Engine, prompt: Sequence[int], count: int = 20) -> list[int]:
+    return [s.token for s in engine.generate(prompt, Greedy(), max_tokens=count, stop_ids=frozenset())]
+
+
+MAKERS: dict[str, Callable[[Bundle], Backend]] = {
+    "onnx": lambda bundle: OnnxBackend(bundle, 300),
+    "onnx, int8": lambda bundle: OnnxBackend(bundle, 300, kv="int8", kv_scales=scales(bundle.manifest.geometry)),
+    "onnx, int4": lambda bundle: OnnxBackend(bundle, 300, kv="int4", kv_scales=scales(bundle.manifest.geometry)),
+    "reference": lambda bundle: ReferenceBackend(bundle, 300),
+}
+
+
+def scales(g: Geometry) -> KVScales:
+    """Scales that fit no channel well, which is all the same here."""
+    size = g.num_kv_heads * g.head_dim
+    layers = (LayerScales(np.full(size, 0.05, np.float32), np.full(size, 0.02, np.float32)),) * g.num_layers
+    return KVScales({"int8": layers, "int4": layers}, tokens=1)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A random 4-bit model."""
+    return open_bundle(random_bundle(tmp_path_factory.mktemp("model"), max_position_embeddings=400))
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def backend(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Backend]:
+    """The model, run in every way."""
+    made = MAKERS[request.param](bundle)
+    yield made
+    made.close()
+
+
+def conversations(engine: Engine, rounds: int) -> tuple[list[list[int]], list[int]]:
+    """Greedy replies of three conversations by turns, two of which begin alike, and how much was found each time."""
+    chance = np.random.default_rng(7)
+    system = chance.integers(2, 300, 60).tolist()
+    talks = [[*system, 5, 6], [*system, 7, 8], chance.integers(2, 300, 30).tolist()]
+    replies, cached = [], []
+    for _ in range(rounds):
+        for talk in talks:
+            talk += chance.integers(2, 300, 5).tolist()
+            replies.append(reply(engine, talk))
+            talk += replies[-1]
+            cached.append(engine.prefill.cached)
+    return replies, cached
+
+
+def test_replies_are_those_of_recomputing(backend: Backend) -> None:
+    plain, few = conversations(Engine(backend, 16), 3)
+    kept, most = conversations(Engine(backend, 16, prefix_bytes=UNBOUNDED), 3)
+    assert kept == plain
+    assert few[3:] == [0, 60, 0, 0, 60, 0]
+    # All but the last token, which is chosen and not fed, and what was asked since.
+    assert most[3:] == [86, 86, 54, 111, 111, 79]
+
+
+@pytest.mark.parametrize("tokens", [10, 70, 150])
+def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> None:
+    reply(Engine(backend, 16), [2])
+    token = 4 + backend.snapshot(0, 1).nbytes
+    engine = Engine(backend, 16, prefix_bytes=tokens * token)
+    assert conversations(engine, 3)[0] == conversations(Engine(backend, 16), 3)[0]
+    assert 0 < engine.prefix_bytes <= tokens * token
+    engine.evict_prefixes(5 * token)
+    assert engine.prefix_bytes <= 5 * token
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -> None:
+    backend = OnnxBackend(bundle, 96)
+
+    def engine(prefix_bytes: int) -> Engine:
+        return Engine(backend, 16, make_overflow(name, bundle, backend), prefix_bytes)
+
+    plain, kept = engine(0), engine(UNBOUNDED)
+    assert conversations(kept, 3)[0] == conversations(plain, 3)[0]
+    assert plain.lost.events > 0
+    assert kept.prefix_bytes > 0
+    backend.close()
+
+
+def test_a_few_lost_tokens_are_not_kept(backend: Backend) -> None:
+    engine = Engine(backend, 16, prefix_bytes=UNBOUNDED)
+    prompt = list(range(2, 40))
+    reply(engine, prompt, 10)
+    reply(engine, [*prompt, 99, 98], 10)
+    assert engine.prefix_bytes == 0
+
+
+def test_rows_move_from_one_engine_to_another(backend: Backend) -> None:
+    engine, prompt = Engine(backend, 16, prefix_bytes=UNBOUNDED), list(range(2, 60))
+    expected = reply(engine, prompt)
+    tokens = engine.held
+    pieces = [backend.snapshot(start, min(start + 10, 77)) for start in range(0, 77, 10)]
+    assert (len(tokens), pieces[-1].length) == (77, 7)
+    engine.forget()
+    reply(engine, list(range(60, 90)))
+    engine.adopt(tokens, iter(pieces))
+    assert engine.held == tokens
+    assert (reply(engine, prompt), engine.prefill.cached) == (expected, len(prompt) - 1)
+    # What was there before is still known.
+    reply(engine, list(range(60, 90)))
+    assert engine.prefill.cached == 29
+
+
+def test_rows_of_another_model_leave_an_empty_cache(backend: Backend) -> None:
+    engine = Engine(backend, 16)
+    reply(engine, [2, 3, 4])
+    with pytest.raises(BackendError):
+        engine.adopt([1, 2, 3], [rows_of([1, 2, 3])])
+    assert engine.held == ()
+    assert engine.backend.length == 0
