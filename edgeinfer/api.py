@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from edgeinfer.chat import Chat
-from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.errors import PromptError, TemplateError, UsageError
-from edgeinfer.generation import ModelParts, TokenStream
+from edgeinfer.config import GenerationConfig, LoadConfig
+from edgeinfer.errors import ModelError, PromptError, TemplateError, UsageError
+from edgeinfer.generation import TokenStream
 from edgeinfer.loading import Bundles, make_parts
+from edgeinfer.measured import Measured
 from edgeinfer.openai import chat_completion
-from edgeinfer.results import LoadCosts, ModelInfo, PassWork, Result
-from edgeinfer.runtime import measure
-from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.plan import MemoryPlan
+from edgeinfer.residence import Residence
+from edgeinfer.results import LoadCosts, ModelInfo, Result
+from edgeinfer.runtime.allocation import allocating
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.session_file import SessionFile, open_session
 from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.sessions import resume, save
 from edgeinfer.text_files import chat_template
 from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
 
-__all__ = ["Model", "TokenStream", "TuneResult", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "load", "plan"]
 
 
 def load(
@@ -34,114 +38,83 @@ def load(
     *,
     memory: int | str | None = None,
     context: int | None = None,
-    threads: int | None = None,
-    exact: bool = True,
-    prefill_chunk: int = 64,
-    backend: str | None = None,
-    native: bool | None = None,
-    speculation: str = "auto",
-    draft_model: str | Path | None = None,
-    draft_max: int | None = None,
-    remember: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
 ) -> Model:
     """Loads a model.
 
     Args:
         model: a bundle directory or a hub id (ORG/NAME); None is the built-in model.
-        memory: budget for the whole process, as bytes or text such as "600MB".
-        context: tokens of prompt plus reply; None is 2048 or the model's maximum.
-        threads: of the linear algebra; None takes the physical cores.
-        exact: make text independent of how passes are cut, bit for bit.
-        prefill_chunk: prompt tokens per pass.
-        backend: "onnx" or "reference"; None is the bundle's own.
-        native: multiply by the native kernel: None where it works and the bundle stores its layout, False never, True
-            always.
-        speculation: who may draft tokens ahead: "auto", "off", or names such as "copy,recycle". It changes the speed,
-            never the text.
-        draft_model: a small model with the same tokenizer that drafts, as bundle directory or hub id.
-        draft_max: tokens in a draft at most; None chooses.
-        remember: keep what drafters learn (token ids and counts, no text) in this user's cache.
-        progress: called with a stage, steps done and steps in all while weights are converted, which a device that
-            cannot run a bundle's layout does once.
+        memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
+            that the model runs as fast as it can within it.
+        context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        progress: called with a stage, steps done and steps in all while weights are converted or packed, which a device
+            does once.
+        options: other fields of LoadConfig.
 
     Raises:
         ModelError: the bundle is missing or damaged.
         NativeUnavailableError: the native kernel is required and cannot run here.
         StorageError: there is no place for converted weights.
-        BudgetError: it does not fit `memory`; the error carries the breakdown.
-        UsageError: an option is out of range.
+        BudgetError: it does not fit `memory`; the error carries the breakdown and the smallest budget that would do.
+        UsageError: an option is unknown or out of range.
     """
     started = time.perf_counter()
-    draft = None if draft_model is None else str(draft_model)
-    budget = None if memory is None else parse_size(memory)
-    drafting = (speculation, draft, draft_max, remember)
-    config = LoadConfig(context, budget, threads, exact, prefill_chunk, backend, native, *drafting)
+    config = LoadConfig.of(memory=memory, context=context, **options)
     bundles = Bundles.open(model, config)
-    return Model(make_parts(bundles, config, progress, started), chat_template(bundles.target))
+    make = partial(make_parts, bundles, config, progress)
+    residence = Residence(make, started, config.idle_unload, aside=config.remember)
+    return Model(residence, chat_template(bundles.target))
 
 
-def plan(
-    model: str | Path | None = None,
-    *,
-    memory: int | str | None = None,
-    context: int | None = None,
-    prefill_chunk: int = 64,
-    native: bool | None = None,
-    speculation: str = "auto",
-    draft_model: str | Path | None = None,
-    draft_max: int | None = None,
-) -> MemoryPlan:
-    """What `load` with the same arguments would take, without loading; a plan that does not fit is returned too.
+def plan(model: str | Path | None = None, **options: Any) -> MemoryPlan:
+    """What `load` with the same arguments would take and run at, without loading, and the ways around it.
+
+    A plan that does not fit is returned too.
+
+    Args:
+        options: fields of LoadConfig, sizes also as text.
 
     Raises:
         ModelError, UsageError: as `load`.
     """
-    config = LoadConfig(
-        context=context,
-        memory=None if memory is None else parse_size(memory),
-        prefill_chunk=prefill_chunk,
-        native=native,
-        speculation=speculation,
-        draft_model=None if draft_model is None else str(draft_model),
-        draft_max=draft_max,
-    )
-    return Bundles.open(model, config).plan(config)
+    config = LoadConfig.of(**options)
+    return Bundles.open(model, config).plan(config, all_ways=True)
 
 
-class Model:
+class Model(Measured):
     """A loaded model. It holds one KV cache, so it runs one reply at a time; what a prompt shares with the one before
     is not evaluated again."""
 
-    def __init__(self, parts: ModelParts, template: ChatTemplate | None) -> None:
-        self._parts = parts
+    def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
+        self._residence = residence
         self._template = template
         self._running: TokenStream | None = None
 
     @property
     def plan(self) -> MemoryPlan:
         """The memory plan in force."""
-        return self._parts.plan
+        return self._residence.facts.plan
 
     @property
     def info(self) -> ModelInfo:
         """Which model this is."""
-        return self._parts.info
+        return self._residence.facts.info
 
     @property
     def context(self) -> int:
         """Tokens of prompt plus reply."""
-        return self._parts.plan.context
+        return self._residence.facts.plan.context
 
     @property
     def load_costs(self) -> LoadCosts:
         """What loading took."""
-        return self._parts.load
+        return self._residence.facts.load
 
     @property
     def begin_ids(self) -> list[int]:
         """The begin token, in a list; empty where the model has none."""
-        return list(self._parts.begin_ids)
+        return list(self._residence.facts.begin_ids)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TokenStream:
         """Continues a prompt, chunk by chunk.
@@ -225,38 +198,6 @@ class Model:
         """Text of token ids, special tokens left out."""
         return self._parts.tokenizer.decode(ids)
 
-    def measure_passes(self, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
-        """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens; empties the cache."""
-        self._require_idle()
-        return measure.pass_times(self._parts.engine, sizes, past=past, repeats=repeats)
-
-    def measure_prefill(self, tokens: int, *, repeats: int) -> list[float]:
-        """Milliseconds of taking in a prompt of `tokens` tokens, chunk by chunk; empties the cache."""
-        self._require_idle()
-        return measure.prefill_times(self._parts.engine, tokens, repeats=repeats)
-
-    def measure_decode(self, tokens: int, *, past: int) -> measure.DecodeTimes:
-        """Per greedily decoded token, milliseconds inside the session and in all; empties the cache."""
-        self._require_idle()
-        return measure.decode_times(self._parts.engine, tokens, past=past)
-
-    def pass_work(self, tokens: int, rows: int) -> PassWork:
-        """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights."""
-        return measure.pass_work(self._parts.tensors, tokens, rows)
-
-    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
-        """The logits after each token of a text, as arrays of a few rows each, which the next overwrites: (R, V).
-
-        Empties the cache. Nothing else may be asked of the model before the last of them.
-        """
-        self._require_idle()
-        return measure.token_logits(self._parts.engine, tokens)
-
-    def score(self, tokens: Sequence[int]) -> measure.TokenScores:
-        """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
-        self._require_idle()
-        return measure.score_tokens(self._parts.engine, tokens)
-
     def tune(
         self,
         prompts: Sequence[str] | None = None,
@@ -278,31 +219,30 @@ class Model:
             CapabilityError: the backend cannot skip layers.
             UsageError: a prompt has no reply to score by, or the context is too small.
         """
-        self._require_idle()
-        texts = [self.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
         options = {"granularity": granularity, "evaluations": evaluations, "seed": seed, "progress": progress}
-        try:
-            result = tune_by(texts, self.generate, self._parts.engine.backend, **options)
-        finally:
-            self._parts.engine.forget()
-        self._parts.speculator.tuned(result.tuning)
+        with self._idle() as parts:
+            texts = [self.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
+            try:
+                result = tune_by(texts, self.generate, parts.engine.backend, **options)
+            finally:
+                parts.engine.forget()
+            parts.speculator.tuned(result.tuning)
         return result
 
-    def drafting_state(self) -> dict[str, Any]:
-        """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""
-        return self._parts.speculator.state()
+    def unload(self) -> None:
+        """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
 
-    def restore_drafting(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `drafting_state` gave; an empty one makes drafters forget all."""
+        Raises:
+            UsageError: another thread is running a reply.
+        """
         self._require_idle()
-        self._parts.speculator.restore(state)
+        self._residence.unload()
 
     def close(self) -> None:
         """Frees the model; it is unusable afterwards."""
         if self._running is not None:
             self._running.close()
-        self._parts.speculator.close()
-        self._parts.engine.backend.close()
+        self._residence.close()
 
     def __enter__(self) -> Self:
         return self
@@ -316,6 +256,39 @@ class Model:
         """A conversation saved with `Chat.save`, to go on with this model; errors as `Chat.open`."""
         return Chat.open(self, path)
 
+    def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
+        """Writes what the cache holds to a file, for `load_session` to go on without evaluating it again.
+
+        Args:
+            tokens: of a prompt; only what both share is written. None writes all.
+            text: kept in the file.
+
+        Raises:
+            StorageError: the path cannot be written.
+        """
+        with self._idle() as parts:
+            save(parts, Path(path), tokens, text)
+
+    def load_session(self, path: str | Path) -> list[int]:
+        """Takes over what `save_session` wrote; the token ids it is of. What was made in another way is made again.
+
+        Raises:
+            UsageError: the file is missing, damaged or no session file.
+            ModelError: it is another model's.
+        """
+        with open_session(Path(path)) as session, self._idle() as parts:
+            if session.origin.model != parts.origin.model:
+                message = f"{path} was written by another model than {self.info.name}."
+                raise ModelError(message, "Load the model it was written by.")
+            resume(parts, session)
+            return list(session.tokens)
+
+    def resume(self, session: SessionFile) -> bool:
+        """Takes over the rows of an open session file, if they are this model's; whether they were."""
+        with self._idle() as parts:
+            return resume(parts, session)
+
+    @allocating("The reply")
     def _start(
         self,
         prompt: list[int],
@@ -326,14 +299,20 @@ class Model:
         on_finish: Callable[[Result], None] | None = None,
     ) -> TokenStream:
         self._require_idle()
-        self._parts.engine.check(prompt)
 
         def finished(result: Result) -> None:
             self._running = None
+            self._residence.leave()
             if on_finish is not None:
                 on_finish(result)
 
-        stream = TokenStream(self._parts, prompt, config, on_finish=finished, continues=continues, started=started)
+        parts = self._residence.take()
+        try:
+            parts.engine.check(prompt)
+            stream = TokenStream(parts, prompt, config, on_finish=finished, continues=continues, started=started)
+        except BaseException:
+            self._residence.leave()
+            raise
         self._running = stream
         return stream
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import write_file
-from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.results import Result
+from edgeinfer.runtime.session_file import is_session, open_session
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model
@@ -18,6 +20,7 @@ __all__ = ["Chat"]
 
 _FORMAT = "edgeinfer-chat"
 _VERSION = 1
+_WITH_CACHE = ".session"
 _ROLES = ("system", "user", "assistant")
 
 
@@ -69,7 +72,8 @@ class Chat:
         self._turns.clear()
 
     def save(self, path: str | Path) -> None:
-        """Writes the conversation as JSON, whole or not at all.
+        """Writes the conversation, whole or not at all: as JSON, or where the name ends in ".session" with what the
+        model's cache holds of it, so that going on costs nothing.
 
         Raises:
             StorageError: the path cannot be written.
@@ -81,7 +85,18 @@ class Chat:
             "system": self.system,
             "turns": self._turns,
         }
-        write_file(Path(path), (json.dumps(data, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogatepass"))
+        text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+        if Path(path).suffix == _WITH_CACHE:
+            self._model.save_session(path, self._tokens(), text)
+        else:
+            write_file(Path(path), text.encode("utf-8", "surrogatepass"))
+
+    def _tokens(self) -> list[int]:
+        """What the next message will be asked after; nothing where the template does not take the messages so far."""
+        try:
+            return self._model.tokenize_chat(self.messages)
+        except (TemplateError, PromptError):
+            return []
 
     @classmethod
     def open(cls, model: Model, path: str | Path) -> Chat:
@@ -91,8 +106,17 @@ class Chat:
             UsageError: the file is missing or is not a saved conversation.
         """
         source = Path(path)
+        if not is_session(source):
+            return cls._read(model, source, lambda: source.read_text("utf-8"))
+        with open_session(source) as session:
+            chat = cls._read(model, source, lambda: session.text)
+            model.resume(session)
+        return chat
+
+    @classmethod
+    def _read(cls, model: Model, source: Path, text: Callable[[], str]) -> Chat:
         try:
-            data = json.loads(source.read_text("utf-8"))
+            data = json.loads(text())
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{source} cannot be read: {error}.", "Give a file written by Chat.save.") from error
         if not _is_saved_chat(data):

@@ -5,18 +5,40 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["DRAFTERS", "VERIFICATIONS", "GenerationConfig", "LoadConfig", "drafters_in", "format_size", "parse_size"]
+__all__ = [
+    "COUNTED",
+    "DRAFTERS",
+    "KV_TYPES",
+    "OVERFLOWS",
+    "VERIFICATIONS",
+    "WEIGHTS_MODES",
+    "GenerationConfig",
+    "LoadConfig",
+    "drafters_in",
+    "format_size",
+    "parse_size",
+]
 
 # Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
 DRAFTERS = ("forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits")
 # How drafts can be verified; runtime/speculation/verification has them.
 VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
+# How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
+KV_TYPES = ("float32", "int8", "int4")
+# What happens when a conversation outgrows the context; runtime/overflow has them. All but "stop" are lossy.
+OVERFLOWS = ("stop", "window", "merge", "cluster")
+# Where the weights are while a model runs: packed into memory, mapped from a file, or dropped behind each pass, too.
+WEIGHTS_MODES = ("packed", "mapped", "streamed")
+# Which pages count against a budget: all that are resident, or those without a file behind them.
+COUNTED = ("resident", "anonymous")
 # Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
 MOST_DRAFTED = 15
 
@@ -92,7 +114,7 @@ class LoadConfig:
         memory: budget in bytes for the whole process; None sets no budget.
         threads: threads of the linear algebra; None takes the physical cores.
         exact: pad passes so that text never depends on how it was chunked or speculated (DESIGN section 4).
-        prefill_chunk: tokens of a prompt evaluated per pass.
+        prefill_chunk: tokens of a prompt evaluated per pass; None takes 64, or fewer where the budget needs it.
         backend: "onnx" or "reference"; None takes the bundle's own.
         native: whether the native kernel multiplies: None where it works and the bundle stores its layout, False never,
             True always, converting the weights if need be.
@@ -101,27 +123,72 @@ class LoadConfig:
         draft_max: tokens in a draft at most, for which memory is planned; None takes 15, or fewer where the budget
             needs it and `speculation` is "auto".
         remember: keep what drafters learn (ids of tokens and counts) in the user's cache for the next session.
+        kv: one of KV_TYPES; None takes float32, or int8 where the budget needs it and the bundle has scales for it.
+        overflow: one of OVERFLOWS.
+        weights: one of WEIGHTS_MODES; None takes the fastest that fits.
+        counted: one of COUNTED.
+        prefix_cache: bytes kept of conversations other than the current one, so that going back to them is cheap.
+        idle_unload: seconds without a request after which the model leaves memory until the next; None never does.
     """
 
     context: int | None = None
     memory: int | None = None
     threads: int | None = None
     exact: bool = True
-    prefill_chunk: int = 64
+    prefill_chunk: int | None = None
     backend: str | None = None
     native: bool | None = None
     speculation: str = "auto"
     draft_model: str | None = None
     draft_max: int | None = None
     remember: bool = True
+    kv: str | None = None
+    overflow: str = "stop"
+    weights: str | None = None
+    counted: str = "resident"
+    prefix_cache: int = 0
+    idle_unload: float | None = None
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Options as callers write them: sizes also as text, the draft model also as a path.
+
+        Raises:
+            UsageError: an unknown option, or a value out of range.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise UsageError(f"Unknown load option {name!r}.", f"Known options: {', '.join(sorted(known))}.")
+        if options.get("memory") is not None:
+            options["memory"] = parse_size(options["memory"])
+        if options.get("prefix_cache", 0) != 0:
+            options["prefix_cache"] = parse_size(options["prefix_cache"])
+        if isinstance(options.get("draft_model"), Path):
+            options["draft_model"] = str(options["draft_model"])
+        return cls(**options)
 
     def __post_init__(self) -> None:
+        for name, kind in typing.get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            # A truth is an integer to isinstance, and an integer is a number of seconds.
+            fits = isinstance(value, kind | int if name == "idle_unload" else kind)
+            fits = fits and (isinstance(value, bool) == (bool in (typing.get_args(kind) or (kind,))) or value is None)
+            _require(fits, name, value, f"of type {kind if typing.get_args(kind) else kind.__name__}")
         drafters_in(self.speculation)
         _require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
         _require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
         _require(self.memory is None or self.memory > 0, "memory", self.memory, "positive")
         _require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
-        _require(self.prefill_chunk >= 1, "prefill_chunk", self.prefill_chunk, "at least 1")
+        chunk = self.prefill_chunk
+        _require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "at least 1")
+        _require(self.prefix_cache >= 0, "prefix_cache", self.prefix_cache, "0 or more bytes")
+        _require(self.idle_unload is None or self.idle_unload > 0, "idle_unload", self.idle_unload, "positive seconds")
+        chosen = (("kv", KV_TYPES), ("overflow", OVERFLOWS), ("weights", WEIGHTS_MODES), ("counted", COUNTED))
+        for name, known in chosen:
+            value = getattr(self, name)
+            optional = name in ("kv", "weights")
+            _require(value in known or (value is None and optional), name, value, f"one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,16 @@ from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
+from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.engine import Engine, Step
+from edgeinfer.runtime.ledger import Ledger
 from edgeinfer.runtime.memory import process_memory
-from edgeinfer.runtime.plan import MemoryPlan
+from edgeinfer.runtime.overflow.contracts import overflow_summary
+from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
+from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import StopMatcher, StreamDecoder, Tokenizer
+from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
 
 __all__ = ["ModelParts", "TokenStream"]
 
@@ -30,14 +34,20 @@ class ModelParts:
     """What a loaded model is made of."""
 
     engine: Engine
-    tokenizer: Tokenizer
-    plan: MemoryPlan
+    tokenizer: TokenizerLike
     info: ModelInfo
     begin_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     load: LoadCosts
     tensors: tuple[TensorEntry, ...]
+    origin: Origin
     speculator: Speculator
+    ledger: Ledger
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The memory plan in force."""
+        return self.ledger.plan
 
 
 class TokenStream:
@@ -78,6 +88,9 @@ class TokenStream:
         self._stops = StopMatcher(config.stop)
         self._config = config
         chooser = self._chooser()
+        # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
+        parts.tokenizer.rest()
+        parts.ledger.begin_turn()
         self._rounds = parts.speculator.rounds(chooser, config)
         self._steps = parts.engine.generate(
             prompt, chooser, max_tokens=config.max_tokens, stop_ids=self._stop_ids, rounds=self._rounds
@@ -122,7 +135,8 @@ class TokenStream:
         return self
 
     def __next__(self) -> Chunk:
-        return next(self._chunks)
+        with allocating("The reply"):
+            return next(self._chunks)
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +152,7 @@ class TokenStream:
         try:
             for step in self._steps:
                 self._record(step, begun)
+                self._parts.ledger.check()
                 if step.token in self._stop_ids:
                     reason = "stop"
                     break
@@ -204,9 +219,12 @@ class TokenStream:
                 anonymous_bytes=memory.anonymous,
                 file_bytes=memory.file,
                 terms=dict(parts.plan.terms),
+                used=parts.ledger.terms(),
+                given_up=tuple(parts.ledger.given),
             ),
             speculation=parts.speculator.summary(self._config, self._rounds, timings.per_token_ms),
             model=parts.info,
+            overflow=overflow_summary(parts.engine.overflow, parts.engine.lost),
         )
         parts.speculator.finished(self._rounds)
         self._on_finish(self._result)

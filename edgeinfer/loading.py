@@ -11,20 +11,39 @@ from pathlib import Path
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
+from edgeinfer.errors import StorageError
 from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.backends import make_backend, run_layout
+from edgeinfer.runtime.allocation import allocating
+from edgeinfer.runtime.backends import kernel_name, make_backend, run_layout, subject_of
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.ledger import Ledger, Relief
 from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
-from edgeinfer.runtime.plan import MemoryPlan, make_plan
+from edgeinfer.runtime.overflow.registry import make_overflow
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Subject
+from edgeinfer.runtime.planning.make import Profiles, make_plan, speed_model
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.replan import Replan, make_replanner
+from edgeinfer.runtime.session_file import origin_of
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
+from edgeinfer.runtime.speculation.profile import Profile, profile_folder
+from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.text_files import boundary_ids
 
 __all__ = ["Bundles", "make_parts"]
+
+# Freed memory worth another look at the process.
+_WORTH_BYTES = 256 * 1024
+
+_TOKENIZERS: dict[str, Callable[[Path], Tokenizer | TransientTokenizer]] = {
+    "kept": Tokenizer.from_file,
+    "transient": TransientTokenizer.from_file,
+}
 
 
 @dataclass(frozen=True)
@@ -48,51 +67,121 @@ class Bundles:
         check_same_vocabulary(target, drafter)
         return cls(target, drafter)
 
-    def plan(self, config: LoadConfig) -> MemoryPlan:
+    def subject(self, config: LoadConfig) -> Subject:
+        """What there is to plan; errors as `run_layout`."""
+        drafter = None
+        if self.drafter is not None:
+            # The backend asked for is the target's; a draft model runs on its own.
+            drafter = self.drafter, run_layout(self.drafter, dataclasses.replace(config, backend=None))
+        return subject_of(self.target, run_layout(self.target, config), config, drafter)
+
+    def plan(self, config: LoadConfig, *, all_ways: bool = False) -> MemoryPlan:
         """What both will take; errors as `run_layout` and `make_plan`."""
-        layout = run_layout(self.target, config)
-        if self.drafter is None:
-            return make_plan(self.target, config, layout)
-        # The backend asked for is the target's; a draft model runs on its own.
-        drafter_layout = run_layout(self.drafter, dataclasses.replace(config, backend=None))
-        return make_plan(self.target, config, layout, (self.drafter, drafter_layout))
+        subject = self.subject(config)
+        return make_plan(subject, config, profiles_of(subject, config), all_ways=all_ways)
 
 
+def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
+    """What was learnt and measured of each variant of a model on this device, where it may be kept."""
+
+    def open_variant(variant: str) -> Profile:
+        if not config.remember:
+            return Profile(None)
+        bundle, layout = subject.bundle, subject.layout
+        drafter = None if subject.drafter is None else subject.drafter[0]
+        kernel = kernel_name(bundle, layout)
+        try:
+            folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
+        except StorageError:
+            return Profile(None)
+        return Profile.open(folder)
+
+    return open_variant
+
+
+@allocating("The model")
 def make_parts(
-    bundles: Bundles, config: LoadConfig, progress: Callable[[str, int, int], None] | None, started: float
+    bundles: Bundles,
+    config: LoadConfig,
+    progress: Callable[[str, int, int], None] | None,
+    started: float,
+    plan: MemoryPlan | None = None,
 ) -> ModelParts:
     """Loads what was opened.
 
     Args:
         progress: as `edgeinfer.load` takes it.
         started: time.perf_counter() of the request to load.
+        plan: of the last time, where it is loaded again; None makes one.
 
     Raises:
         EdgeInferError: as `edgeinfer.load`.
     """
-    plan = bundles.plan(config)
+    subject = bundles.subject(config)
+    profiles = profiles_of(subject, config)
+    plan = plan or make_plan(subject, config, profiles)
     plan.require_fit()
     return_large_frees()
     bundle = bundles.target
     # The tokenizer first: parsing it takes more than it keeps, and what it frees must be gone before the weights come.
     parsing, before = time.perf_counter(), process_memory().anonymous
-    tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
+    tokenizer = _TOKENIZERS[plan.configuration.tokenizer](bundle.file(TOKENIZER))
+    tokenizer.rest()
     release_freed()
     tokenizer_ms, tokenizer_bytes = (time.perf_counter() - parsing) * 1e3, process_memory().anonymous - before
-    engine = Engine(make_backend(bundle, config, plan, progress), plan.prefill_chunk)
-    speculator = make_speculator(engine.backend, config, plan, bundle, bundles.drafter)
+    backend = make_backend(bundle, plan.layout, config, plan.configuration, progress)
+    if isinstance(tokenizer, TransientTokenizer):
+        tokenizer.before_parsing = backend.drop_pages
+    overflow = make_overflow(plan.overflow, bundle, backend)
+    engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
+    profile = profiles(plan.configuration.variant) if plan.draft_max else Profile(None)
+    speculator = make_speculator(backend, config, plan, profile, subject.drafter)
+    replan = make_replanner(subject, config, speed_model(subject, profiles))
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(
         engine=engine,
         tokenizer=tokenizer,
-        plan=plan,
         info=_info(bundle, engine.backend),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
         load=LoadCosts((time.perf_counter() - started) * 1e3, tokenizer_ms, tokenizer_bytes),
         tensors=tensors_in(bundle.manifest, plan.layout),
+        origin=origin_of(bundle, plan.layout, backend.name, config.exact),
         speculator=speculator,
+        ledger=_ledger(plan, engine, speculator, tokenizer_bytes, replan),
     )
+
+
+def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:
+    """Watches what was loaded; what is spared first is what is missed least."""
+
+    def apply(plan: MemoryPlan) -> None:
+        engine.chunk = plan.prefill_chunk
+        speculator.plan_for(plan.configuration.drafters, plan.draft_max)
+
+    def evict() -> bool:
+        held = engine.prefix_bytes
+        engine.evict_prefixes(held // 2)
+        return engine.prefix_bytes < held
+
+    def terms() -> dict[str, int]:
+        held = {"tokenizer": tokenizer_bytes, "drafting": speculator.nbytes, "prefix_cache": engine.prefix_bytes}
+        return engine.backend.nbytes() | {name: size for name, size in held.items() if size}
+
+    reliefs = (
+        Relief("freed memory", _release),
+        Relief("long drafts", speculator.shorten, speculator.recover),
+        Relief("drafting", speculator.drop, speculator.recover),
+        Relief("other conversations", evict),
+    )
+    return Ledger(plan, terms, reliefs, replan, apply)
+
+
+def _release() -> bool:
+    """Returns freed memory to the system; whether there was any worth it."""
+    before = process_memory().anonymous
+    release_freed()
+    return before - process_memory().anonymous > _WORTH_BYTES
 
 
 def _info(bundle: Bundle, backend: Backend) -> ModelInfo:

@@ -5,62 +5,115 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
-
-from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.kv_profile import kv_scales
 from edgeinfer.runtime.layouts import Progress, choose_layout
-from edgeinfer.runtime.plan import MemoryPlan
+from edgeinfer.runtime.machine import physical_cores
+from edgeinfer.runtime.memory import releases_pages
+from edgeinfer.runtime.native.library import native_kernel
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Subject
+from edgeinfer.runtime.text.transient import can_rest
 
-__all__ = ["BACKENDS", "make_backend", "run_layout", "thread_count"]
+__all__ = ["BACKENDS", "kernel_name", "make_backend", "run_layout", "subject_of", "thread_count"]
 
-Maker = Callable[[Bundle, LoadConfig, MemoryPlan, Progress | None], Backend]
+Maker = Callable[[Bundle, Layout, LoadConfig, Configuration, Progress | None], Backend]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a backend is made, and which layout of a bundle's weights it runs."""
+    """How a backend is made and what it can do.
+
+    Attributes:
+        layout: of a bundle's weights that it runs.
+        kv_types: kinds of cache that it has for a bundle in a layout.
+        weights_modes: by layout, the fastest first.
+    """
 
     make: Maker
     layout: Callable[[Bundle, LoadConfig], Layout]
+    kv_types: Callable[[Bundle, Layout], tuple[str, ...]]
+    weights_modes: Callable[[Layout], tuple[str, ...]]
 
 
-def _onnx(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progress | None) -> Backend:
+def _onnx(
+    bundle: Bundle, layout: Layout, config: LoadConfig, configuration: Configuration, progress: Progress | None
+) -> Backend:
     from edgeinfer.runtime.onnx_backend import OnnxBackend
+    from edgeinfer.runtime.streamed_backend import StreamedBackend
 
-    return OnnxBackend(
-        bundle, plan.context, threads=thread_count(config), exact=config.exact, layout=plan.layout, progress=progress
+    backend = OnnxBackend(
+        bundle,
+        configuration.context,
+        threads=thread_count(config),
+        exact=config.exact,
+        layout=layout,
+        kv=configuration.kv,
+        kv_scales=_scales(bundle, configuration),
+        weights="packed" if configuration.weights == "packed" else "mapped",
+        progress=progress,
+    )
+    return StreamedBackend(backend, configuration.window_layers) if configuration.window_layers else backend
+
+
+def _onnx_optimum(
+    bundle: Bundle, layout: Layout, config: LoadConfig, configuration: Configuration, progress: Progress | None
+) -> Backend:
+    from edgeinfer.runtime.concat_backend import ConcatBackend
+
+    return ConcatBackend(bundle, configuration.context, threads=thread_count(config))
+
+
+def _reference(
+    bundle: Bundle, layout: Layout, config: LoadConfig, configuration: Configuration, progress: Progress | None
+) -> Backend:
+    from edgeinfer.runtime.reference import ReferenceBackend
+
+    return ReferenceBackend(
+        bundle, configuration.context, kv=configuration.kv, kv_scales=_scales(bundle, configuration)
     )
 
 
-def _onnx_optimum(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progress | None) -> Backend:
-    from edgeinfer.runtime.concat_backend import ConcatBackend
-
-    return ConcatBackend(bundle, plan.context, threads=thread_count(config))
-
-
-def _reference(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progress | None) -> Backend:
-    from edgeinfer.runtime.reference import ReferenceBackend
-
-    return ReferenceBackend(bundle, plan.context)
+def _scales(bundle: Bundle, configuration: Configuration) -> KVScales | None:
+    return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
 
 
 def _stored(bundle: Bundle, config: LoadConfig) -> Layout:
     return bundle.manifest.layout
 
 
+def _with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+    kinds = bundle.kv_types(layout)
+    return kinds if len(kinds) == 1 or kv_scales(bundle) is not None else (FLOAT32,)
+
+
+def _floats(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+    return (FLOAT32,)
+
+
+def _onnx_weights(layout: Layout) -> tuple[str, ...]:
+    modes = ("mapped",) if layout == NATIVE else ("packed", "mapped")
+    return (*modes, "streamed") if releases_pages() else modes
+
+
 BACKENDS: dict[str, _Kind] = {
-    "onnx": _Kind(_onnx, lambda bundle, config: choose_layout(bundle, config.native)),
-    "onnx-optimum": _Kind(_onnx_optimum, _stored),
-    "reference": _Kind(_reference, _stored),
+    "onnx": _Kind(
+        _onnx,
+        lambda bundle, config: choose_layout(bundle, config.native),
+        _with_scales,
+        _onnx_weights,
+    ),
+    "onnx-optimum": _Kind(_onnx_optimum, _stored, _floats, lambda layout: ("packed",)),
+    "reference": _Kind(_reference, _stored, _with_scales, lambda layout: ("packed",)),
 }
 
 
 def thread_count(config: LoadConfig) -> int:
     """Threads of the linear algebra."""
-    return config.threads or psutil.cpu_count(logical=False) or 1
+    return config.threads or physical_cores()
 
 
 def run_layout(bundle: Bundle, config: LoadConfig) -> Layout:
@@ -73,17 +126,55 @@ def run_layout(bundle: Bundle, config: LoadConfig) -> Layout:
     return _kind(bundle, config).layout(bundle, config)
 
 
-def make_backend(bundle: Bundle, config: LoadConfig, plan: MemoryPlan, progress: Progress | None = None) -> Backend:
+def kernel_name(bundle: Bundle, layout: Layout) -> str:
+    """What will multiply: an instruction set of the native kernel, else the operator, as `Backend.kernel` will say."""
+    if layout == NATIVE:
+        return native_kernel().isa
+    return "MatMulNBits" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"
+
+
+def subject_of(
+    bundle: Bundle, layout: Layout, config: LoadConfig, drafter: tuple[Bundle, Layout] | None = None
+) -> Subject:
+    """What a plan of this bundle has to choose from.
+
+    Args:
+        drafter: a small model that drafts, and the layout of its weights.
+
+    Raises:
+        UsageError, BundleError: as `make_backend`.
+    """
+    kind = _kind(bundle, config)
+    return Subject(
+        bundle,
+        layout,
+        drafter,
+        kv_types=kind.kv_types(bundle, layout),
+        weights_modes=kind.weights_modes(layout),
+        transient_tokenizer=bundle.has(TOKENIZER) and can_rest(bundle.path / TOKENIZER),
+        threads=thread_count(config),
+    )
+
+
+def make_backend(
+    bundle: Bundle,
+    layout: Layout,
+    config: LoadConfig,
+    configuration: Configuration,
+    progress: Progress | None = None,
+) -> Backend:
     """The backend asked for, else the bundle's own.
 
     Args:
+        layout: of the weights, as `run_layout` says.
+        configuration: as planned.
         progress: called while weights are converted to the layout that runs.
 
     Raises:
         UsageError: no backend has the name asked for.
         BundleError: the bundle needs a backend that this edgeinfer lacks, or cannot be run by the one asked for.
     """
-    return _kind(bundle, config).make(bundle, config, plan, progress)
+    return _kind(bundle, config).make(bundle, layout, config, configuration, progress)
 
 
 def _kind(bundle: Bundle, config: LoadConfig) -> _Kind:

@@ -32,7 +32,9 @@ __all__ = ["main"]
 def _export(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint = _artifacts(args).checkpoint()
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        command = export_command(checkpoint, Path(folder) / "bundle", _kind(args).options)
+        # Running the model afterwards takes what running takes.
+        options = (*_kind(args).options, "--no-kv-scales")
+        command = export_command(checkpoint, Path(folder) / "bundle", options)
         watched = run_watched(command, child_environment())
     return {"shape": args.shape, "source_bytes": (checkpoint / "model.safetensors").stat().st_size, **_memory(watched)}
 

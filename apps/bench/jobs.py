@@ -20,7 +20,16 @@ from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.apps.bench.vocabulary import pseudo_text
 from edgeinfer.apps.bench.watch import anonymous_bytes
 
-__all__ = ["JOBS", "ChatLength", "Loading", "Overhead", "chat_until_full", "measure_loading", "measure_overhead"]
+__all__ = [
+    "JOBS",
+    "ChatLength",
+    "Loading",
+    "Overhead",
+    "chat_until_full",
+    "measure_loading",
+    "measure_overhead",
+    "message_text",
+]
 
 REPLY_TOKENS = 64
 MESSAGE_TOKENS = 300
@@ -74,13 +83,13 @@ def chat_until_full(model: Any, reply_tokens: int = REPLY_TOKENS, message_tokens
     margin = 2 * reply_tokens
     while model.context - used > reply_tokens + margin + 16:
         wanted = min(message_tokens, model.context - used - reply_tokens - margin)
-        result = conversation.send(_message(model, wanted, turns), max_tokens=reply_tokens, ignore_eos=True)
+        result = conversation.send(message_text(model, wanted, turns), max_tokens=reply_tokens, ignore_eos=True)
         used = result.usage.total_tokens
         turns += 1
     return ChatLength(turns, model.context, used)
 
 
-def _message(model: Any, tokens: int, seed: int) -> str:
+def message_text(model: Any, tokens: int, seed: int) -> str:
     """Text of about so many tokens, never more."""
     words = pseudo_text(tokens, seed).split()
     taken: list[str] = []

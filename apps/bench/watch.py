@@ -15,7 +15,7 @@ import psutil
 
 from edgeinfer.errors import BackendError
 
-__all__ = ["Mapped", "Watched", "anonymous_bytes", "mapped_memory", "run_watched"]
+__all__ = ["Ended", "Mapped", "Watched", "anonymous_bytes", "mapped_memory", "run_watched", "watch"]
 
 INTERVAL_SECONDS = 0.01
 
@@ -38,6 +38,21 @@ class Watched:
     anonymous_bytes: int
     file_bytes: int
     peak_anonymous_bytes: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a watched child ended.
+
+    Attributes:
+        returncode: as subprocess has it: negative where a signal ended it.
+        reason: the last line of its stderr, or the exit code.
+        watched: None where it ended before it could be measured.
+    """
+
+    returncode: int
+    reason: str
+    watched: Watched | None
 
 
 @dataclass(frozen=True)
@@ -69,11 +84,23 @@ def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) ->
     Raises:
         BackendError: it ended with an exit code other than 0; the message carries the last line of its stderr.
     """
+    ended = watch(command, env)
+    if ended.returncode != 0:
+        raise BackendError(f"The measured process failed: {ended.reason}", "Run its command alone to see more.")
+    if ended.watched is None:
+        raise BackendError("The measured process ended before it could be measured.", "Measure something longer.")
+    return ended.watched
+
+
+def watch(command: Sequence[str], env: Mapping[str, str] | None = None, stdin: str = "") -> Ended:
+    """Runs a command to its end, whatever that is, and watches its memory; its own children are not counted."""
     started = time.perf_counter()
     samples = []
     # Files, as a pipe that nobody reads until the end could fill up.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with subprocess.Popen(command, stdout=out, stderr=err, env=env) as process:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin.encode())
+        given.seek(0)
+        with subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=env) as process:
             while process.poll() is None:
                 sample = _sample(process.pid)
                 if sample:
@@ -81,11 +108,12 @@ def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) ->
                 time.sleep(INTERVAL_SECONDS)
         seconds = time.perf_counter() - started
         stdout, stderr = _text(out), _text(err)
-    if process.returncode != 0:
-        reason = (stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("error: ")
-        raise BackendError(f"The measured process failed: {reason}", "Run its command alone to see more.")
-    if not samples:
-        raise BackendError("The measured process ended before it could be measured.", "Measure something longer.")
+    lines = stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+    watched = _watched(samples, stdout, seconds) if samples else None
+    return Ended(process.returncode, lines[-1].removeprefix("error: "), watched)
+
+
+def _watched(samples: Sequence[_Sample], stdout: str, seconds: float) -> Watched:
     largest = max(samples, key=lambda sample: sample.rss)
     return Watched(
         stdout=stdout,

@@ -20,7 +20,8 @@ _HELP = """\
 /help           this list
 /reset          forget the conversation, keep the system message
 /system TEXT    start over with another system message; without TEXT, with none
-/save PATH      write the conversation to a session file
+/save PATH      write the conversation; to a name that ends in .session with the model's memory of it
+/load PATH      go on with a conversation that was saved
 /stats          tokens, speed and memory of the last reply
 /quit           leave (so does Ctrl-D); Ctrl-C stops a reply
 """
@@ -57,6 +58,7 @@ class TerminalChat:
         self._last: Result | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._show_help,
+            "/load": self._load,
             "/reset": self._reset,
             "/save": self._save,
             "/stats": self._stats,
@@ -130,6 +132,12 @@ class TerminalChat:
     def _set_system(self, text: str) -> None:
         self._chat = self._model.chat(system=text or None)
         self._say("The conversation starts over with the new system message.")
+
+    def _load(self, path: str) -> None:
+        if not path:
+            raise UsageError("/load needs a path.", "For example: /load talk.session")
+        self._chat = self._model.load_chat(path)
+        self._say(f"Loaded {path}; {len(self._chat.messages)} messages so far.")
 
     def _save(self, path: str) -> None:
         if not path:

@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: what speculation gains on this device; knows nothing of how it is measured."""
+"""`edgeinfer bench`: what speculation gains on this device, and memory; knows nothing of how it is measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.bench_memory import add_memory_parsers
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, load_options
 from edgeinfer.cli.output import print_note, progress_bar
@@ -22,8 +23,9 @@ __all__ = ["add_parser", "execute_spec"]
 _DESCRIPTION = """\
 Measure on this device.
 
-example:
+examples:
   edgeinfer bench spec
+  edgeinfer bench memory plans
 """
 _SPEC_DESCRIPTION = """\
 Compare speculation with plain decoding: the same prompts, model and process, mode after mode in turns.
@@ -40,7 +42,7 @@ With --expand the figures are those of a cost-expanded model: a small trained ch
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand and its own."""
     layout = argparse.RawDescriptionHelpFormatter
-    text = "measure what speculation gains"
+    text = "measure what speculation gains, and memory"
     parser = commands.add_parser(
         "bench", help=text, description=_DESCRIPTION, formatter_class=layout, allow_abbrev=False
     )
@@ -50,6 +52,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_workload(spec)
     _add_model_files(spec)
     spec.add_argument("--json", type=Path, metavar="FILE", help="write everything, samples included")
+    add_memory_parsers(kinds)
 
 
 def _add_workload(parser: Parser) -> None:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from edgeinfer.config import DRAFTERS, VERIFICATIONS, GenerationConfig, LoadConfig, format_size, parse_size
+from edgeinfer.config import (
+    COUNTED,
+    DRAFTERS,
+    KV_TYPES,
+    OVERFLOWS,
+    VERIFICATIONS,
+    WEIGHTS_MODES,
+    GenerationConfig,
+    LoadConfig,
+    format_size,
+    parse_size,
+)
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +27,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction["Parser"]
 
 __all__ = [
+    "PLANNED",
     "Parser",
     "add_command",
     "add_drafting_options",
@@ -25,6 +38,7 @@ __all__ = [
     "add_native_option",
     "generation_options",
     "load_options",
+    "read_paragraphs",
     "read_stream",
     "read_text",
     "utf8",
@@ -64,11 +78,23 @@ def add_model_option(parser: Parser) -> None:
 
 
 def add_memory_options(parser: argparse._ArgumentGroup | Parser) -> None:
-    """Adds --memory and -c."""
+    """Adds --memory, -c and what else decides how much a model takes."""
     text = "the whole process must stay within this, such as 600MB or 1.5GiB (default: no limit)"
     parser.add_argument("--memory", type=parse_size, metavar="SIZE", help=text)
-    text = "room for prompt and reply together, in tokens (default: 2048, or less if the model has less)"
+    text = "room for prompt and reply together, in tokens (default: 2048, or less if model or memory have less)"
     parser.add_argument("-c", "--context", type=int, metavar="N", help=text)
+    text = "numbers of the cache; int8 and int4 are lossy (default: float32, or int8 where memory is short)"
+    parser.add_argument("--kv", choices=KV_TYPES, help=text)
+    text = "when a conversation outgrows the context: stop, or forget some of it, which is lossy (default: stop)"
+    parser.add_argument("--overflow", choices=OVERFLOWS, help=text)
+    text = "packed into memory, mapped from their file, or streamed a few layers at a time (default: fastest that fits)"
+    parser.add_argument("--weights", choices=WEIGHTS_MODES, help=text)
+    text = "what counts against --memory: resident pages, or only those without a file behind them (default: resident)"
+    parser.add_argument("--counted", choices=COUNTED, help=text)
+    text = "prompt tokens per pass (default: 64, or fewer where memory is short)"
+    parser.add_argument("--prefill-chunk", type=int, metavar="N", help=text)
+    text = "memory for conversations other than the current one, such as 50MB (default: none)"
+    parser.add_argument("--prefix-cache", type=parse_size, metavar="SIZE", help=text)
 
 
 def add_native_option(parser: argparse._ArgumentGroup | Parser) -> None:
@@ -105,7 +131,20 @@ def add_drafting_options(parser: Parser) -> None:
     group.add_argument("--no-remember", action="store_true", help=text)
 
 
-_LOADING = ("memory", "context", "threads", "backend", "speculation", "draft_model", "draft_max")
+PLANNED = (
+    "memory",
+    "context",
+    "kv",
+    "overflow",
+    "weights",
+    "counted",
+    "prefill_chunk",
+    "prefix_cache",
+    "speculation",
+    "draft_model",
+    "draft_max",
+)
+_LOADING = (*PLANNED, "threads", "backend")
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -211,6 +250,18 @@ def read_text(path: Path) -> str:
             return read_stream(file, str(path))
     except OSError as error:
         raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
+
+
+def read_paragraphs(path: Path) -> list[str]:
+    """The paragraphs of a text file, which empty lines part.
+
+    Raises:
+        PromptError: as `read_text`, or there is no text in it.
+    """
+    paragraphs = [p.strip() for p in re.split(r"\n\s*\n", read_text(path)) if p.strip()]
+    if not paragraphs:
+        raise PromptError(f"{path} has no text.", "Give a file with some paragraphs.")
+    return paragraphs
 
 
 def read_stream(file: BinaryIO, source: str) -> str:

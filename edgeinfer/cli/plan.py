@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import edgeinfer
 from edgeinfer.cli.options import (
+    PLANNED,
     add_command,
     add_drafting_options,
     add_json_option,
@@ -15,10 +16,11 @@ from edgeinfer.cli.options import (
     add_native_option,
 )
 from edgeinfer.cli.output import print_json, print_table
-from edgeinfer.config import LoadConfig, format_size
+from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 
 if TYPE_CHECKING:
+    from edgeinfer import MemoryPlan
     from edgeinfer.cli.options import Subparsers
 
 __all__ = ["add_parser", "execute"]
@@ -29,8 +31,6 @@ Show what a model needs in memory, term by term, without loading it. Exits with 
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
-
-_OPTIONS = ("memory", "context", "speculation", "draft_model", "draft_max")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -45,18 +45,43 @@ def add_parser(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in PLANNED if getattr(args, name) is not None}
     given |= {"native": False} if args.no_native else {}
-    LoadConfig(**given)
     plan = edgeinfer.plan(args.model, **given)
     if args.json:
         print_json(plan.to_dict())
     else:
-        rows = [(name.replace("_", " "), format_size(size)) for name, size in plan.terms.items()]
-        rows.append(("planned", format_size(plan.planned_bytes)))
-        rows.append(("smallest budget", format_size(plan.minimum_bytes)))
-        if plan.budget_bytes is not None:
-            rows.append(("budget", format_size(plan.budget_bytes)))
-            rows.append(("fits", "yes" if plan.fits else "no"))
-        print_table(rows, title=f"{plan.context} tokens of context, {plan.layout} layout")
+        _print_terms(plan)
+        _print_ways(plan)
     return 0 if plan.fits else BudgetError.exit_code
+
+
+def _print_terms(plan: MemoryPlan) -> None:
+    rows = [(name.replace("_", " "), format_size(size), _kind(plan, name)) for name, size in plan.terms.items() if size]
+    rows.append(("planned", format_size(plan.planned_bytes), "" if plan.counted == "resident" else "anonymous only"))
+    rows.append(("smallest budget", format_size(plan.minimum_bytes), ""))
+    if plan.budget_bytes is not None:
+        rows.append(("budget", format_size(plan.budget_bytes), "fits" if plan.fits else "does not fit"))
+    choice = plan.configuration
+    title = f"{choice.context} tokens of context, cache in {choice.kv}, {plan.layout} layout, {choice.weights} weights"
+    print_table(rows, title=title)
+
+
+def _kind(plan: MemoryPlan, term: str) -> str:
+    if not plan.footprint.file.get(term):
+        return ""
+    return "of files" if not plan.footprint.anonymous.get(term) else "partly of files"
+
+
+def _print_ways(plan: MemoryPlan) -> None:
+    """What it will run at, what was given up for it, and what else could be had."""
+    known = "measured here" if plan.speed.measured else "guessed until the model has run here"
+    print_table([("speed", f"{plan.speed.tokens_per_second:.1f} tokens/s ({known})")])
+    if plan.given_up:
+        print_table([("given up", "; ".join(plan.given_up))])
+    rows = [
+        (way.name, format_size(way.planned_bytes), f"{way.speed.tokens_per_second:.1f}", "" if way.fits else "no")
+        for way in plan.alternatives
+    ]
+    if rows:
+        print_table(rows, title="instead", header=("", "needs", "tokens/s", "fits"))

@@ -42,7 +42,8 @@ FIELDS: dict[str, set[str] | None] = {
         "tokens_per_second",
         "cached_prompt_tokens",
     },
-    "memory": {"budget_bytes", "planned_bytes", "peak_rss_bytes", "anonymous_bytes", "file_bytes", "terms"},
+    "memory": {"budget_bytes", "planned_bytes", "peak_rss_bytes", "anonymous_bytes", "file_bytes"}
+    | {"terms", "used", "given_up"},
     "speculation": {
         "mode",
         "verification",
@@ -65,6 +66,7 @@ FIELDS: dict[str, set[str] | None] = {
         "plain_ms",
         "speedup_vs_plain",
     },
+    "overflow": {"policy", "events", "dropped", "merged", "lossless"},
     "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel"},
 }
 
@@ -89,7 +91,7 @@ def test_a_plan_as_json(small_bundle: Path) -> None:
     plan = edgeinfer.plan(small_bundle, memory="2GB", context=100, prefill_chunk=16)
     data = json.loads(json.dumps(plan.to_dict()))
     fields = {"fits", "budget_bytes", "minimum_bytes", "planned_bytes", "terms", "choice", "alternatives"}
-    assert set(data) == fields
+    assert set(data) == fields | {"counted", "anonymous_bytes", "speed", "given_up"}
     assert (data["fits"], data["budget_bytes"]) == (True, 2 * 10**9)
     assert data["planned_bytes"] == sum(data["terms"].values())
     assert (data["choice"]["context"], data["choice"]["prefill_chunk"]) == (100, 16)

@@ -84,6 +84,14 @@ class FakeModel:
     def save(self, path: str) -> None:
         self.log.append(("save", path))
 
+    def load_chat(self, path: str) -> Self:
+        self.log.append(("load_chat", path))
+        return self
+
+    @property
+    def messages(self) -> list[str]:
+        return ["one", "two"]
+
     def __enter__(self) -> Self:
         return self
 
@@ -130,23 +138,26 @@ def test_a_message_is_answered(model: FakeModel) -> None:
 
 def test_commands(model: FakeModel) -> None:
     said = talk(
-        model, "/help", "/stats", "hi", "/stats", "/reset", "/system Be brief.", "/system", "/save a b", "/quit"
+        model,
+        *("/help", "/stats", "hi", "/stats", "/reset", "/system Be brief.", "/system", "/save a b", "/load c d"),
+        "/quit",
     )
     assert "/reset          forget" in said
     assert "There is no reply yet." in said
     assert "prompt 5 tokens (3 cached), reply 2 tokens" in said
     assert "250.0 tokens per second" in said
     assert "Saved to a b." in said
-    assert model.log[2:] == ["reset", ("chat", "Be brief."), ("chat", None), ("save", "a b")]
+    assert "Loaded c d; 2 messages so far." in said
+    assert model.log[2:] == ["reset", ("chat", "Be brief."), ("chat", None), ("save", "a b"), ("load_chat", "c d")]
 
 
-@pytest.mark.parametrize("line", ["/nope", "/save", "fail"])
+@pytest.mark.parametrize("line", ["/nope", "/save", "/load", "fail"])
 def test_a_mistake_does_not_end_the_chat_of_a_person(model: FakeModel, line: str) -> None:
     assert "error: " in (said := talk(model, line, "hello"))
     assert "You said hello" in said
 
 
-@pytest.mark.parametrize("line", ["/nope", "/save", "fail"])
+@pytest.mark.parametrize("line", ["/nope", "/save", "/load", "fail"])
 def test_a_mistake_ends_the_chat_of_a_script(model: FakeModel, line: str) -> None:
     with pytest.raises(UserError):
         talk(model, line, "hello", interactive=False)

@@ -16,7 +16,12 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.bundle import Capabilities, Geometry, Manifest, seal
 from edgeinfer.cli.main import main
+from edgeinfer.config import drafters_in
 from edgeinfer.errors import CheckpointError, HubError
+from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
+from edgeinfer.runtime.planning.speed_model import Speed
 
 Progress = Callable[[str, int, int], None] | None
 
@@ -92,35 +97,32 @@ def test_inspect_lists_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers.0.attn.qkv" in out
 
 
-@dataclass
-class FakePlan:
-    """What edgeinfer.plan returns, as far as the command reads it."""
-
-    budget_bytes: int | None
-    planned_bytes: int = 300_000_000
-    minimum_bytes: int = 200_000_000
-    context: int = 2048
-    layout: str = "native"
-
-    @property
-    def terms(self) -> dict[str, int]:
-        return {"weights": 250_000_000, "kv_cache": 50_000_000}
-
-    @property
-    def fits(self) -> bool:
-        return self.budget_bytes is None or self.planned_bytes <= self.budget_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"fits": self.fits, "terms": self.terms}
+def fake_plan(budget: int | None) -> MemoryPlan:
+    """What edgeinfer.plan returns, of 300 MB."""
+    chosen = Configuration(2048, 64, "int8", "mapped", 0, drafters_in("auto"), 7, "kept")
+    footprint = Footprint({"kv_cache": 50_000_000, "weights": 50_000_000, "loading": 0}, {"weights": 200_000_000})
+    return MemoryPlan(
+        configuration=chosen,
+        layout="native",
+        overflow="stop",
+        prefix_cache=0,
+        budget_bytes=budget,
+        counted="resident",
+        footprint=footprint,
+        speed=Speed(12.34, 1000.0, False),
+        smallest_bytes=200_000_000,
+        given_up=("drafts of 7 tokens at most instead of 15",),
+        alternatives=(Alternative("cache in float32", chosen, 700_000_000, False, Speed(15.6, 900.0, False)),),
+    )
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     calls: list[tuple[Any, dict[str, Any]]] = []
 
-    def plan(model: Any = None, **options: Any) -> FakePlan:
+    def plan(model: Any = None, **options: Any) -> MemoryPlan:
         calls.append((model, options))
-        return FakePlan(options.get("memory"))
+        return fake_plan(options.get("memory"))
 
     monkeypatch.setattr(edgeinfer, "plan", plan, raising=False)
     return calls
@@ -130,8 +132,17 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
     assert main(["plan", "-m", "toy", "--memory", "600MB", "-c", "1024"]) == 0
     assert planned == [("toy", {"memory": 600_000_000, "context": 1024})]
     out = capsys.readouterr().out
-    for line in ("kv cache         50.0 MB", "planned          300.0 MB", "fits             yes"):
+    for line in (
+        "kv cache         50.0 MB",
+        "weights          250.0 MB  partly of files",
+        "planned          300.0 MB",
+        "budget           600.0 MB  fits",
+        "12.3 tokens/s (guessed",
+        "drafts of 7 tokens",
+        "cache in float32  700.0 MB  15.6      no",
+    ):
         assert line in out
+    assert "loading" not in out
 
 
 def test_plan_options(planned: list[tuple[Any, dict[str, Any]]]) -> None:
@@ -148,7 +159,13 @@ def test_plan_that_does_not_fit(planned: list[tuple[Any, dict[str, Any]]], capsy
 
 def test_plan_without_a_budget(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 0
-    assert "fits" not in capsys.readouterr().out
+    assert "\nbudget " not in capsys.readouterr().out
+    line = (
+        "plan --kv int8 --overflow window --weights streamed --counted anonymous --prefill-chunk 8 --prefix-cache 2MB"
+    )
+    assert main(line.split()) == 0
+    options = {"kv": "int8", "overflow": "window", "weights": "streamed", "counted": "anonymous"}
+    assert planned[-1] == (None, options | {"prefill_chunk": 8, "prefix_cache": 2_000_000})
 
 
 def test_pull(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

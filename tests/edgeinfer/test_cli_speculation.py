@@ -197,7 +197,7 @@ def test_tuning(
     (tmp_path / "prompts.txt").write_text("Once upon a time\n\n  \nShe said: the cat\n")
     command = ("tune", "-m", small_bundle, "-t", "1", "--text", tmp_path / "prompts.txt", "--evaluations", "5")
     found = json.loads(run(capsys, *command, "--json", "--seed", "2"))
-    assert set(found) == {"exit", "skip", "kept"}
+    assert set(found) == {"exit", "skip", "kept", "kv_scales"}
     assert found["kept"] == {"exit": kept, "skip": kept}
     for name in ("exit", "skip"):
         result = found[name]

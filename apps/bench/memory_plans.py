@@ -1,0 +1,255 @@
+"""Random plans, each kept or broken by a process of its own: what is drawn, run and found; knows nothing of tables."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import edgeinfer
+from edgeinfer.apps.bench.driver import child_environment
+from edgeinfer.apps.bench.enforced import drop_cached, enclosure
+from edgeinfer.apps.bench.memory_subjects import Subject
+from edgeinfer.apps.bench.timing import Spread
+from edgeinfer.apps.bench.watch import watch
+from edgeinfer.config import KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.errors import UsageError
+
+__all__ = ["Case", "Outcome", "PlanRun", "PlansResults", "draw_cases", "in_child", "run_cases"]
+
+Outcome = Literal["kept", "exceeded", "refused", "failed", "killed"]
+
+# Budgets in multiples of the smallest that would do.
+_SLACK = (1.0, 1.6)
+# Larger models and longer contexts are drawn less often, as they take longer: half as often from these sizes on.
+_HALF_PARAMETERS, _HALF_WORK = 150e6, 2e11
+_CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096)
+_SPECULATION = ("off", "auto", "auto", "copy", "copy,recycle", "model")
+_MOST_DRAFTED = (None, None, 3, 7, 31)
+_CHUNKS = (None, None, 16, 32, 128)
+_COUNTED = ("resident", "resident", "anonymous")
+# How often each of the rarer options is drawn.
+_SELDOM = 0.15
+_PREFIX_BYTES = 4_000_000
+# Draws of which none can be had, before the request is taken to be hopeless.
+_MOST_REFUSALS = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process is asked to do.
+
+    Attributes:
+        slack: the budget over the smallest.
+        cold: with nothing in the user's cache, so that what is made once for a device has to be made.
+        options: of `edgeinfer.load`, less the budget.
+    """
+
+    number: int
+    subject: Subject
+    slack: float
+    seed: int
+    draft_width: int
+    cold: bool
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlanRun:
+    """What became of a case.
+
+    Attributes:
+        reason: the last thing that a process said that did not finish.
+        planned, budget: bytes that count; of them, those of the plan and those allowed.
+        peak_rss, peak_anonymous: bytes of the process at their largest.
+        times_full: how often the enforced limit was reached; pages of files may have been dropped then.
+        details: what the process found: its configuration, terms, speed.
+    """
+
+    case: Case
+    enforced: str
+    ended: Literal["ran", "refused", "failed", "killed"]
+    reason: str = ""
+    planned: int = 0
+    budget: int = 0
+    peak_rss: int = 0
+    peak_anonymous: int = 0
+    times_full: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> str:
+        """Which pages count."""
+        return str(self.case.options["counted"])
+
+    @property
+    def measured(self) -> int:
+        """Bytes that count, at their largest."""
+        return self.peak_rss if self.counted == "resident" else self.peak_anonymous
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether the plan was kept, and what happened otherwise."""
+        if self.ended != "ran":
+            return self.ended
+        return "kept" if self.measured <= self.planned else "exceeded"
+
+    @property
+    def gap(self) -> float:
+        """Planned but never taken, as a share of the budget."""
+        return (self.planned - self.measured) / self.budget
+
+
+@dataclass(frozen=True)
+class PlansResults:
+    """All runs of a benchmark."""
+
+    seed: int
+    runs: tuple[PlanRun, ...]
+
+    def of(self, outcome: Outcome) -> list[PlanRun]:
+        """Those that ended like this."""
+        return [run for run in self.runs if run.outcome == outcome]
+
+    @property
+    def finished(self) -> list[PlanRun]:
+        """Those whose plan can be compared with what was measured."""
+        return [run for run in self.runs if run.ended == "ran"]
+
+    def groups(self, key: Callable[[PlanRun], str]) -> dict[str, list[PlanRun]]:
+        """Finished runs by what a key says, in its order."""
+        names = sorted({key(run) for run in self.finished})
+        return {name: [run for run in self.finished if key(run) == name] for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's types."""
+        gaps = [run.gap for run in self.finished]
+        return {
+            "seed": self.seed,
+            "outcomes": {name: len(self.of(name)) for name in ("kept", "exceeded", "refused", "failed", "killed")},
+            "gap": asdict(Spread.of(gaps)) if gaps else None,
+            "runs": [
+                asdict(run) | {"outcome": run.outcome, "measured": run.measured, "counted": run.counted}
+                for run in self.runs
+            ],
+        }
+
+
+def gap_of(runs: Iterable[PlanRun]) -> float:
+    """The median gap of some runs."""
+    return statistics.median(run.gap for run in runs)
+
+
+def draw_cases(subjects: Sequence[Subject], count: int, seed: int) -> Iterator[Case]:
+    """So many requests that a plan can be made for; what a bundle does not have is drawn again.
+
+    Raises:
+        UsageError: nothing that is drawn can be had.
+    """
+    drawing = random.Random(seed)
+    weights = [1 / (1 + subject.parameters / _HALF_PARAMETERS) for subject in subjects]
+    number = refused = 0
+    while number < count:
+        (subject,) = drawing.choices(subjects, weights)
+        case = Case(
+            number=number,
+            subject=subject,
+            slack=drawing.uniform(*_SLACK),
+            seed=drawing.randrange(2**31),
+            draft_width=drawing.choice((1, 1, 1, 2)),
+            cold=drawing.random() < _SELDOM,
+            options=_draw_options(subject, drawing),
+        )
+        try:
+            edgeinfer.plan(subject.model, **case.options)
+        except UsageError:
+            refused += 1
+            if refused > _MOST_REFUSALS * (number + 1):
+                raise
+            continue
+        yield case
+        number += 1
+
+
+def _draw_options(subject: Subject, drawing: random.Random) -> dict[str, Any]:
+    def seldom(values: Sequence[Any], otherwise: Any) -> Any:
+        return drawing.choice(values) if drawing.random() < _SELDOM else otherwise
+
+    contexts = [size for size in _CONTEXTS if size <= subject.longest]
+    (context,) = drawing.choices(contexts, [1 / (1 + size * subject.parameters / _HALF_WORK) for size in contexts])
+    options = {
+        # Left open, the planner shrinks the context itself.
+        "context": seldom((None,), context) if subject.parameters < _HALF_PARAMETERS else context,
+        "kv": drawing.choice((None, *KV_TYPES)),
+        "weights": seldom(WEIGHTS_MODES, None),
+        "counted": drawing.choice(_COUNTED),
+        "prefill_chunk": drawing.choice(_CHUNKS),
+        "overflow": seldom(OVERFLOWS, "stop"),
+        "prefix_cache": seldom((_PREFIX_BYTES,), 0),
+        "threads": drawing.choice((1, 2)),
+        "speculation": drawing.choice(_SPECULATION),
+        "draft_max": drawing.choice(_MOST_DRAFTED),
+        "remember": False,
+    }
+    if options["speculation"] == "model":
+        if not subject.mates:
+            options["speculation"] = "auto"
+        else:
+            options["draft_model"] = drawing.choice(subject.mates)
+    if options["speculation"] == "off":
+        options["draft_max"] = None
+    return options
+
+
+def run_cases(
+    cases: Iterable[Case], *, enforce: bool = True, told: Callable[[PlanRun], None] | None = None
+) -> Iterator[PlanRun]:
+    """Runs each in a process of its own, under a limit of its budget that the system enforces.
+
+    Args:
+        told: called with every run.
+    """
+    for case in cases:
+        run = _run(case, enforce)
+        if told:
+            told(run)
+        yield run
+
+
+def in_child(job: str, arguments: dict[str, Any]) -> list[str]:
+    """The command line of a job of memory_jobs."""
+    return [sys.executable, "-m", "edgeinfer.apps.bench.memory_jobs", job, json.dumps(arguments)]
+
+
+def _run(case: Case, enforce: bool) -> PlanRun:
+    if enforce:
+        drop_cached(Path(case.subject.model))
+    with enclosure(wanted=enforce) as place, tempfile.TemporaryDirectory() as empty:
+        env = child_environment() | ({"XDG_CACHE_HOME": empty} if case.cold else {})
+        arguments = {"model": case.subject.model, "slack": case.slack, "limit": place.limit, "seed": case.seed}
+        command = in_child("planned", arguments | {"draft_width": case.draft_width} | case.options)
+        ended = watch(place.command(command), env)
+        full, killed = place.times_full(), place.killed()
+    if ended.returncode != 0 or ended.watched is None:
+        gone = killed or ended.returncode < 0
+        return PlanRun(case, place.kind, "killed" if gone else "failed", ended.reason, times_full=full)
+    details = json.loads(ended.watched.stdout)
+    return PlanRun(
+        case=case,
+        enforced=place.kind,
+        ended="refused" if "refused" in details else "ran",
+        reason=details.pop("refused", ""),
+        planned=details.get("planned", 0),
+        budget=details["budget"],
+        # What the process saw last is not missed between two samples.
+        peak_rss=max(ended.watched.peak_rss_bytes, details.get("peak_rss_bytes", 0)),
+        peak_anonymous=ended.watched.peak_anonymous_bytes,
+        times_full=full,
+        details=details,
+    )

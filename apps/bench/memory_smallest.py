@@ -1,0 +1,167 @@
+"""How small a budget a model chats in, and how fast, beside other engines; knows nothing of tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import edgeinfer
+from edgeinfer.apps.bench.driver import WORKER_SCRIPT, child_environment
+from edgeinfer.apps.bench.memory_timed import Replies, Setup, Timed, Told, budgets_between, narrow, time_setups
+from edgeinfer.apps.bench.vocabulary import pseudo_text
+from edgeinfer.apps.bench.watch import watch
+from edgeinfer.errors import UsageError
+
+__all__ = ["BEST_SHARE", "Peer", "PeerFigures", "SmallestResults", "measure_peer", "measure_smallest"]
+
+# Of the best speed, what counts as chatting as fast.
+BEST_SHARE = 0.95
+# A short chat, and one that has nearly filled the context: tokens of their prompts, and of each reply.
+_SHORT_PROMPT, _REPLY = 200, 96
+_MARGIN = 24
+_SHORT, _DEEP = (0,), (1,)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another engine to measure the same way.
+
+    Attributes:
+        engine: a key of worker.ENGINES.
+        path: its model.
+        python: the interpreter that has it; None is this one.
+    """
+
+    engine: str
+    path: Path
+    python: str | None = None
+
+
+@dataclass(frozen=True)
+class PeerFigures:
+    """What a peer takes and runs at, or why it could not be measured."""
+
+    peer: Peer
+    reason: str = ""
+    peak_rss: int = 0
+    peak_anonymous: int = 0
+    short_speed: float = 0.0
+    deep_speed: float = 0.0
+
+
+@dataclass(frozen=True)
+class SmallestResults:
+    """One model under budgets from what it takes unbounded to the smallest that would do, the largest first."""
+
+    model: str
+    context: int
+    points: tuple[Timed, ...]
+    peers: tuple[PeerFigures, ...] = ()
+
+    def speeds(self, point: Timed) -> tuple[float, float]:
+        """Tokens a second of the short chat and of the deep one."""
+        return point.speed(_SHORT), point.speed(_DEEP)
+
+    def shares(self, point: Timed) -> tuple[float, float]:
+        """The same of the speeds under the largest budget, which is ample."""
+        return point.share(self.points[0], _SHORT), point.share(self.points[0], _DEEP)
+
+    def keeps(self, point: Timed, share: float = BEST_SHARE) -> bool:
+        """Whether it replied, at this share of the best speed in both chats."""
+        return not point.reason and min(self.shares(point)) >= share
+
+    @property
+    def smallest_running(self) -> Timed | None:
+        """The smallest budget under which it replied."""
+        return self._smallest(0.0)
+
+    @property
+    def smallest_fast(self) -> Timed | None:
+        """The smallest budget under which both chats ran at `BEST_SHARE` of their best speed."""
+        return self._smallest(BEST_SHARE)
+
+    def _smallest(self, share: float) -> Timed | None:
+        kept = [point for point in self.points if self.keeps(point, share)]
+        return min(kept, key=lambda point: point.setup.budget or 0, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's types."""
+        points = []
+        for point in self.points:
+            short, deep = self.speeds(point)
+            shares = dict(zip(("short_share", "deep_share"), self.shares(point), strict=True))
+            points.append(asdict(point) | {"short_speed": short, "deep_speed": deep} | shares)
+        peers = [asdict(figures) | {"peer": figures.peer.engine} for figures in self.peers]
+        return {"model": self.model, "context": self.context, "points": points, "peers": peers}
+
+
+def measure_smallest(
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    steps: int,
+    rounds: int,
+    halvings: int = 0,
+    peers: Sequence[Peer] = (),
+    enforce: bool = True,
+    told: Told | None = None,
+) -> SmallestResults:
+    """Two chats under every budget, each in a process of its own.
+
+    Args:
+        model: a bundle's folder.
+        options: of `edgeinfer.load`, less the budget.
+        steps: budgets, evenly spaced.
+        rounds: processes for each.
+        halvings: further budgets, nearer and nearer to the smallest that keeps the speed.
+        told: called with the processes done and their number.
+
+    Raises:
+        UsageError: the context has no room for two chats of different length.
+        BudgetError: there is nothing between the largest budget and the smallest.
+    """
+    with edgeinfer.load(model, **options) as loaded:
+        context, name = loaded.context, loaded.info.name
+        words = loaded.tokenize(pseudo_text(context))
+    deep = context - _REPLY - _MARGIN
+    if deep <= _SHORT_PROMPT:
+        message = f"A context of {context} tokens has no room for chats of different length."
+        raise UsageError(message, f"Take one of at least {_SHORT_PROMPT + _REPLY + _MARGIN + 1} tokens (-c).")
+    replies = Replies((tuple(words[:_SHORT_PROMPT]), tuple(words[:deep])), _REPLY, ignore_eos=True)
+    fixed = {**options, "context": context}
+    budgets = budgets_between(model, fixed, steps)
+    setups = [Setup(str(budget), {**fixed, "memory": budget}) for budget in budgets]
+    points = time_setups(model, setups, replies, rounds, enforce=enforce, told=told)
+    results = SmallestResults(name, context, tuple(points))
+    points = narrow(model, points, replies, rounds, halvings, results.keeps, enforce=enforce)
+    found = [measure_peer(peer, context, options.get("threads") or 1) for peer in peers]
+    return SmallestResults(name, context, tuple(points), tuple(found))
+
+
+def measure_peer(peer: Peer, context: int, threads: int) -> PeerFigures:
+    """The same chats with another engine, in a process of its own and without a limit, which none of them knows."""
+    deep = context - _REPLY - _MARGIN
+    requests: list[dict[str, Any]] = [
+        {"kind": peer.engine, "path": str(peer.path), "threads": threads, "context": context},
+        {"kind": "decode_times", "tokens": _REPLY, "past": _SHORT_PROMPT},
+        {"kind": "decode_times", "tokens": _REPLY, "past": deep},
+    ]
+    command = [peer.python or sys.executable, str(WORKER_SCRIPT)]
+    # A foreign interpreter has its own packages, and must not see those of this one.
+    env = child_environment() if peer.python is None else None
+    ended = watch(command, env, "".join(json.dumps(request) + "\n" for request in requests))
+    if ended.returncode != 0 or ended.watched is None:
+        return PeerFigures(peer, ended.reason)
+    short, deeper = _speeds(ended.watched.stdout)
+    return PeerFigures(peer, "", ended.watched.peak_rss_bytes, ended.watched.peak_anonymous_bytes, short, deeper)
+
+
+def _speeds(answers: str) -> Iterator[float]:
+    """Tokens a second of every list of milliseconds, after the line that says the engine's version."""
+    for line in answers.splitlines()[1:]:
+        times = json.loads(line)
+        yield len(times) / sum(times) * 1e3

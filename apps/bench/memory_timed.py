@@ -1,0 +1,223 @@
+"""Ways to load one model, timed in turns, every turn in a process of its own; knows nothing of what they are for."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.apps.bench.driver import child_environment
+from edgeinfer.apps.bench.enforced import drop_cached, enclosure
+from edgeinfer.apps.bench.memory_plans import in_child
+from edgeinfer.apps.bench.timing import rotated
+from edgeinfer.apps.bench.watch import run_watched, watch
+from edgeinfer.errors import BudgetError
+
+__all__ = ["Replies", "Setup", "Timed", "TimedRun", "budgets_between", "narrow", "run_job", "time_setups"]
+
+# Of a process without the model: what a user pays for any.
+_AROUND = ("interpreter", "libraries", "objects", "tokenizer")
+_WEIGHTS = ("weights_packed", "weights_mapped")
+# The largest budget, over what is planned without one: a process grows a little between planning and loading.
+_AMPLE = 1.02
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to load a model: options of `edgeinfer.load`; a budget among them is enforced by the system."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes."""
+        return self.options.get("memory")
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What every process is asked for: replies of so many tokens to these prompts, of token ids."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One process.
+
+    Attributes:
+        reason: why it gave no replies; empty where it did.
+        found: what `memory_jobs.time_replies` says.
+        times_full: how often the enforced limit was reached.
+    """
+
+    reason: str = ""
+    peak_rss: int = 0
+    peak_anonymous: int = 0
+    times_full: int = 0
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+    def speed(self, prompts: Sequence[int]) -> float:
+        """Tokens a second over all replies to these prompts, their first tokens aside."""
+        later = [self.found["tokens"][index] - 1 for index in prompts]
+        ms = sum(self.found["ms_per_token"][index] * count for index, count in zip(prompts, later, strict=True))
+        return sum(later) / ms * 1e3 if ms else 0.0
+
+    def generation_bytes(self, *, planned: bool, alone: bool) -> int:
+        """Everything beyond the weights.
+
+        Args:
+            planned: what is reserved, rather than what was measured.
+            alone: without interpreter, libraries and tokenizer.
+        """
+        terms = self.found["terms"]
+        # While weights are streamed, those at the end are not those at the peak.
+        by_plan = planned or self.found["choice"]["weights"] == "streamed"
+        weights = sum(terms.get(name, 0) for name in _WEIGHTS) if by_plan else self.found["weights_resident"]
+        size = (self.found["planned"] if planned else self.peak_rss) - weights
+        if not alone:
+            return int(size)
+        around = {name: terms.get(name, 0) for name in _AROUND}
+        if not planned:
+            around["tokenizer"], around["objects"] = self.found["used"].get("tokenizer", 0), 0
+        return int(size - sum(around.values()))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """All processes of one setup.
+
+    Attributes:
+        beside: processes of the setup it is compared with that took turns with these; empty where all setups did.
+    """
+
+    setup: Setup
+    runs: tuple[TimedRun, ...]
+    beside: tuple[TimedRun, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why one of them gave no replies; empty where all did."""
+        return next((run.reason for run in self.runs if run.reason), "")
+
+    def speed(self, prompts: Sequence[int]) -> float:
+        """The median tokens a second; 0 where one gave no replies."""
+        return 0.0 if self.reason else statistics.median(run.speed(prompts) for run in self.runs)
+
+    def share(self, reference: Timed, prompts: Sequence[int]) -> float:
+        """Of the speed of another setup, by its runs that lie nearest in time."""
+        other = Timed(reference.setup, self.beside or reference.runs).speed(prompts)
+        return self.speed(prompts) / other if other else 0.0
+
+    def median(self, value: Callable[[TimedRun], float]) -> float:
+        """Of something of every process."""
+        return statistics.median(value(run) for run in self.runs)
+
+
+def time_setups(
+    model: str,
+    setups: Sequence[Setup],
+    replies: Replies,
+    rounds: int,
+    *,
+    enforce: bool = True,
+    told: Told | None = None,
+) -> list[Timed]:
+    """Every setup once per round, in another order each time.
+
+    Args:
+        model: a bundle's folder.
+        told: called with the processes done and their number.
+    """
+    runs: dict[str, list[TimedRun]] = {setup.name: [] for setup in setups}
+    done = 0
+    for turn in range(rounds):
+        for setup in rotated(setups, turn):
+            if told:
+                told(done, rounds * len(setups))
+            runs[setup.name].append(_run(model, setup, replies, enforce))
+            done += 1
+    return [Timed(setup, tuple(runs[setup.name])) for setup in setups]
+
+
+def narrow(
+    model: str,
+    timed: Sequence[Timed],
+    replies: Replies,
+    rounds: int,
+    halvings: int,
+    keeps: Callable[[Timed], bool],
+    *,
+    enforce: bool = True,
+) -> list[Timed]:
+    """The same with budgets between the smallest that keeps something and the next below it, by halving.
+
+    Args:
+        timed: the first is what the others are compared with, and takes turns with every new one.
+        keeps: whether a budget keeps it.
+    """
+    reference, found = timed[0], list(timed)
+    for _ in range(halvings):
+        kept = min((each for each in found if each.setup.budget and keeps(each)), key=_budget, default=None)
+        lower = max((each for each in found if kept and 0 < _budget(each) < _budget(kept)), key=_budget, default=None)
+        if kept is None or lower is None:
+            break
+        middle = (_budget(kept) + _budget(lower)) // 2
+        setup = Setup(str(middle), {**kept.setup.options, "memory": middle})
+        again, new = time_setups(model, [reference.setup, setup], replies, rounds, enforce=enforce)
+        found.append(replace(new, beside=again.runs))
+    free = [each for each in found if not each.setup.budget]
+    return free + sorted((each for each in found if each.setup.budget), key=_budget, reverse=True)
+
+
+def _budget(timed: Timed) -> int:
+    return timed.setup.budget or 0
+
+
+def run_job(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a job of memory_jobs finds in a process of its own.
+
+    Raises:
+        BackendError: it failed.
+    """
+    found: dict[str, Any] = json.loads(run_watched(in_child(name, arguments), child_environment()).stdout)
+    return found
+
+
+def budgets_between(model: str, options: Mapping[str, Any], steps: int) -> list[int]:
+    """Budgets in even steps, from what the model takes without one down to the smallest that would do.
+
+    Raises:
+        BudgetError: there is nothing between the two.
+    """
+    sizes = run_job("plan", {"model": model, **options})
+    largest, least = round(_AMPLE * sizes["planned"]), sizes["minimum"]
+    if largest <= least:
+        raise BudgetError("The model takes no more than it needs at least.", "Leave more options open.")
+    return [round(largest - (largest - least) * step / (steps - 1)) for step in range(steps)]
+
+
+def _run(model: str, setup: Setup, replies: Replies, enforce: bool) -> TimedRun:
+    enforced = enforce and setup.budget is not None
+    if enforced:
+        drop_cached(Path(model))
+    asked = {"prompts": replies.prompts, "max_tokens": replies.max_tokens, "ignore_eos": replies.ignore_eos}
+    with enclosure(wanted=enforced) as place:
+        limit = {"limit": place.limit} if enforced else {}
+        command = in_child("replies", {"model": model, **asked, **limit, **setup.options})
+        ended = watch(place.command(command), child_environment())
+        full = place.times_full()
+    if ended.returncode != 0 or ended.watched is None:
+        return TimedRun(ended.reason, times_full=full)
+    found = json.loads(ended.watched.stdout)
+    if "refused" in found:
+        return TimedRun(found["refused"], times_full=full)
+    peak = max(ended.watched.peak_rss_bytes, found["peak_rss_bytes"])
+    return TimedRun("", peak, ended.watched.peak_anonymous_bytes, full, found)

@@ -1,0 +1,236 @@
+"""Whether a model is in memory: loaded when it is asked for, unloaded when it was left alone; knows no requests.
+
+What the cache held is put aside while the model is away, in a file of the user's cache that nobody else may read, so
+that the next request goes on where the last one ended. The file is gone once it was used, and when the program ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import EdgeInferError, StorageError, UsageError
+from edgeinfer.generation import ModelParts
+from edgeinfer.results import LoadCosts, ModelInfo
+from edgeinfer.runtime.memory import release_freed
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.session_file import open_session
+from edgeinfer.runtime.user_cache import user_cache
+from edgeinfer.sessions import resume, save
+
+__all__ = ["Facts", "Residence"]
+
+_log = logging.getLogger("edgeinfer")
+
+# Files put aside by the process of this number, and what a killed one leaves of them.
+_OURS = re.compile(r"\.?aside-(\d+)-\d+\.session.*")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a model whether it is in memory or not."""
+
+    plan: MemoryPlan
+    info: ModelInfo
+    begin_ids: tuple[int, ...]
+    load: LoadCosts
+    tensors: tuple[TensorEntry, ...]
+
+
+class Residence:
+    """Has the parts of a model when they are needed.
+
+    Args:
+        make: loads the parts; takes time.perf_counter() of the request to, and the plan to load by if it is not the
+            first time.
+        started: of the first request, which is served at once.
+        idle_s: seconds without use after which the model is unloaded; None never does.
+        aside: put aside what the cache holds.
+
+    Raises:
+        EdgeInferError: as `make`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[float, MemoryPlan | None], ModelParts],
+        started: float,
+        idle_s: float | None,
+        aside: bool,
+    ) -> None:
+        self._make = make
+        self._idle_s = idle_s
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        self._aside: Path | None = None
+        self._puts_aside = aside
+        self._forget_aside: Callable[[], object] = lambda: None
+        self._parts: ModelParts | None = make(started, None)
+        self._facts = _facts(self._parts)
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the model; does not load it."""
+        parts = self._parts
+        return self._facts if parts is None else _facts(parts)
+
+    def parts(self) -> ModelParts:
+        """The parts, loaded if they were not. They stay for a moment; `held` and `take` make them stay.
+
+        Raises:
+            UsageError: the model was closed.
+            EdgeInferError: as `make`; the next request tries again.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("The model is closed.", "Load it again.")
+            if self._parts is None:
+                self._parts = self._make(time.perf_counter(), self._facts.plan)
+                self._bring_back(self._parts)
+            self._wait()
+            return self._parts
+
+    def take(self) -> ModelParts:
+        """The parts, which stay until `leave`; errors as `parts`."""
+        with self._lock:
+            parts = self.parts()
+            self._holders += 1
+            self._wait()
+            return parts
+
+    def leave(self) -> None:
+        """Ends what `take` began."""
+        with self._lock:
+            self._holders -= 1
+            self._wait()
+
+    @contextmanager
+    def held(self) -> Iterator[ModelParts]:
+        """The parts, which stay inside the block; errors as `parts`."""
+        parts = self.take()
+        try:
+            yield parts
+        finally:
+            self.leave()
+
+    def unload(self) -> None:
+        """Frees the parts, unless somebody holds them; they are loaded again when they are next asked for."""
+        with self._lock:
+            if self._parts is None or self._holders:
+                return
+            self._stop_waiting()
+            parts, self._parts = self._parts, None
+            self._facts = _facts(parts)
+            self._put_aside(parts)
+            _free(parts)
+        del parts
+        release_freed()
+
+    def close(self) -> None:
+        """Frees the parts for good."""
+        with self._lock:
+            self._stop_waiting()
+            self._closed = True
+            self._forget_aside()
+            if self._parts is not None:
+                self._facts = _facts(self._parts)
+                parts, self._parts = self._parts, None
+                _free(parts)
+
+    def _wait(self) -> None:
+        """Unloads after the time to wait, counted from now, where nobody holds the parts."""
+        self._stop_waiting()
+        if self._idle_s is None or self._holders or self._parts is None:
+            return
+        waiting = weakref.ref(self)  # a timer must not keep alive what it is to free
+        timer = threading.Timer(self._idle_s, lambda: _call(waiting, timer))
+        timer.daemon = True
+        self._timer = timer
+        timer.start()
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _waited(self, timer: threading.Timer) -> None:
+        with self._lock:
+            # A request may have come while this thread waited for the lock.
+            if timer is self._timer:
+                self.unload()
+
+    def _put_aside(self, parts: ModelParts) -> None:
+        self._forget_aside()
+        if not self._puts_aside or not parts.engine.held:
+            return
+        try:
+            path = _place()
+            save(parts, path)
+        except StorageError as error:
+            _log.info("The conversation is not put aside while the model is away. %s", error.message)
+            return
+        self._aside = path
+        # Called when the program ends, if nobody calls it before.
+        self._forget_aside = weakref.finalize(self, _remove, path)
+
+    def _bring_back(self, parts: ModelParts) -> None:
+        if self._aside is not None:
+            try:
+                with open_session(self._aside) as session:
+                    resume(parts, session)
+            except EdgeInferError as error:
+                _log.info("What was put aside is lost, and evaluated again. %s", error.message)
+            self._forget_aside()
+            self._aside = None
+
+
+def _call(waiting: weakref.ref[Residence], timer: threading.Timer) -> None:
+    residence = waiting()
+    if residence is not None:
+        residence._waited(timer)
+
+
+def _facts(parts: ModelParts) -> Facts:
+    return Facts(parts.plan, parts.info, parts.begin_ids, parts.load, parts.tensors)
+
+
+def _free(parts: ModelParts) -> None:
+    parts.speculator.close()
+    parts.engine.evict_prefixes()
+    parts.engine.backend.close()
+
+
+def _place() -> Path:
+    """Where to put something aside; what processes that ended left there is removed.
+
+    Raises:
+        StorageError: there is no place.
+    """
+    import psutil  # only here: a megabyte of modules
+
+    folder = user_cache() / "edgeinfer" / "aside"
+    with storage_errors(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            ours = _OURS.fullmatch(path.name)
+            if ours is not None and not psutil.pid_exists(int(ours[1])):
+                _remove(path)
+    return folder / f"aside-{os.getpid()}-{time.time_ns()}.session"
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

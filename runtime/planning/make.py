@@ -1,0 +1,111 @@
+"""Makes the plan of a request from what is known of bundle, process and device; knows nothing of choosing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.config import LoadConfig, format_size
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.machine import machine_memory
+from edgeinfer.runtime.memory import ProcessMemory, process_memory
+from edgeinfer.runtime.planning.configuration import Configuration, Subject
+from edgeinfer.runtime.planning.memory_model import MemoryModel
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.search import search
+from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.speculation.costs import PassCosts
+from edgeinfer.runtime.speculation.profile import Profile
+from edgeinfer.runtime.speculation.reach import REACH, reach_of
+from edgeinfer.runtime.streaming import pass_bytes, streamed_ms
+
+__all__ = ["Profiles", "make_plan", "speed_model"]
+
+Profiles = Callable[[str], Profile]
+
+# Of a round that drafts, besides its pass; of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
+_ROUND_MS = 0.3
+_PARSING_MS_PER_BYTE = 6e-5
+# Bytes per second at which dropped pages come back from the system's cache of the file.
+_RELEASED_PER_S = 1e10
+
+
+def make_plan(
+    subject: Subject, config: LoadConfig, profiles: Profiles = lambda variant: Profile(None), *, all_ways: bool = False
+) -> MemoryPlan:
+    """Plans for a process that has nothing of the model loaded yet.
+
+    Args:
+        profiles: what was measured of a variant of the model on this device.
+        all_ways: list alternatives.
+
+    Raises:
+        ContextLengthError: the context asked for is larger than the model allows.
+        UsageError: the budget is larger than the machine, or something is asked for that the model does not have.
+    """
+    machine = machine_memory()
+    if config.memory is not None and config.memory > machine:
+        message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
+        raise UsageError(message, "Give a smaller one, or none.")
+    memory = MemoryModel(subject, config, _process())
+    return search(subject, config, memory, speed_model(subject, profiles), all_ways=all_ways)
+
+
+def speed_model(subject: Subject, profiles: Profiles) -> SpeedModel:
+    """Predicts the pace of a model from what is known of it on this device.
+
+    A variant that never ran here is taken to run as the usual one, and what streaming adds by the bytes it reads again.
+    """
+    usual = _pace(subject, profiles(""))
+    layers, pages = subject.manifest.geometry.num_layers, pass_bytes(tensors_in(subject.manifest, subject.layout))
+    known: dict[str, Pace] = {"": usual}
+
+    def pace_of(configuration: Configuration) -> Pace:
+        variant, window = configuration.variant, configuration.window_layers
+        if variant not in known:
+            own = _pace(subject, profiles(variant))
+            if own.measured:
+                own = _beside(own, usual, streamed=window > 0)
+            else:
+                # The embedding and the head are windows of their own.
+                windows = 2 + -(-layers // window) if window else 0
+                extra = streamed_ms(0.0, pages, _RELEASED_PER_S, windows) if window else 0.0
+                points = tuple((rows, ms + extra) for rows, ms in usual.passes.points)
+                own = dataclasses.replace(usual, passes=PassCosts(points, usual.passes.step), measured=False)
+            known[variant] = own
+        return known[variant]
+
+    return SpeedModel(pace_of)
+
+
+def _beside(own: Pace, usual: Pace, *, streamed: bool) -> Pace:
+    """A variant's pace as if it had been measured together with the usual one's.
+
+    Two measurements on different days may differ by more than two variants do. A pass over one row takes about the same
+    whatever the cache's numbers, so only what further rows cost is the variant's own; streaming is never faster.
+    """
+    scale = usual.passes.ms(1) / own.passes.ms(1)
+    if streamed:
+        scale = max(1.0, scale)
+    points = tuple((rows, ms * scale) for rows, ms in own.passes.points)
+    return dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
+
+
+def _process() -> ProcessMemory:
+    """Memory of the process with the libraries that loading will import."""
+    import onnxruntime  # noqa: F401 - measured, not used
+
+    return process_memory()
+
+
+def _pace(subject: Subject, profile: Profile) -> Pace:
+    costs = profile.costs()
+    tokenizer = subject.manifest.files.get("tokenizer.json")
+    return Pace(
+        passes=costs.passes if costs else guessed_passes(subject.manifest.weight_bytes),
+        measured=costs is not None,
+        round_ms=costs.round_ms if costs else _ROUND_MS,
+        reach=reach_of(profile.arrays(REACH)),
+        tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
+    )

@@ -1,0 +1,155 @@
+"""The memory plan: what will run, what every part of it takes, what was given up; knows nothing of how it is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from edgeinfer.bundle import Layout
+from edgeinfer.config import format_size
+from edgeinfer.errors import BudgetError
+from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES
+from edgeinfer.runtime.planning.speed_model import Speed
+
+__all__ = ["Alternative", "MemoryPlan"]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another way to run the same model.
+
+    Attributes:
+        name: how it differs.
+        planned_bytes: of the pages that count.
+        fits: whether it is within the budget.
+    """
+
+    name: str
+    configuration: Configuration
+    planned_bytes: int
+    fits: bool
+    speed: Speed
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's types."""
+        return {
+            "name": self.name,
+            "planned_bytes": self.planned_bytes,
+            "fits": self.fits,
+            "tokens_per_second": self.speed.tokens_per_second,
+            "choice": _choice(self.configuration),
+        }
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a model will take in memory, and how it will run.
+
+    Attributes:
+        configuration: what will run.
+        layout: the layout of weights that runs.
+        overflow: what happens when the context is full, one of OVERFLOWS.
+        prefix_cache: bytes kept of other conversations at most.
+        budget_bytes: the user's budget; None when there is none.
+        counted: which pages count against it, one of COUNTED.
+        footprint: bytes by term and kind of page.
+        speed: predicted.
+        smallest_bytes: the least that the same request can be planned for.
+        given_up: what a larger budget would give.
+        hints: what the caller fixed that, left open, would need less.
+        alternatives: other ways to run, where they were asked for.
+    """
+
+    configuration: Configuration
+    layout: Layout
+    overflow: str
+    prefix_cache: int
+    budget_bytes: int | None
+    counted: str
+    footprint: Footprint
+    speed: Speed
+    smallest_bytes: int
+    given_up: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus reply the cache may hold."""
+        return self.configuration.context
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens per pass."""
+        return self.configuration.prefill_chunk
+
+    @property
+    def draft_max(self) -> int:
+        """Tokens in a draft at most; 0 is no speculation."""
+        return self.configuration.draft_max
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Bytes by term, of both kinds of pages."""
+        return self.footprint.terms
+
+    @property
+    def planned_bytes(self) -> int:
+        """Upper bound of the pages that count against the budget."""
+        return self.footprint.total(self.counted)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The smallest budget this request would fit, with room for what the process grows by until it is loaded."""
+        return self.smallest_bytes + GROWTH_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan is within the budget, or there is none."""
+        return self.budget_bytes is None or self.planned_bytes <= self.budget_bytes
+
+    def require_fit(self) -> None:
+        """Refuses a plan over its budget.
+
+        Raises:
+            BudgetError: carries the terms and the smallest budget that would fit.
+        """
+        if self.fits:
+            return
+        assert self.budget_bytes is not None
+        largest = max(self.terms, key=lambda name: self.terms[name])
+        raise BudgetError(
+            f"The plan needs {format_size(self.planned_bytes)}, the budget is {format_size(self.budget_bytes)}.",
+            f"Largest term: {largest.replace('_', ' ')} {format_size(self.terms[largest])}. "
+            f"Give at least {format_size(self.minimum_bytes)}{self._ways()}.",
+            terms=self.terms,
+            minimum_bytes=self.minimum_bytes,
+        )
+
+    def _ways(self) -> str:
+        ways = [*self.hints, "a bundle with fewer bits"]
+        return ", ".join(["", *ways[:-1]]) + f", or {ways[-1]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object that `edgeinfer plan --json` prints."""
+        choice = _choice(self.configuration) | {"layout": self.layout, "overflow": self.overflow}
+        return {
+            "fits": self.fits,
+            "budget_bytes": self.budget_bytes,
+            "counted": self.counted,
+            "minimum_bytes": self.minimum_bytes,
+            "planned_bytes": self.planned_bytes,
+            "anonymous_bytes": self.footprint.total("anonymous"),
+            "terms": self.terms,
+            "choice": choice | {"prefix_cache": self.prefix_cache},
+            "speed": dataclasses.asdict(self.speed),
+            "given_up": list(self.given_up),
+            "alternatives": [alternative.to_dict() for alternative in self.alternatives],
+        }
+
+
+def _choice(configuration: Configuration) -> dict[str, Any]:
+    return dataclasses.asdict(configuration) | {"drafters": list(configuration.drafters)}

@@ -1,0 +1,203 @@
+"""Finds the best way to run a model within a budget; knows nothing of how bytes and speeds come about.
+
+The best is what a caller would choose who saw all: the fastest turn of a chat, where half of the context is worth as
+much as a third of the speed and a lossless cache as much as a sixth. What the caller fixed is never
+changed; a plan that cannot fit says what would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from edgeinfer.config import LoadConfig, format_size
+from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations
+from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, MemoryModel
+from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
+from edgeinfer.runtime.planning.speed_model import SpeedModel
+
+__all__ = ["search"]
+
+# What half of the context is worth, and a cache in floats instead of 8 bits, as a share of the speed.
+_HALF_CONTEXT = 0.7
+_KV_WORTH = {"float32": 1.0, "int8": 0.85, "int4": 0.7}
+
+# Dimensions whose later choices do not always take less.
+_NOT_MONOTONE = ("weights", "window_layers", "tokenizer")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    configuration: Configuration
+    footprint: Footprint
+    bytes: int
+
+
+def search(
+    subject: Subject,
+    config: LoadConfig,
+    memory: MemoryModel,
+    speed: SpeedModel,
+    *,
+    all_ways: bool,
+    among: Callable[[Configuration], bool] = lambda configuration: True,
+) -> MemoryPlan:
+    """The plan for a request; without a budget, the one without concessions.
+
+    Args:
+        all_ways: list alternatives.
+        among: which configurations there are to choose from.
+
+    Raises:
+        ContextLengthError, UsageError: as `configurations`.
+    """
+    every, budget = [each for each in configurations(subject, config) if among(each)], config.memory
+    first = every[0]
+    # Without a budget the first runs; which of the most modest is the smallest tells the least that would do.
+    weighed = every if budget is not None or all_ways else [first, *_modest(every)]
+    candidates = [_candidate(each, memory, config) for each in weighed]
+    fitting = [each for each in candidates if budget is None or each.bytes <= budget]
+    worth = _worth(speed, first)
+    if budget is None:
+        chosen = candidates[0]
+    elif fitting:
+        # Of equals the first, which gives up least.
+        chosen = max(fitting, key=lambda each: worth(each.configuration))
+    else:
+        chosen = min(reversed(candidates), key=lambda each: each.bytes)
+    plan = MemoryPlan(
+        configuration=chosen.configuration,
+        layout=subject.layout,
+        overflow=config.overflow,
+        prefix_cache=config.prefix_cache,
+        budget_bytes=budget,
+        counted=config.counted,
+        footprint=chosen.footprint,
+        speed=speed.speed(chosen.configuration),
+        smallest_bytes=min(each.bytes for each in candidates),
+        given_up=_given_up(first, chosen.configuration, speed),
+    )
+    if not plan.fits:
+        plan = dataclasses.replace(plan, hints=tuple(_hints(subject, config, memory, plan)))
+    if all_ways:
+        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, candidates, budget, speed, worth)))
+    return plan
+
+
+def _modest(every: Sequence[Configuration]) -> Iterable[Configuration]:
+    """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more."""
+    last = every[-1]
+    for each in every:
+        if dataclasses.replace(last, **{name: getattr(each, name) for name in _NOT_MONOTONE}) == each:
+            yield each
+
+
+def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadConfig) -> _Candidate:
+    footprint = memory.footprint(configuration)
+    return _Candidate(configuration, footprint, footprint.total(config.counted))
+
+
+def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration], float]:
+    """Turns of a chat per second, less what was given up for them."""
+
+    def worth(configuration: Configuration) -> float:
+        turns = 1e3 / speed.speed(configuration).turn_ms
+        halvings = math.log2(wanted.context / configuration.context)
+        return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH[configuration.kv]
+
+    return worth
+
+
+def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -> tuple[str, ...]:
+    """What differs from the configuration without concessions, in words."""
+    lost = []
+    if chosen.context < wanted.context:
+        lost.append(f"context of {chosen.context} tokens instead of {wanted.context}")
+    if chosen.kv != wanted.kv:
+        lost.append(f"cache in {chosen.kv} instead of {wanted.kv} (lossy)")
+    if chosen.weights != wanted.weights:
+        windows = f", {chosen.window_layers} layers at a time" if chosen.window_layers else ""
+        lost.append(f"weights {chosen.weights}{windows} instead of {wanted.weights}")
+    if chosen.tokenizer != wanted.tokenizer:
+        lost.append("tokenizer made anew for every prompt")
+    if not chosen.draft_max and wanted.draft_max:
+        lost.append("no drafting")
+    elif chosen.drafters != wanted.drafters:
+        lost.append(f"drafting by {', '.join(sorted(set(chosen.drafters)))} only")
+    if 0 < chosen.draft_max < wanted.draft_max:
+        lost.append(f"drafts of {chosen.draft_max} tokens at most instead of {wanted.draft_max}")
+    if chosen.prefill_chunk < wanted.prefill_chunk:
+        lost.append(f"prompts in chunks of {chosen.prefill_chunk} instead of {wanted.prefill_chunk}")
+    share = speed.speed(chosen).tokens_per_second / speed.speed(wanted).tokens_per_second
+    if share < 0.99:
+        lost.append(f"{1 - share:.0%} of the speed")
+    return tuple(lost)
+
+
+_Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
+# What the caller may have fixed: the option to leave open, and whether it was given.
+_FREED: tuple[_Freed, ...] = (
+    ("a smaller context (-c)", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
+    ("--kv int8", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
+    ("no --weights", lambda c: dataclasses.replace(c, weights=None), lambda c: c.weights is not None),
+    (
+        "no --spec",
+        lambda c: dataclasses.replace(c, speculation="off", draft_max=None, draft_model=None),
+        lambda c: c.speculation not in ("auto", "off") or c.draft_max is not None or c.draft_model is not None,
+    ),
+    ("a smaller prefix cache", lambda c: dataclasses.replace(c, prefix_cache=0), lambda c: c.prefix_cache > 0),
+)
+
+
+def _hints(subject: Subject, config: LoadConfig, memory: MemoryModel, plan: MemoryPlan) -> Iterable[str]:
+    """Options that, left open, would let the same request fit in less; with how much that would be."""
+    for name, free, given in _FREED:
+        if not given(config):
+            continue
+        freed = free(config)
+        open_subject = subject if freed.draft_model else dataclasses.replace(subject, drafter=None)
+        model = MemoryModel(open_subject, freed, memory.process)
+        least = min(_candidate(each, model, freed).bytes for each in configurations(open_subject, freed))
+        if least < plan.smallest_bytes:
+            yield f"{name} with {format_size(least + GROWTH_BYTES)}"
+
+
+def _alternatives(
+    chosen: _Candidate,
+    candidates: Sequence[_Candidate],
+    budget: int | None,
+    speed: SpeedModel,
+    worth: Callable[[Configuration], float],
+) -> Iterable[Alternative]:
+    """The best of each kind that the chosen one is not, and the smallest of all; fitting or not."""
+    smallest = min(candidates, key=lambda each: each.bytes).configuration
+    kinds: dict[str, Callable[[Configuration], bool]] = {
+        "no concessions": lambda c: c == candidates[0].configuration,
+        "smallest": lambda c: c == smallest,
+        "no drafting": lambda c: c.draft_max == 0,
+        "transient tokenizer": lambda c: c.tokenizer == "transient",
+    }
+    ways = [each.configuration for each in candidates]
+    kinds |= {f"cache in {kv}": _with("kv", kv) for kv in dict.fromkeys(way.kv for way in ways)}
+    kinds |= {f"weights {mode}": _with("weights", mode) for mode in dict.fromkeys(way.weights for way in ways)}
+    kinds |= {f"context of {size}": _with("context", size) for size in dict.fromkeys(way.context for way in ways)}
+    seen = {chosen.configuration}
+    for name, belongs in kinds.items():
+        if belongs(chosen.configuration):
+            continue
+        mine = [each for each in candidates if belongs(each.configuration)]
+        fitting = [each for each in mine if budget is None or each.bytes <= budget]
+        if not mine:
+            continue
+        best = max(fitting, key=lambda each: worth(each.configuration)) if fitting else min(mine, key=lambda e: e.bytes)
+        if best.configuration not in seen:
+            seen.add(best.configuration)
+            fits = budget is None or best.bytes <= budget
+            yield Alternative(name, best.configuration, best.bytes, fits, speed.speed(best.configuration))
+
+
+def _with(field: str, value: object) -> Callable[[Configuration], bool]:
+    return lambda configuration: bool(getattr(configuration, field) == value)

@@ -1,0 +1,232 @@
+"""The memory benchmarks: what is drawn, what counts as kept, enforced limits, and the commands on a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.bench import memory_timed
+from edgeinfer.apps.bench.enforced import Enclosure, enclosure
+from edgeinfer.apps.bench.memory_chat import ChatResults
+from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
+from edgeinfer.apps.bench.memory_plans import Case, PlanRun, PlansResults, draw_cases
+from edgeinfer.apps.bench.memory_report import print_plans
+from edgeinfer.apps.bench.memory_smallest import Peer, SmallestResults, measure_peer
+from edgeinfer.apps.bench.memory_spec import SpecMemoResults
+from edgeinfer.apps.bench.memory_subjects import Subject, find_subjects
+from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
+from edgeinfer.apps.bench.watch import watch
+from edgeinfer.cli.main import main
+from edgeinfer.hub import resolve
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
+BUILTIN = Subject("built-in", str(resolve(None)), 5_000_000, 1024, "built-in", (str(resolve(None)),))
+
+
+def plan_run(measured: int, *, planned: int = 90, counted: str = "resident", **more: Any) -> PlanRun:
+    case = Case(0, BUILTIN, 1.0, 0, 1, False, {"counted": counted})
+    details = {"choice": {"kv": "float32", "weights": "mapped"}, "anonymous": {"kv": 5}, "file": {}, "used": {"kv": 4}}
+    sizes = {"peak_rss": measured} if counted == "resident" else {"peak_anonymous": measured, "peak_rss": 1000}
+    return PlanRun(
+        case, "none", **{"ended": "ran", "planned": planned, "budget": 100, "details": details, **sizes, **more}
+    )
+
+
+@pytest.mark.parametrize("counted", ["resident", "anonymous"])
+def test_a_plan_is_kept_if_no_more_of_what_counts_was_taken(counted: str) -> None:
+    assert plan_run(90, counted=counted).outcome == "kept"
+    assert plan_run(91, counted=counted).outcome == "exceeded"
+    assert plan_run(80, counted=counted).gap == pytest.approx(0.1)
+    assert plan_run(0, ended="killed").outcome == "killed"
+
+
+def test_results_name_every_plan_that_was_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = dataclasses.replace(plan_run(0), ended="refused", reason="too small")
+    results = PlansResults(1, (plan_run(80), plan_run(95), refused))
+    print_plans(results)
+    shown = capsys.readouterr().out
+    assert "3 plans: 1 kept, 1 exceeded, 1 refused, 0 failed, 0 killed" in shown
+    assert "too small" in shown and "exceeded: built-in" in shown
+    data = json.loads(json.dumps(results.to_dict()))
+    assert data["outcomes"]["kept"] == 1
+    assert data["gap"]["median"] == pytest.approx(0.025)
+
+
+def test_draws_repeat_and_can_all_be_planned() -> None:
+    first, again = (list(draw_cases([BUILTIN], 6, 5)) for _ in range(2))
+    assert first == again
+    assert list(draw_cases([BUILTIN], 1, 6)) != first[:1]
+    assert [case.number for case in first] == list(range(6))
+    for case in first:
+        assert 1.0 <= case.slack <= 1.6
+        plan = edgeinfer.plan(case.subject.model, **case.options)
+        assert plan.minimum_bytes > 0
+    assert len({case.options["speculation"] for case in first}) > 1
+    assert len({case.options["context"] for case in first}) > 1
+
+
+def test_larger_models_are_drawn_less_often() -> None:
+    large = dataclasses.replace(BUILTIN, name="large", parameters=1_500_000_000, mates=())
+    drawn = list(draw_cases([BUILTIN, large], 30, 0))
+    larger = [case for case in drawn if case.subject is large]
+    assert len(larger) < len(drawn) / 3
+    assert not any("draft_model" in case.options for case in larger)
+
+
+def test_the_context_is_filled_to_its_end() -> None:
+    with edgeinfer.load(context=128, remember=False) as model:
+        filled = fill_context(model, seed=3)
+        assert filled.tokens == 129
+        assert filled.peak_rss_bytes > 0 and filled.used["kv"] > 0
+    with edgeinfer.load(context=128, overflow="window", remember=False) as model:
+        assert fill_context(model, seed=3, beyond=True).tokens > 150
+
+
+def test_chats_begin_again_before_the_context_is_full() -> None:
+    with edgeinfer.load(context=256, prefix_cache="1MB", remember=False) as model:
+        peaks = chat_loop(model, 14, reply_tokens=8)
+    assert len(peaks) == 14 and min(peaks) > 10e6
+
+
+def test_growth_is_counted_from_the_warm_turns_on() -> None:
+    assert ChatResults((50, *[100] * 10, 100), 200, 64).flat
+    assert not ChatResults((*[100] * 10, 102), 200, 64).flat
+
+
+def timed(budget: int | None, short: float, deep: float, reason: str = "", name: str = "") -> Timed:
+    terms = {"weights_mapped": 100, "interpreter": 20, "libraries": 10, "tokenizer": 5, "kv": 40}
+    found = {
+        "tokens": [11, 11],
+        "ms_per_token": [1e3 / short, 1e3 / deep] if not reason else [],
+        "planned": sum(terms.values()) + (budget or 0),
+        "terms": terms,
+        "used": {"tokenizer": 3},
+        "weights_resident": 90,
+        "choice": {"weights": "mapped"},
+    }
+    options = {} if budget is None else {"memory": budget}
+    run = TimedRun(reason, peak_rss=150, peak_anonymous=50, found=found)
+    return Timed(Setup(name or str(budget), options), (run, run))
+
+
+def test_the_smallest_budget_has_to_keep_both_speeds() -> None:
+    points = (timed(400, 30, 20), timed(300, 29, 19.5), timed(200, 29, 15), timed(100, 1, 1, "refused"))
+    results = SmallestResults("m", 2048, points)
+    assert results.shares(points[1]) == pytest.approx((29 / 30, 19.5 / 20))
+    assert results.smallest_fast is points[1]
+    assert results.smallest_running is points[2]
+
+
+def test_generation_memory_is_all_beyond_the_weights() -> None:
+    (run, _) = timed(None, 10, 10).runs
+    assert run.generation_bytes(planned=True, alone=False) == 75
+    assert run.generation_bytes(planned=True, alone=True) == 40
+    assert run.generation_bytes(planned=False, alone=False) == 60
+    assert run.generation_bytes(planned=False, alone=True) == 60 - 20 - 10 - 3
+
+
+def test_speeds_are_compared_with_runs_of_the_same_time() -> None:
+    reference, now = timed(400, 30, 20), timed(300, 15, 10)
+    assert now.share(reference, (0, 1)) == pytest.approx(0.5)
+    slowed = dataclasses.replace(now, beside=timed(400, 15, 10).runs)
+    assert slowed.share(reference, (0, 1)) == pytest.approx(1.0)
+
+
+def test_budgets_are_halved_towards_the_smallest_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speed(setup: Setup) -> Timed:
+        return timed(setup.budget, 30, 30) if (setup.budget or 0) >= 240 else timed(setup.budget, 3, 3)
+
+    def time_them(model: str, setups: list[Setup], *rest: object, **more: object) -> list[Timed]:
+        return [speed(setup) for setup in setups]
+
+    monkeypatch.setattr(memory_timed, "time_setups", time_them)
+    first = [timed(400, 30, 30), timed(100, 3, 3)]
+    results = SmallestResults("m", 2048, tuple(first))
+    replies = memory_timed.Replies(((1,), (2,)), 4)
+    found = memory_timed.narrow("m", first, replies, 1, 3, results.keeps)
+    assert [each.setup.budget for each in found] == [400, 250, 212, 175, 100]
+    assert found[1].beside and dataclasses.replace(results, points=tuple(found)).smallest_fast is found[1]
+
+
+def test_the_smallest_budget_that_pays_is_held_against_no_limits() -> None:
+    free = (timed(None, 30, 30, name="unconstrained"), timed(None, 30, 30, name="default"))
+    results = SpecMemoResults("m", 512, ("a", "b"), (*free, timed(4, 29.5, 29.5), timed(2, 29, 29), timed(1, 28, 28)))
+    assert results.smallest is not None and results.smallest.setup.budget == 2
+    assert results.cut(results.smallest, "default", planned=True, alone=False) == pytest.approx(1 - 77 / 75)
+    assert results.to_dict()["smallest_budget"] == 2
+
+
+@linux_only
+@pytest.mark.parametrize("kind", ["cgroup", "rlimit"])
+def test_limits_are_enforced(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "grow.py"
+    script.write_text(
+        "import json, sys\nfrom edgeinfer.apps.bench.enforced import set_limit\n"
+        "set_limit(json.loads(sys.argv[1]), 60_000_000)\nblock = bytearray(int(sys.argv[2]))\n"
+    )
+    with enclosure() as place:
+        if kind == "cgroup" and place.kind != kind:
+            pytest.skip("no control group can be made here")
+        place = place if kind == "cgroup" else Enclosure("rlimit")
+        codes = []
+        for size in (1_000_000, 200_000_000):
+            command = [sys.executable, str(script), json.dumps(place.limit), str(size)]
+            codes.append(watch(place.command(command), dict(os.environ)).returncode)
+        assert codes[0] == 0 and codes[1] != 0
+        if kind == "cgroup":
+            assert place.killed() and place.times_full() > 0 and place.peak_bytes() <= 61_000_000
+            group = place.group
+    assert kind != "cgroup" or (group is not None and not group.exists())
+
+
+@linux_only
+def test_plans_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnx", reason="needs the export extra")
+    out = tmp_path / "plans.json"
+    arguments = ["bench", "memory", "plans", "--runs", "2", "--shapes", "tiny", "--work", str(tmp_path)]
+    assert main([*arguments, "--seed", "1", "--json", str(out)]) in (0, 1)
+    data = json.loads(out.read_text())
+    assert sum(data["outcomes"].values()) == 2
+    assert data["outcomes"]["failed"] == data["outcomes"]["killed"] == 0
+    for run in data["runs"]:
+        assert run["peak_rss"] > run["peak_anonymous"] > 10e6
+        assert run["budget"] >= run["planned"] > 0
+    assert "by bundle" in capsys.readouterr().out
+    names = {subject.name for subject in find_subjects(resolve(None), tmp_path, ("tiny",))}
+    assert names == {"built-in", "tiny native", "tiny portable"}
+
+
+@linux_only
+def test_budgets_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    shared = ["--steps", "2", "--rounds", "1", "--halvings", "0", "--spec", "copy", "--no-limits", "--json", str(out)]
+    assert main(["bench", "memory", "smallest", "-c", "384", *shared]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert len(points) == 2 and points[0]["setup"]["options"]["memory"] > points[1]["setup"]["options"]["memory"]
+    assert "Smallest budget with 95% of the best speed" in capsys.readouterr().out
+    prompts = ["--categories", "tales/retell", "--per-category", "1", "-n", "8"]
+    assert main(["bench", "memory", "spec", *prompts, *shared]) == 0
+    setups = json.loads(out.read_text())["setups"]
+    assert [setup["setup"]["name"] for setup in setups[:2]] == ["unconstrained", "default"]
+    assert setups[0]["generation_bytes"]["planned"] > setups[0]["generation_bytes"]["planned_alone"] > 0
+
+
+@linux_only
+def test_a_chat_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "chat.json"
+    assert main(["bench", "memory", "chat", "--turns", "12", "-n", "4", "-c", "256", "--json", str(out)]) in (0, 1)
+    assert len(json.loads(out.read_text())["peaks"]) == 12
+    assert "The peak grew by" in capsys.readouterr().out
+    assert main(["bench", "memory", "chat", "--turns", "10"]) == 2
+
+
+def test_a_peer_that_cannot_load_says_why(tmp_path: Path) -> None:
+    figures = measure_peer(Peer("edgeinfer", tmp_path / "absent"), 512, 1)
+    assert "absent" in figures.reason

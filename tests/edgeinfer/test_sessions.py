@@ -1,0 +1,195 @@
+"""Saved sessions: text goes on as if it had never been saved, and what does not fit is evaluated anew."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.errors import ModelError, StorageError, UsageError
+from edgeinfer.runtime.session_file import is_session
+from tests.edgeinfer.conftest import TEMPLATE
+from tests.speculation import random_bundle
+
+OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+QUESTION = "Tell me about the little dog and the cat that is not here"
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgeinfer.Model]:
+    """A model of the same shape with other weights."""
+    bundle = random_bundle(
+        tmp_path_factory.mktemp("stranger"), chat_template=TEMPLATE, max_position_embeddings=512, seed=1
+    )
+    with edgeinfer.load(bundle, threads=1) as model:
+        yield model
+
+
+def talk(model: edgeinfer.Model) -> edgeinfer.Chat:
+    chat = model.chat(system="Be brief, but not too brief, and never say that you do not know.")
+    chat.send(QUESTION, temperature=0.8, seed=3, **OPTIONS)
+    return chat
+
+
+def test_a_chat_goes_on_without_being_evaluated_again(model: edgeinfer.Model, tmp_path: Path) -> None:
+    chat = talk(model)
+    chat.save(tmp_path / "talk.session")
+    expected = chat.send("And now?", **OPTIONS)
+    model.score([5, 6])  # empties the cache
+    opened = model.load_chat(tmp_path / "talk.session")
+    assert opened.messages == chat.messages[:-2]
+    reply = opened.send("And now?", **OPTIONS)
+    assert reply.token_ids == expected.token_ids
+    assert reply.timings.cached_prompt_tokens == expected.timings.cached_prompt_tokens > 30
+
+
+def test_sampled_text_goes_on_the_same_in_another_process_or_model(
+    model: edgeinfer.Model, small_bundle: Path, tmp_path: Path
+) -> None:
+    chat = talk(model)
+    chat.save(tmp_path / "talk.session")
+    expected = chat.send("And now?", temperature=1.0, seed=9, **OPTIONS)
+    with edgeinfer.load(small_bundle, threads=1) as other:
+        reply = other.load_chat(tmp_path / "talk.session").send("And now?", temperature=1.0, seed=9, **OPTIONS)
+    assert reply.token_ids == expected.token_ids
+    assert reply.timings.cached_prompt_tokens == expected.timings.cached_prompt_tokens
+
+
+def test_the_name_decides_what_is_written_and_the_content_how_it_is_read(
+    model: edgeinfer.Model, tmp_path: Path
+) -> None:
+    chat = talk(model)
+    chat.save(tmp_path / "talk.session")
+    chat.save(tmp_path / "talk.json")
+    assert is_session(tmp_path / "talk.session") and not is_session(tmp_path / "talk.json")
+    (tmp_path / "talk.session").rename(tmp_path / "first")
+    (tmp_path / "talk.json").rename(tmp_path / "second.session")
+    for name in ("first", "second.session"):
+        assert model.load_chat(tmp_path / name).messages == chat.messages
+
+
+def test_another_conversation_in_the_cache_is_not_written(model: edgeinfer.Model, tmp_path: Path) -> None:
+    chat = talk(model)
+    model.generate("Something else", **OPTIONS)
+    chat.save(tmp_path / "talk.session")
+    assert b"Something else" not in (tmp_path / "talk.session").read_bytes()
+    assert (tmp_path / "talk.session").stat().st_size < 5000
+    assert model.load_chat(tmp_path / "talk.session").send("And now?", **OPTIONS).token_ids
+
+
+def test_another_model_answers_anew(
+    model: edgeinfer.Model, stranger: edgeinfer.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = talk(model)
+    chat.save(tmp_path / "talk.session")
+    opened = stranger.load_chat(tmp_path / "talk.session")
+    assert "another model's" in caplog.text
+    assert opened.messages == chat.messages
+    assert opened.send("And now?", **OPTIONS).timings.cached_prompt_tokens < 30
+    model.save_session(tmp_path / "plain.session")
+    with pytest.raises(ModelError, match="another model"):
+        stranger.load_session(tmp_path / "plain.session")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"exact": False}, "another way"), ({"backend": "reference"}, "another way"), ({"context": 16}, "smaller")],
+)
+def test_another_way_of_running_evaluates_anew(
+    model: edgeinfer.Model,
+    small_bundle: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    prompt = model.tokenize(QUESTION)
+    model.generate(prompt, **OPTIONS)
+    model.save_session(tmp_path / "text.session")
+    with edgeinfer.load(small_bundle, threads=1, **options) as other:
+        assert other.load_session(tmp_path / "text.session")[: len(prompt)] == prompt
+        assert reason in caplog.text
+        assert other.generate(prompt[:10], max_tokens=1).timings.cached_prompt_tokens == 0
+
+
+def test_plain_text_goes_on(model: edgeinfer.Model, small_bundle: Path, tmp_path: Path) -> None:
+    first = model.generate(QUESTION, **OPTIONS)
+    model.save_session(tmp_path / "text.session")
+    text = [*model.tokenize(QUESTION), *first.token_ids]
+    expected = model.generate(text, **OPTIONS)
+    with edgeinfer.load(small_bundle, threads=1) as other:
+        # The last token was chosen, but not yet fed.
+        assert other.load_session(tmp_path / "text.session") == text[:-1]
+        reply = other.generate(text, **OPTIONS)
+    assert reply.token_ids == expected.token_ids
+    assert reply.timings.cached_prompt_tokens == len(text) - 1
+
+
+def test_damage_is_refused_and_loses_nothing(model: edgeinfer.Model, tmp_path: Path) -> None:
+    path = tmp_path / "talk.session"
+    chat = talk(model)
+    chat.save(path)
+    data = path.read_bytes()
+    for damaged in (data[:-1], data[:100], data + b"x", data[:2000] + b"?" + data[2001:]):
+        path.write_bytes(damaged)
+        for load in (model.load_chat, model.load_session):
+            with pytest.raises(UsageError, match=r"talk\.session"):
+                load(path)
+    reply = chat.send("And now?", **OPTIONS)
+    assert reply.timings.cached_prompt_tokens > 30
+
+
+def test_a_session_of_plain_text_is_no_chat(model: edgeinfer.Model, tmp_path: Path) -> None:
+    model.generate(QUESTION, **OPTIONS)
+    model.save_session(tmp_path / "text.session")
+    with pytest.raises(UsageError, match=r"Chat\.save"):
+        model.load_chat(tmp_path / "text.session")
+
+
+def test_a_running_reply_is_not_disturbed_from_another_thread(model: edgeinfer.Model, tmp_path: Path) -> None:
+    chat = talk(model)
+    stream = chat.stream("And now?", **OPTIONS)
+    next(stream)
+    chat.save(tmp_path / "talk.session")  # by the same thread: ends the reply, which becomes part of the chat
+    assert stream.result.finish_reason == "cancelled"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX systems")
+def test_a_session_is_private_and_written_whole(model: edgeinfer.Model, tmp_path: Path) -> None:
+    chat = talk(model)
+    chat.save(tmp_path / "talk.session")
+    assert stat.S_IMODE((tmp_path / "talk.session").stat().st_mode) == 0o600
+    before = (tmp_path / "talk.session").read_bytes()
+    with pytest.raises(StorageError):
+        chat.save(tmp_path / "missing" / "talk.session")
+    assert (tmp_path / "talk.session").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.session"]
+
+
+def test_conversations_kept_beside_the_current_one(small_bundle: Path) -> None:
+    """Two chats by turns: the prefix cache finds both, and changes no token."""
+    replies: dict[int, list[tuple[int, ...]]] = {}
+    cached: dict[int, list[int]] = {}
+    for size in (0, 1_000_000):
+        with edgeinfer.load(small_bundle, threads=1, prefix_cache=size) as model:
+            chats = [model.chat(f"You are number {n}, and you never tell anyone what you are.") for n in range(2)]
+            results = [chat.send(text, **OPTIONS) for text in (QUESTION, "Go on", "And then?") for chat in chats]
+            replies[size] = [result.token_ids for result in results]
+            cached[size] = [result.timings.cached_prompt_tokens for result in results]
+    assert replies[0] == replies[1_000_000]
+    assert all(kept > lost + 30 for kept, lost in zip(cached[1_000_000][2:], cached[0][2:], strict=True))
+
+
+def test_a_session_survives_the_bundle_being_moved(model: edgeinfer.Model, small_bundle: Path, tmp_path: Path) -> None:
+    model.generate(QUESTION, **OPTIONS)
+    model.save_session(tmp_path / "text.session")
+    shutil.copytree(small_bundle, tmp_path / "elsewhere")
+    with edgeinfer.load(tmp_path / "elsewhere", threads=1) as other:
+        other.load_session(tmp_path / "text.session")
+        assert other.generate(QUESTION, **OPTIONS).timings.cached_prompt_tokens > 5

@@ -1,0 +1,323 @@
+"""Unloading: memory comes back, text goes on the same, nothing that runs is disturbed, nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.runtime.memory import process_memory
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from tests.speculation import BUILTIN, needs_builtin
+
+OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+PROMPT = "Tell me about the little dog and the cat that is not here"
+PATIENCE_S = 20
+
+
+@pytest.fixture
+def aside(own_cache: Path) -> Callable[[], list[Path]]:
+    """What is put aside now."""
+    folder = own_cache / "edgeinfer" / "aside"
+    return lambda: sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+@pytest.fixture
+def fresh(small_bundle: Path) -> Iterator[edgeinfer.Model]:
+    with edgeinfer.load(small_bundle, threads=1) as model:
+        yield model
+
+
+def is_loaded(model: edgeinfer.Model) -> bool:
+    return model._residence._parts is not None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_text_goes_on_as_if_nothing_had_happened(fresh: edgeinfer.Model, aside: Callable[[], list[Path]]) -> None:
+    chat = fresh.chat()
+    chat.send(PROMPT, **OPTIONS)
+    text = [*fresh.tokenize_chat(chat.messages), 9]
+    plain = fresh.generate(text, temperature=1.0, seed=4, **OPTIONS)
+    assert plain.timings.cached_prompt_tokens > 10
+    fresh.unload()
+    assert not is_loaded(fresh)
+    assert len(aside()) == 1
+    again = fresh.generate(text, temperature=1.0, seed=4, **OPTIONS)
+    assert again.token_ids == plain.token_ids
+    # Nothing was evaluated again but the last token.
+    assert again.timings.cached_prompt_tokens == len(text) - 1
+    assert aside() == []
+
+
+def test_what_is_known_of_a_model_does_not_load_it(fresh: edgeinfer.Model) -> None:
+    def known() -> tuple[Any, ...]:
+        return fresh.plan, fresh.info, fresh.context, fresh.load_costs, fresh.begin_ids, fresh.pass_work(4, 1)
+
+    before = known()
+    fresh.unload()
+    assert known() == before
+    assert not is_loaded(fresh)
+    fresh.generate(PROMPT, **OPTIONS)
+    assert (fresh.plan, fresh.info, fresh.context) == before[:3]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: model.tokenize("Hello"),
+        lambda model: model.score([5, 6, 7]).logprobs.tolist(),
+        lambda model: [rows.tolist() for rows in model.logits([5, 6, 7])],
+        lambda model: model.chat().send("Hello", **OPTIONS).text,
+        lambda model: model.create_chat_completion([{"role": "user", "content": "Hi"}], max_tokens=4)["choices"],
+    ],
+)
+def test_whatever_is_asked_loads_it(fresh: edgeinfer.Model, ask: Callable[[edgeinfer.Model], Any]) -> None:
+    expected = ask(fresh)
+    fresh.unload()
+    fresh.unload()
+    assert ask(fresh) == expected
+    assert is_loaded(fresh)
+
+
+def test_everything_large_is_freed(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, threads=1, prefix_cache=1_000_000) as model:
+        for text in (PROMPT, "Something else that is long enough to be kept by it"):
+            model.generate(text, **OPTIONS)
+        parts = model._parts
+        assert parts.engine.prefix_bytes > 0
+        backend = parts.engine.backend
+        assert isinstance(backend, OnnxBackend)
+        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend._kv.keys[0])]
+        del parts, backend
+        gc.disable()  # cycles may be collected much later
+        try:
+            model.unload()
+            assert [reference() for reference in large] == [None] * 4
+        finally:
+            gc.enable()
+
+
+@needs_builtin
+def test_memory_comes_back() -> None:
+    code = """
+import edgeinfer, sys
+from edgeinfer.runtime.memory import process_memory
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+model = edgeinfer.load(sys.argv[1], threads=1, speculation="off")
+model.generate("Once upon a time", max_tokens=40)
+model.unload()
+low = process_memory()
+model.generate("Once upon a time", max_tokens=40)
+high = process_memory()
+model.unload()
+again = process_memory()
+print(low.anonymous, high.anonymous, again.anonymous, low.file, high.file)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(BUILTIN)], capture_output=True, text=True, check=True)
+    low, high, again, low_file, high_file = map(int, done.stdout.split())
+    weights = sum(tensor.nbytes for tensor in edgeinfer.load(BUILTIN, threads=1)._residence.facts.tensors)
+    assert high + high_file - low - low_file > 0.5 * weights
+    assert again - low < 2_000_000
+
+
+def test_nothing_is_unloaded_under_a_running_reply(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.05) as model:
+        stream = model.stream(PROMPT, max_tokens=8, ignore_eos=True)
+        ids = list(next(stream).token_ids)
+        time.sleep(0.3)
+        assert is_loaded(model)
+        refused: list[BaseException] = []
+
+        def attempt() -> None:
+            try:
+                model.unload()
+            except UsageError as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        assert refused
+        ids += [token for chunk in stream for token in chunk.token_ids]
+        wait_until(lambda: not is_loaded(model))
+        assert model.generate(PROMPT, max_tokens=8, ignore_eos=True).token_ids == tuple(ids)
+
+
+def test_long_work_is_not_idleness(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.05) as model:
+        model.generate(PROMPT, **OPTIONS)
+        rows = model.logits(list(range(2, 60)))
+        next(rows)
+        time.sleep(0.3)
+        assert is_loaded(model)
+        list(rows)
+        wait_until(lambda: not is_loaded(model))
+
+
+def test_a_request_starts_the_waiting_over(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.4) as model:
+        for _ in range(6):
+            model.generate("Hello", max_tokens=2)
+            time.sleep(0.1)
+            assert is_loaded(model)
+        wait_until(lambda: not is_loaded(model))
+
+
+def test_requests_and_unloading_may_meet_at_any_time(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.002) as model:
+        expected = model.generate(PROMPT, **OPTIONS).token_ids
+        for pause in (0.0, 0.001, 0.002, 0.0025, 0.003, 0.004) * 2:
+            time.sleep(pause)
+            assert model.generate(PROMPT, **OPTIONS).token_ids == expected
+
+
+def test_a_model_that_is_not_asked_for_unloads_only_if_told(fresh: edgeinfer.Model) -> None:
+    fresh.generate("Hello", max_tokens=2)
+    time.sleep(0.2)
+    assert is_loaded(fresh)
+
+
+def test_a_model_that_nobody_holds_is_not_kept_by_its_timer(
+    small_bundle: Path, aside: Callable[[], list[Path]]
+) -> None:
+    model = edgeinfer.load(small_bundle, threads=1, idle_unload=PATIENCE_S)
+    model.generate(PROMPT, **OPTIONS)
+    model.unload()
+    assert aside()
+    residence = model._residence
+    model.tokenize("Hello")
+    model.unload()
+    del model, residence
+    gc.collect()
+    assert aside() == []
+
+
+def test_closing_removes_what_was_put_aside_and_ends_the_model(
+    small_bundle: Path, aside: Callable[[], list[Path]]
+) -> None:
+    with edgeinfer.load(small_bundle, threads=1) as model:
+        model.generate(PROMPT, **OPTIONS)
+        model.unload()
+        assert aside()
+    assert aside() == []
+    for _ in range(2):
+        with pytest.raises(UsageError, match="closed"):
+            model.generate(PROMPT)
+        model.close()
+    model.unload()
+
+
+def test_a_program_that_ends_leaves_nothing(small_bundle: Path, own_cache: Path) -> None:
+    code = """
+import sys, edgeinfer
+from pathlib import Path
+model = edgeinfer.load(sys.argv[1], threads=1)
+model.generate("Hello", max_tokens=2)
+model.unload()
+print(len(list(Path(sys.argv[2], "edgeinfer", "aside").iterdir())))
+"""
+    environment = os.environ | {"XDG_CACHE_HOME": str(own_cache)}
+    command = [sys.executable, "-c", code, str(small_bundle), str(own_cache)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 1
+    assert list((own_cache / "edgeinfer" / "aside").iterdir()) == []
+
+
+def test_what_a_killed_program_left_is_removed(
+    fresh: edgeinfer.Model, own_cache: Path, aside: Callable[[], list[Path]]
+) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    folder = own_cache / "edgeinfer" / "aside"
+    folder.mkdir(parents=True, exist_ok=True)
+    left = [folder / f"aside-{dead.pid}-1.session", folder / f".aside-{dead.pid}-2.session.abc"]
+    others = [folder / f"aside-{os.getppid()}-1.session", folder / "something else"]
+    for path in (*left, *others):
+        path.touch()
+    fresh.generate(PROMPT, **OPTIONS)
+    fresh.unload()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+    assert len(aside()) == 3
+    for path in others:
+        path.unlink()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX systems")
+def test_what_is_put_aside_is_private(fresh: edgeinfer.Model, aside: Callable[[], list[Path]]) -> None:
+    fresh.generate(PROMPT, **OPTIONS)
+    fresh.unload()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in aside()] == [0o600]
+
+
+def test_nothing_is_put_aside_where_nothing_may_be_remembered(
+    small_bundle: Path, aside: Callable[[], list[Path]]
+) -> None:
+    with edgeinfer.load(small_bundle, threads=1, remember=False) as model:
+        first = model.generate(PROMPT, **OPTIONS)
+        model.unload()
+        assert aside() == []
+        again = model.generate(PROMPT, **OPTIONS)
+    assert (again.token_ids, again.timings.cached_prompt_tokens) == (first.token_ids, 0)
+
+
+@pytest.mark.parametrize("kind", ["full", "damaged", "gone"])
+def test_text_is_the_same_without_what_was_put_aside(
+    fresh: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch, aside: Callable[[], list[Path]], kind: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise StorageError("The disk is full.")
+
+    first = fresh.generate(PROMPT, **OPTIONS)
+    if kind == "full":
+        monkeypatch.setattr("edgeinfer.sessions.write_session", full)
+    fresh.unload()
+    if kind == "full":
+        assert aside() == []
+    elif kind == "damaged":
+        aside()[0].write_bytes(aside()[0].read_bytes()[:-3])
+    else:
+        aside()[0].unlink()
+    again = fresh.generate(PROMPT, **OPTIONS)
+    assert (again.token_ids, again.timings.cached_prompt_tokens) == (first.token_ids, 0)
+    assert aside() == []
+
+
+def test_a_bundle_that_is_gone_is_told_and_may_come_back(
+    fresh: edgeinfer.Model, small_bundle: Path, tmp_path: Path
+) -> None:
+    first = fresh.generate(PROMPT, **OPTIONS)
+    fresh.unload()
+    small_bundle.rename(tmp_path / "away")
+    try:
+        with pytest.raises(edgeinfer.errors.ModelError):
+            fresh.generate(PROMPT, **OPTIONS)
+    finally:
+        (tmp_path / "away").rename(small_bundle)
+    assert fresh.generate(PROMPT, **OPTIONS).token_ids == first.token_ids
+
+
+def test_memory_does_not_grow_by_unloading(fresh: edgeinfer.Model) -> None:
+    before = process_memory().anonymous
+    for _ in range(5):
+        fresh.generate(PROMPT, **OPTIONS)
+        fresh.unload()
+    assert process_memory().anonymous - before < 20_000_000

@@ -1,0 +1,221 @@
+"""What is chosen within a budget: the best that fits, nothing the caller fixed changed, and a useful refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import open_bundle
+from edgeinfer.config import COUNTED, LoadConfig, drafters_in
+from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.memory import ProcessMemory
+from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations
+from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.memory_model import MemoryModel
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.search import search
+from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.speculation.costs import PassCosts
+from tests.factories import make_checkpoint
+
+PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
+# A device on which four rows cost what one does, and reading the weights again ten times as much.
+PACE = Pace(PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0))), True, 0.3, (0.6, 0.4, 0.3), 50.0)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A model with a large vocabulary for its size, so that drafts take memory; everything is open to choice."""
+    folder = tmp_path_factory.mktemp("search")
+    make_checkpoint(folder / "tiny", "llama-tied")
+    bundle = open_bundle(export_checkpoint(folder / "tiny", folder / "out", ExportConfig(bits=4, keep_small=False)))
+    assert bundle.manifest.decoder is not None
+    manifest = dataclasses.replace(
+        bundle.manifest,
+        decoder=dataclasses.replace(bundle.manifest.decoder, max_positions=8192, vocab_size=20_000),
+        geometry=dataclasses.replace(bundle.manifest.geometry, max_positions=8192, vocab_size=20_000),
+    )
+    bundle = dataclasses.replace(bundle, manifest=manifest)
+    return Subject(bundle, "native", None, ("float32", "int8", "int4"), ("mapped", "streamed"), True, 1)
+
+
+def pace_of(configuration: Configuration) -> Pace:
+    window = configuration.window_layers
+    extra = 100.0 / window if window else 0.0
+    return dataclasses.replace(PACE, passes=PassCosts(tuple((rows, ms + extra) for rows, ms in PACE.passes.points)))
+
+
+class Large(MemoryModel):
+    """The weights of a model that fills most of a budget."""
+
+    def footprint(self, configuration: Configuration) -> Footprint:
+        layers = configuration.window_layers or 20
+        whole = super().footprint(configuration)
+        # Beside so much, loading is nothing.
+        return Footprint(dict(whole.anonymous) | {"loading": 0}, whole.file) + Footprint(
+            {}, {"weights_mapped": layers * 20_000_000}
+        )
+
+
+def plan(subject: Subject, all_ways: bool = False, **options: Any) -> MemoryPlan:
+    config = LoadConfig(**options)
+    return search(
+        subject,
+        config,
+        Large(subject, config, PROCESS),
+        SpeedModel(pace_of),
+        all_ways=all_ways,
+    )
+
+
+def test_without_a_budget_nothing_is_given_up(subject: Subject) -> None:
+    found = plan(subject)
+    c = found.configuration
+    assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (2048, 64, "float32", "mapped", 15)
+    assert (c.drafters, c.tokenizer, found.given_up, found.fits) == (drafters_in("auto"), "kept", (), True)
+    assert found.smallest_bytes < found.planned_bytes
+
+
+def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(subject: Subject) -> None:
+    free = plan(subject)
+    assert plan(subject, memory=free.planned_bytes).configuration == free.configuration
+    tight = plan(subject, memory=free.smallest_bytes)
+    assert tight.fits and len(tight.given_up) >= 4
+    assert any("lossy" in text for text in tight.given_up)
+
+
+fixed_options = st.fixed_dictionaries(
+    {},
+    optional={
+        "context": st.sampled_from([128, 1000, 4096]),
+        "kv": st.sampled_from(["float32", "int8", "int4"]),
+        "weights": st.sampled_from(["mapped", "streamed"]),
+        "prefill_chunk": st.integers(1, 200),
+        "speculation": st.sampled_from(["off", "auto", "copy", "copy,recycle"]),
+        "draft_max": st.integers(1, 63),
+        "prefix_cache": st.integers(0, 30_000_000),
+        "counted": st.sampled_from(COUNTED),
+    },
+)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fixed_options, st.floats(0, 1))
+def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dict[str, Any], share: float) -> None:
+    free = plan(subject, **fixed)
+    budget = round(free.smallest_bytes + share * (free.planned_bytes - free.smallest_bytes))
+    found = plan(subject, memory=budget, **fixed)
+    assert found.fits and found.planned_bytes <= budget
+    c = found.configuration
+    for name, value in fixed.items():
+        if name in ("context", "kv", "weights"):
+            assert getattr(c, name) == value
+    if "prefill_chunk" in fixed:
+        assert c.prefill_chunk == min(fixed["prefill_chunk"], c.context)
+    if "draft_max" in fixed and fixed.get("speculation") != "off":
+        assert c.draft_max == fixed["draft_max"]
+    if fixed.get("speculation", "auto") != "auto":
+        assert set(c.drafters) == set(drafters_in(fixed["speculation"]))
+    assert c in set(configurations(subject, LoadConfig(**fixed)))
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_more_memory_is_never_worse(subject: Subject, low: float, high: float) -> None:
+    free = plan(subject)
+    sizes = sorted(round(free.smallest_bytes + x * (free.planned_bytes - free.smallest_bytes)) for x in (low, high))
+    less, more = (plan(subject, memory=size) for size in sizes)
+    if less.configuration.context == more.configuration.context and less.configuration.kv == more.configuration.kv:
+        assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
+    assert less.configuration.context <= more.configuration.context or less.configuration.weights != "streamed"
+
+
+def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(subject: Subject) -> None:
+    resident = plan(subject, weights="mapped", context=2048).smallest_bytes
+    assert plan(subject, memory=resident, context=2048).configuration.weights == "mapped"
+    streamed = plan(subject, memory=resident - 1, context=2048)
+    assert streamed.configuration.weights == "streamed" and streamed.configuration.window_layers
+    mapped = plan(subject, memory=resident, context=2048)
+    assert streamed.speed.tokens_per_second < mapped.speed.tokens_per_second
+    # Pages of files do not count here, so there is no need to drop any.
+    anonymous = plan(subject, memory=plan(subject, counted="anonymous").smallest_bytes, counted="anonymous")
+    assert anonymous.configuration.weights == "mapped"
+
+
+def test_drafts_shrink_to_nothing_with_the_budget(subject: Subject) -> None:
+    subject = dataclasses.replace(subject, transient_tokenizer=False)
+    fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
+    most, least = (plan(subject, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
+    plans = [plan(subject, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
+    assert {0, 1, 3} <= {found.draft_max for found in plans} and plans[-1].terms.get("drafting", 0) >= 0
+    taken = [found.terms.get("drafting", 0) for found in plans]
+    assert taken[0] == max(taken) and all(found.fits for found in plans)
+
+
+def test_four_bits_are_only_for_who_asks(subject: Subject) -> None:
+    assert {c.kv for c in configurations(subject, LoadConfig())} == {"float32", "int8"}
+    assert plan(subject, kv="int4").configuration.kv == "int4"
+    assert plan(subject, kv="int4").planned_bytes < plan(subject, kv="int8").planned_bytes < plan(subject).planned_bytes
+
+
+def test_what_the_model_does_not_have_is_refused(subject: Subject) -> None:
+    bare = dataclasses.replace(subject, kv_types=("float32",), weights_modes=("packed",))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (({"kv": "int8"}, "tune"), ({"weights": "streamed"}, "packed"))
+    for options, word in cases:
+        with pytest.raises(UsageError) as caught:
+            plan(bare, **options)
+        assert word in str(caught.value)
+    with pytest.raises(UsageError, match="in place"):
+        plan(subject, weights="packed")
+    with pytest.raises(ContextLengthError, match="8192"):
+        plan(subject, context=9000)
+
+
+def test_a_refusal_tells_the_least_and_what_to_change(subject: Subject) -> None:
+    fixed: dict[str, Any] = {"context": 4096, "kv": "float32", "speculation": "copy", "prefix_cache": 10_000_000}
+    least = plan(subject, **fixed).smallest_bytes
+    found = plan(subject, memory=least - 1, **fixed)
+    assert not found.fits
+    with pytest.raises(BudgetError) as caught:
+        found.require_fit()
+    error = caught.value
+    assert error.minimum_bytes >= least and error.terms["kv"] > 0 and sum(error.terms.values()) == least
+    for way in ("-c", "--kv int8", "no --spec", "prefix cache"):
+        assert way in error.hint
+    assert plan(subject, memory=error.minimum_bytes, **fixed).fits
+
+
+def test_alternatives_differ_and_tell_whether_they_fit(subject: Subject) -> None:
+    found = plan(subject, all_ways=True)
+    ways = {way.name: way for way in found.alternatives}
+    assert {"smallest", "no drafting", "cache in int8", "weights streamed", "context of 512"} <= set(ways)
+    assert len({way.configuration for way in ways.values()} | {found.configuration}) == len(ways) + 1
+    assert all(way.fits for way in ways.values())
+    assert ways["smallest"].planned_bytes == found.smallest_bytes
+    tight = plan(subject, all_ways=True, memory=found.smallest_bytes + 1_000_000)
+    assert not {way.name: way for way in tight.alternatives}["no concessions"].fits
+    data = tight.to_dict()
+    assert data["alternatives"][0]["choice"]["context"] and data["speed"]["measured"] is True
+
+
+def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
+    steep = Pace(PassCosts(((1, 10.0), (2, 40.0), (64, 900.0))), True, 0.3, (0.5,), 50.0)
+    c = _configuration(draft_max=15)
+    # Two rows cost four times one: no draft pays, and the speed is plain decoding's.
+    assert SpeedModel(lambda configuration: steep).speed(c).tokens_per_second == pytest.approx(100)
+    assert SpeedModel(lambda configuration: PACE).speed(c).tokens_per_second == pytest.approx(2.3e3 / 10.8, rel=0.02)
+    streamed = dataclasses.replace(c, weights="streamed", window_layers=1)
+    assert SpeedModel(pace_of).speed(streamed).tokens_per_second < 30
+    transient = SpeedModel(lambda configuration: PACE).speed(dataclasses.replace(c, tokenizer="transient"))
+    assert transient.turn_ms == pytest.approx(SpeedModel(lambda configuration: PACE).speed(c).turn_ms + 50)
+    assert guessed_passes(240_000_000).ms(1) == pytest.approx(20)
+
+
+def _configuration(**changes: Any) -> Configuration:
+    base = Configuration(2048, 64, "float32", "mapped", 0, drafters_in("auto"), 15, "kept")
+    return dataclasses.replace(base, **changes)
