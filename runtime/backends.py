@@ -15,6 +15,7 @@ from edgeinfer.runtime.layouts import Progress, choose_layout
 from edgeinfer.runtime.machine import physical_cores
 from edgeinfer.runtime.memory import releases_pages
 from edgeinfer.runtime.native.library import native_kernel
+from edgeinfer.runtime.packed_cache import is_packed
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Subject
 from edgeinfer.runtime.text.transient import can_rest
 
@@ -152,6 +153,7 @@ def subject_of(
         kv_types=kind.kv_types(bundle, layout),
         weights_modes=kind.weights_modes(layout),
         transient_tokenizer=bundle.has(TOKENIZER) and can_rest(bundle.path / TOKENIZER),
+        packed_ready=layout != NATIVE and is_packed(bundle),
         threads=thread_count(config),
     )
 

@@ -34,7 +34,7 @@ from edgeinfer.runtime.packed_graph import Copy, copies_in, products, weights_in
 from edgeinfer.runtime.packed_room import make_room, private_folder, processor_key, used
 from edgeinfer.runtime.user_cache import user_cache
 
-__all__ = ["prepare_packed"]
+__all__ = ["is_packed", "prepare_packed"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -107,6 +107,14 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
     if not _holds(model, graph):
         write_file(model, graph)
     return RunnableGraph(PORTABLE, model, folder / _PACKED, reads=_reads(graph, table))
+
+
+def is_packed(bundle: Bundle) -> bool:
+    """Whether the file of a bundle's packed weights is there; one that turns out damaged is made anew."""
+    try:
+        return WEIGHTS in bundle.manifest.files and (_folder(bundle) / _PACKED).is_file()
+    except (StorageError, KeyError):
+        return False
 
 
 def _holds(path: Path, data: bytes) -> bool:

@@ -78,6 +78,7 @@ class Subject:
         kv_types: those the bundle has graphs and scales for.
         weights_modes: those the backend that runs it has, the fastest first.
         transient_tokenizer: whether the tokenizer can be left out of memory while tokens are decoded.
+        packed_ready: whether the file of packed weights is there already.
         threads: of the linear algebra.
     """
 
@@ -87,6 +88,7 @@ class Subject:
     kv_types: tuple[str, ...]
     weights_modes: tuple[str, ...]
     transient_tokenizer: bool
+    packed_ready: bool
     threads: int
 
     @property

@@ -27,18 +27,18 @@ OUTSIDE = ("interpreter", "libraries")
 
 # Session and graph of onnxruntime: in all, and per layer; pages of code that running touches beyond those of importing,
 # and what loading touches besides: of code, and of raw weights while they are packed.
-_SESSION_BYTES, _SESSION_LAYER_BYTES = 4_000_000, 60_000
-_RUNNING_CODE_BYTES, _LOADING_CODE_BYTES = 3_000_000, 13_000_000
-_RAW_SHARE = 0.35
+_SESSION_BYTES, _SESSION_LAYER_BYTES = 3_200_000, 200_000
+_RUNNING_CODE_BYTES, _LOADING_CODE_BYTES = 2_500_000, 11_000_000
+_RAW_SHARE = 0.3
 # Of the pages of libraries that are resident when a model is loaded, those that come back while it runs.
-_NEEDED_SHARE = 0.8
+_NEEDED_SHARE = 0.72
 # Anonymous memory that a session keeps of weights that are read from a file of packed ones.
 _PACKING_LEFT_BYTES = 4_000_000
 # Rows of the cache that are there from the start.
 _FIRST_ROWS = 256
 # What importing and planning itself add to the process between two plans, and Python's objects while replies are made.
 GROWTH_BYTES = 4_000_000
-_OBJECTS_BYTES = 3_000_000
+_OBJECTS_BYTES = 2_000_000
 # A cache that grows by concatenation is written anew by every pass, from one copy into the other.
 _CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
@@ -131,7 +131,9 @@ class MemoryModel:
         if self._subject.layout == NATIVE or not tensors:
             return 0, 0
         if configuration.weights != "packed":
-            return loading_bytes(tensors)
+            packed, raw = loading_bytes(tensors)
+            # Making the file holds the raw weight, its packed copy and what is written of it at once.
+            return (packed, raw) if self._subject.packed_ready else (packed + 2 * raw, raw)
         return 0, round(_RAW_SHARE * max(t.nbytes for t in tensors))
 
 

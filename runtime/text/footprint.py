@@ -2,17 +2,21 @@
 
 Measured for version 0.23 of the library on vocabularies of 512 to 152,000 tokens (docs/LOG.md). A token takes the same
 however long the file; hash tables of a power of two of buckets, eight for seven tokens or more, come on top. Parsing a
-second time takes more than the first. Words that were seen are kept, up to 10,000 of them.
+second time takes more than the first. Words that were seen are kept, up to `SEEN_WORDS` of them.
 """
 
 from __future__ import annotations
 
-__all__ = ["encoding_bytes", "kept_bytes", "parsing_bytes", "table_bytes"]
+__all__ = ["SEEN_WORDS", "encoding_bytes", "kept_bytes", "parsing_bytes", "table_bytes"]
 
-_TOKEN_BYTES, _BUCKET_BYTES, _SEEN_WORDS_BYTES = 190, 83, 6_000_000
+# Words that were seen and are kept with their tokens; the library's own ten thousand take 6 MB, of which chats profit
+# little.
+SEEN_WORDS = 1000
+_TOKEN_BYTES, _BUCKET_BYTES, _SEEN_WORD_BYTES = 190, 83, 600
 _PARSED_TOKEN_BYTES, _PARSED_BUCKET_BYTES, _PARSER_BYTES = 680, 140, 2_000_000
 # What parsing leaves behind: blocks too small to go back to the system.
 _LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_000_000
+_KEPT_BYTES = 1_500_000
 _ENCODED_CHARACTER_BYTES, _ENCODER_BYTES = 160, 250_000
 
 
@@ -24,7 +28,7 @@ def kept_bytes(tokens: int, *, used: bool = True) -> int:
         used: with the words it keeps of texts that it has seen.
     """
     parsed = _TOKEN_BYTES * tokens + _BUCKET_BYTES * _buckets(tokens)
-    return parsed + (_SEEN_WORDS_BYTES if used else _LEFT_BYTES)
+    return parsed + _KEPT_BYTES + (_SEEN_WORD_BYTES * SEEN_WORDS if used else 0)
 
 
 def parsing_bytes(file_bytes: int, tokens: int) -> int:

@@ -15,7 +15,7 @@ import tokenizers
 from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
 from edgeinfer.runtime.allocation import allocating, require_room
 from edgeinfer.runtime.memory import apart
-from edgeinfer.runtime.text.footprint import encoding_bytes, parsing_bytes
+from edgeinfer.runtime.text.footprint import SEEN_WORDS, encoding_bytes, parsing_bytes
 
 __all__ = ["MAX_FILE_BYTES", "Tokenizer"]
 
@@ -33,6 +33,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
         backend.no_padding()
+        _bound_cache(backend)
         self._backend = backend
         # Whether special tokens are parsed is a setting of the library's object, so calls must not interleave.
         self._lock = Lock()
@@ -130,6 +131,13 @@ def _parsed(contents: bytes) -> tokenizers.Tokenizer:
     # roughly: other objects' keys, and tokens with this text in them, are few.
     require_room("Parsing the tokenizer", parsing_bytes(len(contents), contents.count(b'":')))
     return tokenizers.Tokenizer.from_buffer(contents)
+
+
+def _bound_cache(backend: tokenizers.Tokenizer) -> None:
+    """Keeps no more words than planned, where the library lets us say so."""
+    resize = getattr(backend.model, "_resize_cache", None)
+    if resize is not None:
+        resize(SEEN_WORDS)
 
 
 def _step_types(decoder: dict[str, Any]) -> Iterator[str]:
