@@ -43,7 +43,7 @@ COUNTED = ("resident", "anonymous")
 MOST_DRAFTED = 15
 
 _UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 1000**2, "MB": 1000**2, "G": 1000**3, "GB": 1000**3}
-_UNITS |= {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+_UNITS |= {"T": 1000**4, "TB": 1000**4, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 

@@ -18,7 +18,7 @@ from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelIn
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.engine import Engine, Step
 from edgeinfer.runtime.ledger import Ledger
-from edgeinfer.runtime.memory import process_memory
+from edgeinfer.runtime.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.overflow.contracts import overflow_summary
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
@@ -221,6 +221,7 @@ class TokenStream:
                 terms=dict(parts.plan.terms),
                 used=parts.ledger.terms(),
                 given_up=tuple(parts.ledger.given),
+                pss_bytes=proportional_bytes(),
             ),
             speculation=parts.speculator.summary(self._config, self._rounds, timings.per_token_ms),
             model=parts.info,

@@ -70,6 +70,8 @@ class MemoryUse:
     """Memory of the whole process in bytes.
 
     Attributes:
+        pss_bytes: resident at the end of the reply, each page divided by the number of processes that share it; None
+            where the system does not tell.
         terms: the plan's.
         used: held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
         given_up: what had to be spared to keep the budget, in order.
@@ -83,6 +85,7 @@ class MemoryUse:
     terms: dict[str, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
     given_up: tuple[str, ...] = ()
+    pss_bytes: int | None = None
 
 
 @dataclass(frozen=True)

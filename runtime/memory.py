@@ -19,6 +19,7 @@ __all__ = [
     "apart",
     "has_room",
     "process_memory",
+    "proportional_bytes",
     "release_code",
     "release_freed",
     "releases_pages",
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 _STATUS = Path("/proc/self/status")
 _SMAPS = Path("/proc/self/smaps")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 _MADV_DONTNEED = 4  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MXFAST = -1, -3, 1
@@ -67,6 +69,18 @@ def process_memory() -> ProcessMemory:
     # Windows reports the peak itself; macOS through getrusage, in bytes.
     peak = getattr(info, "peak_wset", 0) or _rusage_peak()
     return ProcessMemory(info.rss, max(peak, info.rss), info.rss, 0)
+
+
+def proportional_bytes() -> int | None:
+    """Resident bytes with each page divided by the number of processes that share it; None where nobody tells.
+
+    Takes about a millisecond for each gigabyte.
+    """
+    try:
+        lines = _ROLLUP.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
 
 
 def _linux() -> ProcessMemory:

@@ -11,7 +11,7 @@ from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.footprint import Footprint
-from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES
+from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, OUTSIDE
 from edgeinfer.runtime.planning.speed_model import Speed
 
 __all__ = ["Alternative", "MemoryPlan"]
@@ -120,14 +120,19 @@ class MemoryPlan:
         if self.fits:
             return
         assert self.budget_bytes is not None
-        largest = max(self.terms, key=lambda name: self.terms[name])
         raise BudgetError(
             f"The plan needs {format_size(self.planned_bytes)}, the budget is {format_size(self.budget_bytes)}.",
-            f"Largest term: {largest.replace('_', ' ')} {format_size(self.terms[largest])}. "
-            f"Give at least {format_size(self.minimum_bytes)}{self._ways()}.",
+            f"{self._why()} Give at least {format_size(self.minimum_bytes)}{self._ways()}.",
             terms=self.terms,
             minimum_bytes=self.minimum_bytes,
         )
+
+    def _why(self) -> str:
+        outside = sum(self.terms.get(name, 0) for name in OUTSIDE)
+        if self.budget_bytes is not None and self.budget_bytes <= outside:
+            return f"This program takes {format_size(outside)} without a model."
+        largest = max(self.terms, key=lambda name: self.terms[name])
+        return f"Largest term: {largest.replace('_', ' ')} {format_size(self.terms[largest])}."
 
     def _ways(self) -> str:
         ways = [*self.hints, "a bundle with fewer bits"]

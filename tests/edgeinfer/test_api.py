@@ -43,7 +43,7 @@ FIELDS: dict[str, set[str] | None] = {
         "cached_prompt_tokens",
     },
     "memory": {"budget_bytes", "planned_bytes", "peak_rss_bytes", "anonymous_bytes", "file_bytes"}
-    | {"terms", "used", "given_up"},
+    | {"terms", "used", "given_up", "pss_bytes"},
     "speculation": {
         "mode",
         "verification",
