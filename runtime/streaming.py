@@ -6,28 +6,18 @@ again. The tensors are those of the layout that runs (edgeinfer.bundle.tables.te
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
+from collections.abc import Iterable
 
 from edgeinfer.bundle import PORTABLE, TensorEntry
-from edgeinfer.runtime.memory import releases_pages
 
 __all__ = [
-    "ReadRates",
     "loading_bytes",
     "looked_up_bytes",
     "mapped_bytes",
     "packed_bytes",
     "pass_bytes",
-    "read_rates",
     "streamed_bytes",
     "streamed_ms",
 ]
@@ -109,53 +99,3 @@ def _read_bytes(tensor: TensorEntry) -> int:
 def looked_up_bytes(tensors: Iterable[TensorEntry]) -> int:
     """Resident bytes of an embedding of which only rows are read, and dropped from time to time."""
     return sum(min(t.nbytes, _LOOKUP_BYTES) for t in tensors if t.name == _EMBED)
-
-
-@dataclass(frozen=True)
-class ReadRates:
-    """Bytes per second at which dropped pages come back.
-
-    Attributes:
-        cached: while the system still has them.
-        disk: when they must be read from the disk.
-    """
-
-    cached: float
-    disk: float
-
-
-def read_rates(path: Path) -> ReadRates | None:
-    """Measures how fast pages of a file come back; None where they cannot be dropped.
-
-    Takes some 20 ms, and what the disk needs for 64 MB. Pages that another process has mapped stay in memory, and are
-    then read faster than the disk reads.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    if not releases_pages():
-        return None
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(handle).st_size
-        pieces = [size * i // _PIECES // mmap.PAGESIZE * mmap.PAGESIZE for i in range(_PIECES)]
-        length = min(_SAMPLE_BYTES, size) // _PIECES // 8 * 8
-        with mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapped:
-            for piece in pieces:
-                os.posix_fadvise(handle, piece, length, os.POSIX_FADV_DONTNEED)
-            cold = _seconds_to_read(mapped, pieces, length)
-            resident = _seconds_to_read(mapped, pieces, length)
-            mapped.madvise(mmap.MADV_DONTNEED)
-            cached = _seconds_to_read(mapped, pieces, length)
-    finally:
-        os.close(handle)
-    # The pass itself reads them once more; only what comes on top of that is the price.
-    least, read = 1e-6, length * _PIECES
-    return ReadRates(read / max(cached - resident, least), read / max(cold - resident, least))
-
-
-def _seconds_to_read(mapped: mmap.mmap, pieces: Sequence[int], length: int) -> float:
-    begun = time.perf_counter()
-    for piece in pieces:
-        np.frombuffer(mapped, np.uint64, length // 8, piece).max()
-    return time.perf_counter() - begun

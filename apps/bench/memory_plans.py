@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,11 +138,6 @@ class PlansResults:
                 for run in self.runs
             ],
         }
-
-
-def gap_of(runs: Iterable[PlanRun]) -> float:
-    """The median gap of some runs."""
-    return statistics.median(run.gap for run in runs)
 
 
 def draw_cases(subjects: Sequence[Subject], count: int, seed: int) -> Iterator[Case]:

@@ -122,7 +122,6 @@ def measure_smallest(
 
     Raises:
         UsageError: the context has no room for two chats of different length.
-        BudgetError: there is nothing between the largest budget and the smallest.
     """
     with edgeinfer.load(model, **options) as loaded:
         context, name = loaded.context, loaded.info.name

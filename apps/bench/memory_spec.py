@@ -124,7 +124,6 @@ def measure_spec_memory(
 
     Raises:
         UsageError: there are no prompts.
-        BudgetError: there is nothing between the largest budget and the smallest.
     """
     if not prompts:
         raise UsageError("There are no prompts.", "Name other categories.")

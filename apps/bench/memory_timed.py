@@ -14,7 +14,6 @@ from edgeinfer.apps.bench.enforced import drop_cached, enclosure
 from edgeinfer.apps.bench.memory_plans import in_child
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.apps.bench.watch import run_watched, watch
-from edgeinfer.errors import BudgetError
 
 __all__ = ["Replies", "Setup", "Timed", "TimedRun", "budgets_between", "narrow", "run_job", "time_setups"]
 
@@ -192,15 +191,10 @@ def run_job(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def budgets_between(model: str, options: Mapping[str, Any], steps: int) -> list[int]:
-    """Budgets in even steps, from what the model takes without one down to the smallest that would do.
-
-    Raises:
-        BudgetError: there is nothing between the two.
-    """
+    """Budgets in even steps, from more than the model takes without one down to the smallest that would do."""
     sizes = run_job("plan", {"model": model, **options})
-    largest, least = round(_AMPLE * sizes["planned"]), sizes["minimum"]
-    if largest <= least:
-        raise BudgetError("The model takes no more than it needs at least.", "Leave more options open.")
+    least = sizes["minimum"]
+    largest = round(_AMPLE * max(sizes["planned"], least))
     return [round(largest - (largest - least) * step / (steps - 1)) for step in range(steps)]
 
 

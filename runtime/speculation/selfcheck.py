@@ -1,7 +1,7 @@
 """Proves on the device at hand that rows do not depend on how a chain is cut into passes, and measures by how much they
 do where it fails; knows backends by their contract, and nothing of drafts.
 
-Where it fails, a choice may hang on rounding. `near_tie` and `near_edge` tell which: such a row can be decided again by
+Where it fails, a choice may hang on rounding. `near_edge` tells which: such a row can be decided again by
 the pass that plain decoding would run. That gives plain decoding's text only if the rows before it are plain decoding's
 too: their differences reach every later row through the cache, and there they are as large as those of the row itself
 (docs/LOG.md).
@@ -19,7 +19,7 @@ import numpy as np
 from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints
 from edgeinfer.runtime.speculation.costs import filler_tokens
 
-__all__ = ["ExactCheck", "check_exact", "near_edge", "near_tie"]
+__all__ = ["ExactCheck", "check_exact", "near_edge"]
 
 # Passes begin amid a vector of eight or sixteen numbers, and the text reaches into the next one.
 _PROMPT = 11
@@ -156,15 +156,6 @@ def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
 def _gap(row: Floats) -> float:  # (V,)
     second, best = np.partition(row, len(row) - 2)[-2:]
     return float(best - second)
-
-
-def near_tie(logits: Floats, noise: float) -> bool:  # (A,)
-    """Whether another token would be the most likely one if every logit moved by at most `noise`.
-
-    Args:
-        logits: of the tokens that may follow, penalties applied; a repetition penalty magnifies the noise.
-    """
-    return len(logits) > 1 and _gap(logits) <= 2 * noise
 
 
 def near_edge(choose: Callable[[Floats], int], logits: Floats, noise: float) -> bool:  # (V,)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import TensorEntry
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.contracts import Backend
 
@@ -43,30 +41,6 @@ class BlockCosts:
     fixed: float
     blocks: tuple[float, ...]
     whole: tuple[float, ...]
-
-    @classmethod
-    def by_bytes(cls, tensors: Iterable[TensorEntry], longest: int = _LONGEST) -> Self:
-        """In bytes of weights: what a device does that waits for memory alone, where more rows cost nothing.
-
-        Args:
-            tensors: the table of a bundle's weights.
-            longest: longest draft to think of.
-
-        Raises:
-            UsageError: the bundle does not list its weights.
-        """
-        fixed, blocks = 0, dict[int, int]()
-        for tensor in tensors:
-            parts = tensor.name.split(".")
-            if parts[0] == "layers":
-                block = 2 * int(parts[1]) + parts[2].startswith("mlp")
-                blocks[block] = blocks.get(block, 0) + tensor.nbytes
-            elif parts[0] != "embed":  # looked up by rows
-                fixed += tensor.nbytes
-        if not blocks:
-            raise UsageError("The bundle does not list its weights.", "Use one exported natively.")
-        total = float(fixed + sum(blocks.values()))
-        return cls(float(fixed), tuple(float(blocks[i]) for i in sorted(blocks)), (total,) * (longest + 1))
 
     def ms(self, layer_mask: NDArray[np.bool_]) -> float:  # (2 L,)
         """A pass over one row in which these blocks run."""

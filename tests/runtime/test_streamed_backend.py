@@ -21,7 +21,7 @@ from edgeinfer.runtime.contracts import Backend, PassCancelledError, StepOutput
 from edgeinfer.runtime.memory import process_memory, releases_pages
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.streamed_backend import StreamedBackend
-from edgeinfer.runtime.streaming import pass_bytes, read_rates, streamed_bytes, streamed_ms
+from edgeinfer.runtime.streaming import pass_bytes, streamed_bytes, streamed_ms
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
 
@@ -242,18 +242,3 @@ def test_what_the_plan_reckons_with(bundles: Callable[[Layout], Bundle]) -> None
     assert pass_bytes(tensors) == sum(t.nbytes for t in tensors) - embedding
     assert streamed_ms(10.0, 2_000_000_000, 1e9, 0) == 2010.0
     assert streamed_ms(10.0, 0, 1e9, 5) > 10.0
-
-
-@pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
-@pytest.mark.parametrize("size", [300, 5000, 40 << 20])
-def test_rates_are_measured(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "weights"
-    values: NDArray[np.uint8] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    path.write_bytes(values.tobytes())
-    rates = read_rates(path)
-    assert rates is not None
-    assert rates.cached > 0
-    assert rates.disk > 0
-    assert path.read_bytes() == values.tobytes()
-    with pytest.raises(OSError, match="No such file"):
-        read_rates(tmp_path / "nowhere")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import TensorEntry
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.contracts import Ints, StepOutput
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
@@ -45,20 +44,6 @@ def test_an_exit_saves_its_layers_in_verification() -> None:
     assert COSTS.exit_gain(1, 0.8).speedup > COSTS.gain(np.array([True, True, False, False]), 0.8).speedup
     only = BlockCosts(COSTS.fixed, COSTS.blocks, COSTS.whole[:2])
     assert only.exit_gain(1, 0.8).speedup == pytest.approx(1.8 * 7.0 / (4.0 + 3.0 + 4.0 / 7.0 * 7.7))
-
-
-def test_bytes_of_weights_stand_for_costs(tmp_path: Path) -> None:
-    tensors: tuple[TensorEntry, ...] = export(tmp_path, "reference").manifest.tensors
-    costs = BlockCosts.by_bytes(tensors, longest=3)
-    read = sum(tensor.nbytes for tensor in tensors if tensor.name != "embed")
-    assert costs.whole == (read,) * 4
-    assert costs.ms(np.ones(8, np.bool_)) == read
-    assert len(set(costs.blocks[::2])) == len(set(costs.blocks[1::2])) == 1
-    mlp = [tensor for tensor in tensors if tensor.name.startswith("layers.2.mlp")]
-    assert len(mlp) == 3
-    assert costs.blocks[5] == sum(tensor.nbytes for tensor in mlp)
-    with pytest.raises(UsageError, match="does not list"):
-        BlockCosts.by_bytes(())
 
 
 def test_costs_are_measured_by_leaving_blocks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
