@@ -169,7 +169,7 @@ def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_
         return engine.backend.nbytes() | {name: size for name, size in held.items() if size}
 
     reliefs = (
-        Relief("freed memory", _release),
+        Relief("", _release),
         Relief("long drafts", speculator.shorten, speculator.recover),
         Relief("drafting", speculator.drop, speculator.recover),
         Relief("other conversations", evict),

@@ -31,7 +31,7 @@ class Relief:
     """A way to take less.
 
     Attributes:
-        name: what is given up, for people.
+        name: what is given up, for people; "" where nobody will miss it.
         give: gives some of it up; false where there was nothing left to give, sooner or later.
         take: takes it again at the beginning of a turn with ample room; None where nothing has to be undone.
     """
@@ -123,7 +123,7 @@ class Ledger:
         for relief in self._reliefs:
             while used > budget - _MARGIN_BYTES and relief.give():
                 used = self._look()
-                if relief.name not in self.given:
+                if relief.name and relief.name not in self.given:
                     self.given.append(relief.name)
                     _log.info("Memory is short: gave up %s.", relief.name)
         if used > budget:

@@ -104,7 +104,7 @@ fixed_options = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fixed_options, st.floats(0, 1))
 def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dict[str, Any], share: float) -> None:
     free = plan(subject, **fixed)
@@ -124,7 +124,7 @@ def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dic
     assert c in set(configurations(subject, LoadConfig(**fixed)))
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_more_memory_is_never_worse(subject: Subject, low: float, high: float) -> None:
     free = plan(subject)

@@ -385,7 +385,8 @@ def test_the_folder_depends_on_all_that_costs_and_texts_depend_on(
         profile_folder(bundle, "native", "avx2", 2, True),
         profile_folder(bundle, "native", "avx2", 1, False),
     ]
-    monkeypatch.setattr(module, "version", lambda package: "9.9")
+    folders.append(profile_folder(bundle, "native", "avx2", 1, True, variant="int8"))
+    monkeypatch.setattr(module, "VERSION", "9.9")
     folders.append(profile_folder(bundle, "native", "avx2", 1, True))
     assert len(set(folders)) == len(folders)
     assert all(folder.parent == tmp_path / "edgeinfer" / "speculation" for folder in folders)
