@@ -113,9 +113,7 @@ def print_spec(results: SpecMemoResults) -> None:
             for alone in (False, True)
             for planned in (True, False)
         ]
-        text = (
-            f"{cuts[0]} reserved, {cuts[1]} measured; without interpreter, libraries and tokenizer {cuts[2]}, {cuts[3]}"
-        )
+        text = f"{cuts[0]} reserved, {cuts[1]} measured; of cache, passes and drafts alone {cuts[2]}, {cuts[3]}"
         _line(f"Generation memory cut against {name}: {text}.")
     _line(machine_name())
 

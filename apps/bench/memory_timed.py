@@ -17,8 +17,8 @@ from edgeinfer.apps.bench.watch import run_watched, watch
 
 __all__ = ["Replies", "Setup", "Timed", "TimedRun", "budgets_between", "narrow", "run_job", "time_setups"]
 
-# Of a process without the model: what a user pays for any.
-_AROUND = ("interpreter", "libraries", "objects", "tokenizer")
+# Of a process that generates nothing: what any model costs once it is loaded.
+_AROUND = ("interpreter", "libraries", "objects", "tokenizer", "session", "code")
 _WEIGHTS = ("weights_packed", "weights_mapped")
 # The largest budget, over what is planned without one: a process grows a little between planning and loading.
 _AMPLE = 1.02
@@ -74,7 +74,7 @@ class TimedRun:
 
         Args:
             planned: what is reserved, rather than what was measured.
-            alone: without interpreter, libraries and tokenizer.
+            alone: without interpreter, libraries, session and tokenizer: cache, passes and drafts.
         """
         terms = self.found["terms"]
         # While weights are streamed, those at the end are not those at the peak.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from edgeinfer.bundle import NATIVE, Bundle, Layout, Manifest
 from edgeinfer.config import DRAFTERS, MOST_DRAFTED, LoadConfig, drafters_in
@@ -19,6 +19,7 @@ __all__ = [
     "Subject",
     "configurations",
     "draft_configuration",
+    "modest_configurations",
     "wanted_context",
 ]
 
@@ -117,16 +118,45 @@ def configurations(subject: Subject, config: LoadConfig) -> Iterator[Configurati
         ContextLengthError: as `wanted_context`.
         UsageError: a kind of cache or of weights is asked for that the model does not have.
     """
-    tokenizers: tuple[Keeping, ...] = ("kept", "transient") if subject.transient_tokenizer else ("kept",)
-    dimensions = itertools.product(
+    return _product(_dimensions(subject, config))
+
+
+def modest_configurations(subject: Subject, config: LoadConfig) -> Iterator[Configuration]:
+    """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more.
+
+    One of them takes the least of all; errors as `configurations`.
+    """
+    every = _dimensions(subject, config)
+    least = every._replace(
+        contexts=every.contexts[-1:], kv_types=every.kv_types[-1:], drafts=every.drafts[-1:], chunks=every.chunks[-1:]
+    )
+    return _product(least)
+
+
+class _Dimensions(NamedTuple):
+    """What is open, each from no concession to the largest."""
+
+    contexts: tuple[int, ...]
+    kv_types: tuple[str, ...]
+    weights: tuple[tuple[str, int], ...]
+    drafts: tuple[tuple[tuple[str, ...], int], ...]
+    chunks: tuple[int, ...]
+    tokenizers: tuple[Keeping, ...]
+
+
+def _dimensions(subject: Subject, config: LoadConfig) -> _Dimensions:
+    return _Dimensions(
         _contexts(subject.manifest, config),
         _kv_types(subject, config),
         _weights(subject, config),
         _drafts(config),
         (config.prefill_chunk,) if config.prefill_chunk else _CHUNKS,
-        tokenizers,
+        ("kept", "transient") if subject.transient_tokenizer else ("kept",),
     )
-    for context, kv, (weights, window), (drafters, most), chunk, tokenizer in dimensions:
+
+
+def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
+    for context, kv, (weights, window), (drafters, most), chunk, tokenizer in itertools.product(*dimensions):
         yield Configuration(context, min(chunk, context), kv, weights, window, drafters, most, tokenizer)
 
 

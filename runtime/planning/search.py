@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from edgeinfer.config import LoadConfig, format_size
-from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations
+from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations, modest_configurations
 from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
@@ -24,9 +24,6 @@ __all__ = ["search"]
 # What half of the context is worth, and a cache in floats instead of 8 bits, as a share of the speed.
 _HALF_CONTEXT = 0.7
 _KV_WORTH = {"float32": 1.0, "int8": 0.85, "int4": 0.7}
-
-# Dimensions whose later choices do not always take less.
-_NOT_MONOTONE = ("weights", "window_layers", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,14 @@ def search(
     Raises:
         ContextLengthError, UsageError: as `configurations`.
     """
-    every, budget = [each for each in configurations(subject, config) if among(each)], config.memory
-    first = every[0]
-    # Without a budget the first runs; which of the most modest is the smallest tells the least that would do.
-    weighed = every if budget is not None or all_ways else [first, *_modest(every)]
-    candidates = [_candidate(each, memory, config) for each in weighed]
+    budget = config.memory
+    if budget is None and not all_ways:
+        # The first runs; which of the most modest is the smallest tells the least that would do.
+        ways = [next(configurations(subject, config)), *modest_configurations(subject, config)]
+    else:
+        ways = [each for each in configurations(subject, config) if among(each)]
+    first = ways[0]
+    candidates = [_candidate(each, memory, config) for each in ways]
     fitting = [each for each in candidates if budget is None or each.bytes <= budget]
     worth = _worth(speed, first)
     if budget is None:
@@ -85,14 +85,6 @@ def search(
     if all_ways:
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, candidates, budget, speed, worth)))
     return plan
-
-
-def _modest(every: Sequence[Configuration]) -> Iterable[Configuration]:
-    """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more."""
-    last = every[-1]
-    for each in every:
-        if dataclasses.replace(last, **{name: getattr(each, name) for name in _NOT_MONOTONE}) == each:
-            yield each
 
 
 def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadConfig) -> _Candidate:
