@@ -32,12 +32,14 @@ class _Kind:
         layout: of a bundle's weights that it runs.
         kv_types: kinds of cache that it has for a bundle in a layout.
         weights_modes: by layout, the fastest first.
+        floats: as `Subject` has it.
     """
 
     make: Maker
     layout: Callable[[Bundle, LoadConfig], Layout]
     kv_types: Callable[[Bundle, Layout], tuple[str, ...]]
     weights_modes: Callable[[Layout], tuple[str, ...]]
+    floats: bool = False
 
 
 def _onnx(
@@ -108,7 +110,7 @@ BACKENDS: dict[str, _Kind] = {
         _onnx_weights,
     ),
     "onnx-optimum": _Kind(_onnx_optimum, _stored, _floats, lambda layout: ("packed",)),
-    "reference": _Kind(_reference, _stored, _with_scales, lambda layout: ("packed",)),
+    "reference": _Kind(_reference, _stored, _with_scales, lambda layout: ("packed",), floats=True),
 }
 
 
@@ -155,6 +157,7 @@ def subject_of(
         transient_tokenizer=bundle.has(TOKENIZER) and can_rest(bundle.path / TOKENIZER),
         packed_ready=layout != NATIVE and is_packed(bundle),
         threads=thread_count(config),
+        floats=kind.floats,
     )
 
 

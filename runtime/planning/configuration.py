@@ -81,6 +81,7 @@ class Subject:
         transient_tokenizer: whether the tokenizer can be left out of memory while tokens are decoded.
         packed_ready: whether the file of packed weights is there already.
         threads: of the linear algebra.
+        floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
     """
 
     bundle: Bundle
@@ -91,6 +92,7 @@ class Subject:
     transient_tokenizer: bool
     packed_ready: bool
     threads: int
+    floats: bool = False
 
     @property
     def manifest(self) -> Manifest:

@@ -6,6 +6,7 @@ All terms are upper bounds, as a plan that fits has to be kept. Constants were f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
@@ -44,6 +45,8 @@ _CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
 _LIVE_WIDTHS = 3
 _FLOAT_BYTES = 4
+# Copies of a weight that are there at once while it is multiplied out.
+_MAKING_FLOATS = 4
 
 
 class MemoryModel:
@@ -65,11 +68,13 @@ class MemoryModel:
         config, subject, manifest = self._config, self._subject, self._subject.manifest
         key = configuration.weights, configuration.window_layers
         if key not in self._weights:
-            self._weights[key] = _weights(manifest, subject.layout, *key)
+            self._weights[key] = (
+                _multiplied_out(manifest) if subject.floats else _weights(manifest, subject.layout, *key)
+            )
         running = (
             self._outside(running=True)
             + self._weights[key]
-            + _running(manifest, configuration)
+            + _running(manifest, configuration, floats=subject.floats)
             + _tokenizer(subject.bundle, configuration.tokenizer, used=True)
         )
         if configuration.draft_max:
@@ -137,7 +142,7 @@ class MemoryModel:
         return 0, round(_RAW_SHARE * max(t.nbytes for t in tensors))
 
 
-def _running(manifest: Manifest, configuration: Configuration) -> Footprint:
+def _running(manifest: Manifest, configuration: Configuration, *, floats: bool = False) -> Footprint:
     """One model's session, cache and passes."""
     geometry = manifest.geometry
     context, chunk = configuration.context, configuration.prefill_chunk
@@ -146,7 +151,8 @@ def _running(manifest: Manifest, configuration: Configuration) -> Footprint:
         {
             "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * geometry.num_layers,
             "kv": geometry.kv_bytes_per_token(configuration.kv) * (context + 1) * copies,
-            "activations": _activations(manifest, chunk, context),
+            "activations": _activations(manifest, chunk, context)
+            + (_scores(manifest, chunk, context) if floats else 0),
         },
         {"code": _RUNNING_CODE_BYTES},
     )
@@ -170,6 +176,12 @@ def _drafter(bundle: Bundle, layout: Layout, target: Configuration) -> Footprint
     whole = _weights(manifest, layout, own.weights, 0) + _running(manifest, own)
     file = sum(whole.file.values()) - whole.file["code"]
     return Footprint({"draft_model": sum(whole.anonymous.values())}, {"draft_model": file})
+
+
+def _multiplied_out(manifest: Manifest) -> Footprint:
+    """Every weight in float32, which the tied head is a second time, and what making the largest of them takes."""
+    sizes = [_FLOAT_BYTES * math.prod(t.shape) for t in manifest.tensors]
+    return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
 
 
 def _weights(manifest: Manifest, layout: Layout, mode: str, window: int) -> Footprint:
@@ -209,9 +221,14 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     hidden = geometry.hidden_size
     if decoder is None:
         # An opaque graph returns the logits of every row, and its attention holds the scores of every head.
-        heads = -(-hidden // geometry.head_dim)
-        scores = _LIVE_WIDTHS * heads * chunk * context
-        return _FLOAT_BYTES * (chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size) + scores)
+        logits = chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
+        return _FLOAT_BYTES * logits + _scores(manifest, chunk, context)
     widest = 2 * decoder.intermediate_size + hidden
     biases = 2 if decoder.window_size else 1
     return _FLOAT_BYTES * (chunk * (2 * hidden + _LIVE_WIDTHS * widest + biases * context) + 2 * geometry.vocab_size)
+
+
+def _scores(manifest: Manifest, chunk: int, context: int) -> int:
+    """Bytes of attention's scores where those of every head are there at once."""
+    heads = -(-manifest.geometry.hidden_size // manifest.geometry.head_dim)
+    return _FLOAT_BYTES * _LIVE_WIDTHS * heads * chunk * context

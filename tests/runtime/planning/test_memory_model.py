@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
@@ -35,7 +36,7 @@ def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> Mem
 
 
 def weights(plan: MemoryPlan) -> tuple[int, int]:
-    return plan.terms["weights_packed"], plan.terms["weights_mapped"]
+    return plan.terms["weights_packed"], plan.terms.get("weights_mapped", 0)
 
 
 def test_native_weights_are_pages_of_their_file(checkpoint: Path, tmp_path: Path) -> None:
@@ -70,3 +71,10 @@ def test_portable_weights_are_packed_but_for_the_embedding(checkpoint: Path, tmp
     # Rows of the embedding that were looked up are dropped before they become more than some megabytes.
     assert packed > bundle.manifest.weight_bytes - embed > 0
     assert mapped == min(embed, 8 << 20)
+
+
+def test_the_reference_backend_multiplies_everything_out(checkpoint: Path, tmp_path: Path) -> None:
+    bundle = export(checkpoint, tmp_path / "out", NATIVE)
+    packed, mapped = weights(planned(bundle, backend="reference"))
+    assert mapped == 0
+    assert packed > 4 * sum(int(np.prod(t.shape)) for t in bundle.manifest.tensors)
