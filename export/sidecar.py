@@ -51,13 +51,32 @@ def _tokenizer(folder: Path) -> bytes:
     path = folder / _TOKENIZER
     if path.is_file():
         data = read_bytes(path)
-        parse_object(data, str(path))
-        return data
+        return _lean(data, parse_object(data, str(path)))
     if (folder / "tokenizer.model").is_file():
         hint = "Convert it once: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         raise CheckpointError(f"{folder} has a SentencePiece tokenizer.model but no {_TOKENIZER}.", hint)
     hint = "Copy the tokenizer files of the model into the checkpoint's folder."
     raise CheckpointError(f"{folder} has no {_TOKENIZER}.", hint)
+
+
+def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
+    """The same tokenizer with its merges as texts instead of pairs, which devices parse in half of the memory.
+
+    As it was where a part of a pair holds the space that would part them, or there are no pairs.
+    """
+    model = tokenizer.get("model")
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(merges, list) or not merges or not all(_is_plain_pair(pair) for pair in merges):
+        return data
+    tokenizer["model"]["merges"] = [" ".join(pair) for pair in merges]
+    try:
+        return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair can only be written as it was
+        return data
+
+
+def _is_plain_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and " " not in p for p in pair)
 
 
 def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:

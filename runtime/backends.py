@@ -17,7 +17,7 @@ from edgeinfer.runtime.memory import releases_pages
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.packed_cache import is_packed
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Subject
-from edgeinfer.runtime.text.transient import can_rest
+from edgeinfer.runtime.text.transient import tokenizer_facts
 
 __all__ = ["BACKENDS", "kernel_name", "make_backend", "run_layout", "subject_of", "thread_count"]
 
@@ -148,13 +148,15 @@ def subject_of(
         UsageError, BundleError: as `make_backend`.
     """
     kind = _kind(bundle, config)
+    tokenizer = tokenizer_facts(bundle.path / TOKENIZER)
     return Subject(
         bundle,
         layout,
         drafter,
         kv_types=kind.kv_types(bundle, layout),
         weights_modes=kind.weights_modes(layout),
-        transient_tokenizer=bundle.has(TOKENIZER) and can_rest(bundle.path / TOKENIZER),
+        transient_tokenizer=tokenizer.can_rest,
+        merge_pairs=tokenizer.merge_pairs,
         packed_ready=layout != NATIVE and is_packed(bundle),
         threads=thread_count(config),
         floats=kind.floats,

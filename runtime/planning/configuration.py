@@ -79,6 +79,7 @@ class Subject:
         kv_types: those the bundle has graphs and scales for.
         weights_modes: those the backend that runs it has, the fastest first.
         transient_tokenizer: whether the tokenizer can be left out of memory while tokens are decoded.
+        merge_pairs: whether the tokenizer's merges are pairs, which take more to parse.
         packed_ready: whether the file of packed weights is there already.
         threads: of the linear algebra.
         floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
@@ -90,6 +91,7 @@ class Subject:
     kv_types: tuple[str, ...]
     weights_modes: tuple[str, ...]
     transient_tokenizer: bool
+    merge_pairs: bool
     packed_ready: bool
     threads: int
     floats: bool = False

@@ -107,7 +107,8 @@ class MemoryModel:
         while the session is made; and while a transient tokenizer is parsed for a prompt, when the pages of the weights
         are dropped and no pass runs."""
         bundle, manifest = self._subject.bundle, self._subject.manifest
-        parsing = Footprint({"tokenizer": parsing_bytes(_tokenizer_size(bundle), manifest.geometry.vocab_size)}, {})
+        parsed = parsing_bytes(_tokenizer_size(bundle), manifest.geometry.vocab_size, pairs=self._subject.merge_pairs)
+        parsing = Footprint({"tokenizer": parsed}, {})
         yield self._outside(running=False) + parsing
         rows = min(_FIRST_ROWS, configuration.context + 1)
         packing, raw = self._packing(configuration)

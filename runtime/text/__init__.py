@@ -7,7 +7,7 @@ from edgeinfer.runtime.text.detokenizer import StreamDecoder
 from edgeinfer.runtime.text.stops import StopMatcher
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
-from edgeinfer.runtime.text.transient import TransientTokenizer, can_rest
+from edgeinfer.runtime.text.transient import TransientTokenizer, tokenizer_facts
 
 __all__ = [
     "ChatTemplate",
@@ -16,5 +16,5 @@ __all__ = [
     "Tokenizer",
     "TokenizerLike",
     "TransientTokenizer",
-    "can_rest",
+    "tokenizer_facts",
 ]

@@ -15,7 +15,7 @@ import tokenizers
 from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
 from edgeinfer.runtime.allocation import allocating, require_room
 from edgeinfer.runtime.memory import apart
-from edgeinfer.runtime.text.footprint import SEEN_WORDS, encoding_bytes, parsing_bytes
+from edgeinfer.runtime.text.footprint import SEEN_WORDS, encoding_bytes, has_pairs, parsing_bytes
 
 __all__ = ["MAX_FILE_BYTES", "Tokenizer"]
 
@@ -129,7 +129,8 @@ class Tokenizer:
 def _parsed(contents: bytes) -> tokenizers.Tokenizer:
     # The library, as all programs in its language, ends the process where memory is refused. Entries are counted
     # roughly: other objects' keys, and tokens with this text in them, are few.
-    require_room("Parsing the tokenizer", parsing_bytes(len(contents), contents.count(b'":')))
+    needed = parsing_bytes(len(contents), contents.count(b'":'), pairs=has_pairs(contents))
+    require_room("Parsing the tokenizer", needed)
     return tokenizers.Tokenizer.from_buffer(contents)
 
 

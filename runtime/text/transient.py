@@ -6,6 +6,7 @@ import mmap
 import re
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Self
@@ -14,22 +15,36 @@ from edgeinfer.errors import TokenizerError
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.memory import release_code, release_freed
 from edgeinfer.runtime.text.byte_level import token_bytes
+from edgeinfer.runtime.text.footprint import has_pairs
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 
-__all__ = ["TransientTokenizer", "can_rest"]
+__all__ = ["TokenizerFacts", "TransientTokenizer", "tokenizer_facts"]
 
 _BYTE_LEVEL = ("ByteLevel",)
 # Quotes inside a text of a JSON file are escaped, so this is never part of one.
 _BYTE_LEVEL_DECODER = re.compile(rb'"decoder"\s*:\s*\{\s*"type"\s*:\s*"ByteLevel"')
 
 
-def can_rest(path: str | Path) -> bool:
-    """Whether a tokenizer.json can be used by `TransientTokenizer`, found without parsing it."""
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What is known of a tokenizer.json without parsing it.
+
+    Attributes:
+        can_rest: whether `TransientTokenizer` can use it.
+        merge_pairs: whether its merges are written as pairs.
+    """
+
+    can_rest: bool
+    merge_pairs: bool
+
+
+def tokenizer_facts(path: str | Path) -> TokenizerFacts:
+    """Looks through a tokenizer.json; one that is missing or empty has nothing."""
     try:
         with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-            return _BYTE_LEVEL_DECODER.search(contents) is not None
-    except (OSError, ValueError):  # a file that is missing or empty
-        return False
+            return TokenizerFacts(_BYTE_LEVEL_DECODER.search(contents) is not None, has_pairs(contents))
+    except (OSError, ValueError):
+        return TokenizerFacts(False, False)
 
 
 class TransientTokenizer:

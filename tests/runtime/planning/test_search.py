@@ -41,7 +41,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
         geometry=dataclasses.replace(bundle.manifest.geometry, max_positions=8192, vocab_size=20_000),
     )
     bundle = dataclasses.replace(bundle, manifest=manifest)
-    return Subject(bundle, "native", None, ("float32", "int8", "int4"), ("mapped", "streamed"), True, True, 1)
+    return Subject(bundle, "native", None, ("float32", "int8", "int4"), ("mapped", "streamed"), True, True, True, 1)
 
 
 def pace_of(configuration: Configuration) -> Pace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from edgeinfer.apps.bench.vocabulary import write_tokenizer
 from edgeinfer.errors import TokenizerError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TransientTokenizer, can_rest
+from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TransientTokenizer, tokenizer_facts
 from edgeinfer.runtime.text.footprint import kept_bytes, parsing_bytes, table_bytes
 
 SENTENCES = ["Once upon a time there was a café.", "naïve 日本語 🙂 text", "a a a b b"]
@@ -127,15 +128,15 @@ def test_a_file_that_changes_meanwhile(path: Path, tmp_path: Path) -> None:
 
 
 def test_only_byte_level_tokenizers_can(path: Path, tmp_path: Path) -> None:
-    assert can_rest(path) and can_rest(resolve(None) / "tokenizer.json")
+    assert tokenizer_facts(path).can_rest and tokenizer_facts(resolve(None) / "tokenizer.json").can_rest
     other = tokenizers.Tokenizer(models.WordLevel({"a": 0, '"decoder":{"type":"ByteLevel"': 1, "[u]": 2}, "[u]"))
     other.save(str(tmp_path / "other.json"))
-    assert not can_rest(tmp_path / "other.json")
+    assert not tokenizer_facts(tmp_path / "other.json").can_rest
     with pytest.raises(TokenizerError, match="byte-level"):
         TransientTokenizer.from_file(tmp_path / "other.json")
     (tmp_path / "empty.json").write_bytes(b"")
-    assert not can_rest(tmp_path / "empty.json")
-    assert not can_rest(tmp_path / "missing.json")
+    assert not tokenizer_facts(tmp_path / "empty.json").can_rest
+    assert not tokenizer_facts(tmp_path / "missing.json").can_rest
 
 
 _MEASURED = """
@@ -161,15 +162,21 @@ print(kept, resting, process_memory().peak_rss - before.rss)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and glibc")
 @pytest.mark.parametrize("tokens", [4_000, 60_000])
-def test_bounds_hold_and_rest_saves(tmp_path: Path, tokens: int) -> None:
+@pytest.mark.parametrize("pairs", [True, False])
+def test_bounds_hold_and_rest_saves(tmp_path: Path, tokens: int, pairs: bool) -> None:
     path = tmp_path / "tokenizer.json"
     write_tokenizer(path, tokens)
+    if not pairs:
+        tokenizer = json.loads(path.read_text("utf-8"))
+        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+        path.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    assert tokenizer_facts(path).merge_pairs is pairs
     done = subprocess.run([sys.executable, "-c", _MEASURED, path], capture_output=True, text=True, check=True)
     kept, resting, peak = map(int, done.stdout.split())
     size = path.stat().st_size
     assert kept <= kept_bytes(tokens)
     assert resting <= table_bytes(size, tokens)
-    assert peak <= parsing_bytes(size, tokens)
+    assert peak <= parsing_bytes(size, tokens, pairs=pairs)
     if tokens > 10_000:
         assert resting < 0.25 * kept
-        assert peak > 0.6 * parsing_bytes(size, tokens)
+        assert peak > 0.6 * parsing_bytes(size, tokens, pairs=pairs)
