@@ -250,7 +250,7 @@ def test_tokenizers_that_differ_are_refused(bundle: Bundle, tmp_path: Path, what
 
 def test_how_a_tokenizer_is_written_does_not_matter(bundle: Bundle, tmp_path: Path) -> None:
     def rewrite(tokenizer: dict[str, Any]) -> None:
-        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+        tokenizer["model"]["merges"] = [merge.split(" ") for merge in tokenizer["model"]["merges"]]
         tokenizer["model"]["vocab"] = dict(reversed(tokenizer["model"]["vocab"].items()))
         tokenizer["padding"] = {"strategy": "BatchLongest"}
 
