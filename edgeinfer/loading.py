@@ -78,7 +78,7 @@ class Bundles:
     def plan(self, config: LoadConfig, *, all_ways: bool = False) -> MemoryPlan:
         """What both will take; errors as `run_layout` and `make_plan`."""
         subject = self.subject(config)
-        return make_plan(subject, config, profiles_of(subject, config), all_ways=all_ways)
+        return make_plan(subject, config, speed_model(subject, profiles_of(subject, config)), all_ways=all_ways)
 
 
 def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
@@ -89,7 +89,7 @@ def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
             return Profile(None)
         bundle, layout = subject.bundle, subject.layout
         drafter = None if subject.drafter is None else subject.drafter[0]
-        kernel = kernel_name(bundle, layout)
+        kernel = kernel_name(bundle, layout, config)
         try:
             folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
         except StorageError:
@@ -119,7 +119,8 @@ def make_parts(
     """
     subject = bundles.subject(config)
     profiles = profiles_of(subject, config)
-    plan = plan or make_plan(subject, config, profiles)
+    speed = speed_model(subject, profiles)
+    plan = plan or make_plan(subject, config, speed)
     plan.require_fit()
     return_large_frees()
     bundle = bundles.target
@@ -136,7 +137,7 @@ def make_parts(
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     profile = profiles(plan.configuration.variant) if plan.draft_max else Profile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter)
-    replan = make_replanner(subject, config, speed_model(subject, profiles))
+    replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(
         engine=engine,

@@ -11,10 +11,9 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.kv_profile import kv_scales
-from edgeinfer.runtime.layouts import Progress, choose_layout
+from edgeinfer.runtime.layouts import Progress, choose_layout, kernel_of
 from edgeinfer.runtime.machine import physical_cores
 from edgeinfer.runtime.memory import releases_pages
-from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.packed_cache import is_packed
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Subject
 from edgeinfer.runtime.text.transient import tokenizer_facts
@@ -32,6 +31,7 @@ class _Kind:
         layout: of a bundle's weights that it runs.
         kv_types: kinds of cache that it has for a bundle in a layout.
         weights_modes: by layout, the fastest first.
+        kernel: what multiplies, as its own attribute says.
         floats: as `Subject` has it.
     """
 
@@ -39,6 +39,7 @@ class _Kind:
     layout: Callable[[Bundle, LoadConfig], Layout]
     kv_types: Callable[[Bundle, Layout], tuple[str, ...]]
     weights_modes: Callable[[Layout], tuple[str, ...]]
+    kernel: Callable[[Bundle, Layout], str]
     floats: bool = False
 
 
@@ -108,9 +109,14 @@ BACKENDS: dict[str, _Kind] = {
         lambda bundle, config: choose_layout(bundle, config.native),
         _with_scales,
         _onnx_weights,
+        kernel_of,
     ),
-    "onnx-optimum": _Kind(_onnx_optimum, _stored, _floats, lambda layout: ("packed",)),
-    "reference": _Kind(_reference, _stored, _with_scales, lambda layout: ("packed",), floats=True),
+    "onnx-optimum": _Kind(
+        _onnx_optimum, _stored, _floats, lambda layout: ("packed",), lambda bundle, layout: "onnxruntime"
+    ),
+    "reference": _Kind(
+        _reference, _stored, _with_scales, lambda layout: ("packed",), lambda bundle, layout: "numpy", True
+    ),
 }
 
 
@@ -129,11 +135,9 @@ def run_layout(bundle: Bundle, config: LoadConfig) -> Layout:
     return _kind(bundle, config).layout(bundle, config)
 
 
-def kernel_name(bundle: Bundle, layout: Layout) -> str:
-    """What will multiply: an instruction set of the native kernel, else the operator, as `Backend.kernel` will say."""
-    if layout == NATIVE:
-        return native_kernel().isa
-    return "MatMulNBits" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"
+def kernel_name(bundle: Bundle, layout: Layout, config: LoadConfig) -> str:
+    """What will multiply, as `Backend.kernel` will say; errors as `run_layout`."""
+    return _kind(bundle, config).kernel(bundle, layout)
 
 
 def subject_of(

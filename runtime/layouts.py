@@ -23,7 +23,7 @@ from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, 
 from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.user_cache import user_cache
 
-__all__ = ["Progress", "RunnableGraph", "choose_layout", "prepare"]
+__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -82,6 +82,17 @@ def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
         hint = "Export it again, or run it where the native kernel works."
         raise BundleError(f"{bundle.path} has no graph for the portable layout.", hint)
     return PORTABLE
+
+
+def kernel_of(bundle: Bundle, layout: Layout) -> str:
+    """What multiplies where a layout runs: an instruction set of the native kernel, else the operator.
+
+    Raises:
+        NativeUnavailableError: the native layout runs, and there is no native kernel.
+    """
+    if layout == NATIVE:
+        return native_kernel().isa
+    return "MatMulNBits" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"
 
 
 def _kernel_works(bundle: Bundle) -> bool:

@@ -28,7 +28,7 @@ from edgeinfer.runtime.contracts import (
     in_window,
 )
 from edgeinfer.runtime.kv import KVBuffers
-from edgeinfer.runtime.layouts import Progress, prepare
+from edgeinfer.runtime.layouts import Progress, kernel_of, prepare
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.ort_session import OrtSession
@@ -97,7 +97,7 @@ class OnnxBackend:
         self._multiple = max(attention, self.capabilities.row_multiple) if exact else 1
         self._head_multiple = self.capabilities.row_multiple if exact else 1
         kernel = native_kernel() if layout == NATIVE else None
-        self.kernel = kernel.isa if kernel is not None else _portable_kernel(bundle.manifest)
+        self.kernel = kernel_of(bundle, layout)
         # Before the session, which takes long: it refuses a type without scales.
         self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales)
         mapped = layout == PORTABLE and weights == "mapped"
@@ -285,10 +285,6 @@ class OnnxBackend:
         # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
         del self._session, self._kv, self._buffers, self._tables, self._zeros
         self._graph.close()
-
-
-def _portable_kernel(manifest: Manifest) -> str:
-    return "MatMulNBits" if any(t.bits < 32 for t in manifest.tensors) else "MatMul"
 
 
 def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'

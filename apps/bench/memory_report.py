@@ -6,9 +6,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 from edgeinfer.apps.bench.comparison import machine_name
 from edgeinfer.apps.bench.kv_quality import KVQuality
@@ -17,6 +14,7 @@ from edgeinfer.apps.bench.memory_plans import PlanRun, PlansResults
 from edgeinfer.apps.bench.memory_smallest import BEST_SHARE, SmallestResults
 from edgeinfer.apps.bench.memory_spec import DEFAULT, KEPT_SHARE, UNCONSTRAINED, SpecMemoResults
 from edgeinfer.apps.bench.memory_timed import Timed
+from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.config import format_size
 
@@ -36,8 +34,8 @@ def print_plans(results: PlansResults) -> None:
     header = ("", "runs", "kept", "gap: median", "quartiles", "least", "most")
     for name, key in groupings.items():
         rows = [_gap_row(group, runs) for group, runs in results.groups(key).items()]
-        _table(f"(planned - measured) / budget, by {name}", header, rows)
-    _table("largest terms, medians", ("", "planned, of all kinds", "held"), list(_term_rows(results.finished)))
+        print_table(f"(planned - measured) / budget, by {name}", header, rows)
+    print_table("largest terms, medians", ("", "planned, of all kinds", "held"), list(_term_rows(results.finished)))
     for run in results.runs:
         if run.outcome != "kept":
             what = f"{run.case.number} {run.outcome}: {run.case.subject.name}, {_sizes(run)} {run.reason}"
@@ -101,7 +99,12 @@ def print_spec(results: SpecMemoResults) -> None:
         speed = results.speed(timed)
         sizes = [_generation(timed, planned, alone) for alone in (False, True) for planned in (True, False)]
         rows.append([_budget(timed), f"{speed:.1f}", f"{results.share(timed):.1%}", *sizes])
-    _table(f"{results.model}, {len(results.prompts)} prompts, {results.context} tokens of context", header, rows)
+    print_table(
+        f"{results.model}, {len(results.prompts)} prompts, {results.context} tokens of context",
+        header,
+        rows,
+        words=("how",),
+    )
     smallest = results.smallest
     if smallest is None:
         _line(f"No budget keeps {KEPT_SHARE:.0%} of the unconstrained speed.")
@@ -141,7 +144,7 @@ def print_smallest(results: SmallestResults) -> None:
         sizes = [format_size(figures.peak_rss), format_size(figures.peak_anonymous)]
         cells = [*speeds, *sizes, "", ""] if not figures.reason else ["-", "-", "", "", "", figures.reason]
         rows.append([figures.peer.engine, *cells])
-    _table(f"{results.model}, {results.context} tokens of context", header, rows)
+    print_table(f"{results.model}, {results.context} tokens of context", header, rows, words=("how",))
     fast, running = results.smallest_fast, results.smallest_running
     if fast is not None and running is not None:
         _line(f"Smallest budget with {BEST_SHARE:.0%} of the best speed: {_budget(fast)}; at all: {_budget(running)}.")
@@ -153,7 +156,7 @@ def print_chat(results: ChatResults) -> None:
     last = len(results.peaks)
     turns = sorted({1, WARM_TURNS, *(last * part // 4 for part in range(1, 5))} - {0})
     rows = [[str(turn), format_size(results.peaks[turn - 1])] for turn in turns]
-    _table(f"{last} turns, {results.context} tokens of context", ("turn", "peak RSS"), rows)
+    print_table(f"{last} turns, {results.context} tokens of context", ("turn", "peak RSS"), rows)
     verdict = "flat" if results.flat else "not flat"
     grown = f"grew by {results.growth:.2%} after turn {WARM_TURNS}"
     _line(f"The peak {grown}: {verdict} (less than {FLAT_SHARE:.0%}). Planned: {format_size(results.planned)}.")
@@ -166,7 +169,7 @@ def print_kv(results: Sequence[KVQuality]) -> None:
     for each in results:
         shares = (f"{share:.2%}" for share in (each.agreement, each.copied, each.attention_error, each.worst_layer))
         rows.append([each.kv, f"{each.perplexity:.4f}", f"{each.change:+.3%}", *shares])
-    _table(f"{results[0].model}, {results[0].tokens} tokens", header, rows)
+    print_table(f"{results[0].model}, {results[0].tokens} tokens", header, rows)
 
 
 def _budget(timed: Timed) -> str:
@@ -183,18 +186,3 @@ def _choice(timed: Timed) -> str:
 
 def _line(text: str) -> None:
     Console(highlight=False).print(text, markup=False, soft_wrap=True)
-
-
-def _table(title: str, header: Sequence[str], rows: Rows) -> None:
-    """As wide as it is: a figure cut short is no figure."""
-    console = Console(highlight=False)
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, name in enumerate(header):
-        left = index == 0 or name == "how"
-        table.add_column(Text(name), style="cyan" if index == 0 else "", justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(highlight=False, width=width).print(table)
-    console.print()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 from edgeinfer.apps.bench.expand import COST_EXPANDED
 from edgeinfer.apps.bench.spec_results import CONTROL, GROUPS, PLAIN, SpecResults
+from edgeinfer.apps.bench.tables import print_table
 
 __all__ = ["LEAST_SPEEDUP", "print_results"]
 
@@ -23,9 +19,11 @@ def print_results(results: SpecResults) -> None:
     """Tables on stdout: one per category, then means over categories, verdicts, and what the figures depend on."""
     console = Console(highlight=False)
     for category in results.categories:
-        _print_table(console, f"{_title(results)}: {category}", _CATEGORY_HEADER, _category_rows(results, category))
+        print_table(
+            f"{_title(results)}: {category}", _CATEGORY_HEADER, _category_rows(results, category), words=("on",)
+        )
     title = f"{_title(results)}: mean speed-up over {PLAIN}"
-    _print_table(console, title, ("", "geometric, all categories", *GROUPS), _overall_rows(results))
+    print_table(title, ("", "geometric, all categories", *GROUPS), _overall_rows(results), words=("on",))
     for line in (*_verdict(results), *_notes(results), *_environment(results)):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -102,17 +100,3 @@ def _environment(results: SpecResults) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in environment.versions.items())
     options = ", ".join(f"{name}={value}" for name, value in environment.options.items())
     return [f"{environment.machine}; {environment.platform}; {versions}", f"Options: {options}"]
-
-
-def _print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A row per mode, as wide as it is: a figure cut short is no figure."""
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, name in enumerate(header):
-        left = index == 0 or name == "on"
-        table.add_column(Text(name), style="cyan" if index == 0 else "", justify="left" if left else "right")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(highlight=False, width=width).print(table)
-    console.print()

@@ -31,13 +31,11 @@ _PARSING_MS_PER_BYTE = 6e-5
 _RELEASED_PER_S = 1e10
 
 
-def make_plan(
-    subject: Subject, config: LoadConfig, profiles: Profiles = lambda variant: Profile(None), *, all_ways: bool = False
-) -> MemoryPlan:
+def make_plan(subject: Subject, config: LoadConfig, speed: SpeedModel, *, all_ways: bool = False) -> MemoryPlan:
     """Plans for a process that has nothing of the model loaded yet.
 
     Args:
-        profiles: what was measured of a variant of the model on this device.
+        speed: of the subject.
         all_ways: list alternatives.
 
     Raises:
@@ -49,11 +47,14 @@ def make_plan(
         message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
         raise UsageError(message, "Give a smaller one, or none.")
     memory = MemoryModel(subject, config, _process())
-    return search(subject, config, memory, speed_model(subject, profiles), all_ways=all_ways)
+    return search(subject, config, memory, speed, all_ways=all_ways)
 
 
 def speed_model(subject: Subject, profiles: Profiles) -> SpeedModel:
     """Predicts the pace of a model from what is known of it on this device.
+
+    Args:
+        profiles: what was measured of a variant of the model.
 
     A variant that never ran here is taken to run as the usual one, and what streaming adds by the bytes it reads again.
     """

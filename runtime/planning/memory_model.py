@@ -21,7 +21,7 @@ from edgeinfer.runtime.speculation.memory import drafting_bytes
 from edgeinfer.runtime.streaming import loading_bytes, looked_up_bytes, mapped_bytes, packed_bytes, streamed_bytes
 from edgeinfer.runtime.text.footprint import kept_bytes, parsing_bytes, table_bytes
 
-__all__ = ["GROWTH_BYTES", "OUTSIDE", "MemoryModel"]
+__all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
 
 # Terms of the process around the model.
 OUTSIDE = ("interpreter", "libraries")
@@ -32,7 +32,7 @@ _SESSION_BYTES, _SESSION_LAYER_BYTES = 3_200_000, 200_000
 _RUNNING_CODE_BYTES, _LOADING_CODE_BYTES = 2_500_000, 11_000_000
 _RAW_SHARE = 0.3
 # Of the pages of libraries that are resident when a model is loaded, those that come back while it runs.
-_NEEDED_SHARE = 0.72
+NEEDED_SHARE = 0.72
 # Anonymous memory that a session keeps of weights that are read from a file of packed ones.
 _PACKING_LEFT_BYTES = 4_000_000
 # Rows of the cache that are there from the start.
@@ -92,7 +92,7 @@ class MemoryModel:
 
     def _outside(self, *, running: bool) -> Footprint:
         """The process without a model: while it runs, pages of libraries that only loading needed have been dropped."""
-        libraries = round(_NEEDED_SHARE * self.process.file) if running else self.process.file
+        libraries = round(NEEDED_SHARE * self.process.file) if running else self.process.file
         objects = _OBJECTS_BYTES if running else 0
         return Footprint({"interpreter": self.process.anonymous, "objects": objects}, {"libraries": libraries})
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.memory import ProcessMemory
 from edgeinfer.runtime.planning.configuration import Configuration, Subject
-from edgeinfer.runtime.planning.memory_model import OUTSIDE, MemoryModel
+from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import SpeedModel
@@ -40,7 +40,8 @@ def make_replanner(subject: Subject, config: LoadConfig, speed: SpeedModel) -> R
         def changeable(other: Configuration) -> bool:
             return (other.window_layers, other.tokenizer) == (mine.window_layers, mine.tokenizer)
 
-        memory = MemoryModel(subject, fixed, outside)
+        # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
+        memory = MemoryModel(subject, fixed, dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE)))
         found = search(subject, fixed, memory, speed, all_ways=False, among=changeable)
         # Where nothing fits, what is really taken decides, not what may be.
         return found if found.fits else plan

@@ -11,9 +11,11 @@ import pytest
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends import subject_of
-from edgeinfer.runtime.planning.make import make_plan
+from edgeinfer.runtime.backends import kernel_name, make_backend, subject_of
+from edgeinfer.runtime.planning.configuration import configurations
+from edgeinfer.runtime.planning.make import make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.speculation.profile import Profile
 from tests.factories import make_checkpoint
 
 
@@ -32,7 +34,7 @@ def export(checkpoint: Path, out: Path, layout: Layout, *, bits: int = 4, keep_s
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
     subject = subject_of(bundle, layout or bundle.manifest.layout, config)
-    return make_plan(subject, config)
+    return make_plan(subject, config, speed_model(subject, lambda variant: Profile(None)))
 
 
 def weights(plan: MemoryPlan) -> tuple[int, int]:
@@ -78,3 +80,12 @@ def test_the_reference_backend_multiplies_everything_out(checkpoint: Path, tmp_p
     packed, mapped = weights(planned(bundle, backend="reference"))
     assert mapped == 0
     assert packed > 4 * sum(int(np.prod(t.shape)) for t in bundle.manifest.tensors)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "reference"])
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+def test_profiles_go_by_what_multiplies(checkpoint: Path, tmp_path: Path, backend: str, layout: Layout) -> None:
+    bundle = export(checkpoint, tmp_path / "out", layout)
+    config = LoadConfig(backend=backend, context=16)
+    configuration = next(configurations(subject_of(bundle, layout, config), config))
+    assert make_backend(bundle, layout, config, configuration).kernel == kernel_name(bundle, layout, config)

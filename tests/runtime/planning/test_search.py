@@ -14,6 +14,7 @@ from edgeinfer.config import COUNTED, LoadConfig, drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.memory import ProcessMemory
+from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations
 from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
@@ -130,9 +131,10 @@ def test_more_memory_is_never_worse(subject: Subject, low: float, high: float) -
     free = plan(subject)
     sizes = sorted(round(free.smallest_bytes + x * (free.planned_bytes - free.smallest_bytes)) for x in (low, high))
     less, more = (plan(subject, memory=size) for size in sizes)
+    worth = search_module._worth(SpeedModel(pace_of), free.configuration)
+    assert worth(more.configuration) >= worth(less.configuration)
     if less.configuration.context == more.configuration.context and less.configuration.kv == more.configuration.kv:
         assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
-    assert less.configuration.context <= more.configuration.context or less.configuration.weights != "streamed"
 
 
 def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(subject: Subject) -> None:
