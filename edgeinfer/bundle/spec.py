@@ -8,10 +8,11 @@ from typing import Literal, get_args
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
 
-__all__ = ["Activation", "DecoderSpec", "Geometry", "RopeSpec", "RopeType"]
+__all__ = ["Activation", "DecoderSpec", "Geometry", "MoESpec", "RopeSpec", "RopeType", "Router"]
 
 RopeType = Literal["default", "linear", "llama3", "longrope"]
 Activation = Literal["silu"]
+Router = Literal["softmax", "relu"]
 
 
 def _require(condition: bool, what: str) -> None:
@@ -83,12 +84,62 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class MoESpec:
+    """The mixture of experts that stands in for a layer's MLP.
+
+    A token's scores are the router's product with its normed hidden state. "softmax": the `top_k` experts of highest
+    score, weighted by the softmax over all scores, divided by the chosen ones' sum where `renormalize` (Mixtral,
+    Qwen3-MoE; the same as a softmax over the chosen scores, Granite). "relu": every expert whose score is positive,
+    weighted by the RMS norm of the rectified scores (BlockFFN); `top_k` is the number of experts then.
+
+    Attributes:
+        experts: of a layer.
+        top_k: the most a token uses.
+        expert_size: inner width of one.
+        shared_size: inner width of the expert that every token uses; 0 where there is none.
+        shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
+        gated: experts are down(silu(gate(x)) * up(x)); otherwise down(silu(up(x))).
+        dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
+    """
+
+    experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    shared_gate: bool = False
+    router: Router = "softmax"
+    renormalize: bool = True
+    gated: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "top_k", "expert_size"):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+        _require(self.experts <= 4096, f"{self.experts} experts are impossible")
+        _require(self.top_k <= self.experts, f"top_k {self.top_k} exceeds {self.experts} experts")
+        _require(self.shared_size >= 0, "shared_size must be 0 or positive")
+        _require(self.shared_size > 0 or not self.shared_gate, "a shared gate needs a shared expert")
+        _require(self.router in get_args(Router), f"router {self.router!r} is unknown")
+        every = self.router != "relu" or self.top_k == self.experts
+        _require(every, "a relu router chooses among all experts")
+        ascending = self.dense_layers == tuple(sorted(set(self.dense_layers)))
+        _require(ascending and min(self.dense_layers, default=0) >= 0, "dense_layers must ascend")
+
+    @property
+    def draft_count(self) -> int:
+        """Experts of a token in a cheap pass, where an operator cannot have any number of them."""
+        return max(1, self.top_k // 2)
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
-    """A pre-norm decoder with grouped-query attention and a gated MLP.
+    """A pre-norm decoder with grouped-query attention and a gated MLP or a mixture of experts.
 
     Attributes:
         windows: sliding window of each layer in tokens, 0 for full attention; empty when all are full.
         qk_norm: RMS norm on every query and key head before rotation (Qwen3).
+        whole_norm: that norm is over all heads together (OLMoE).
+        moe: the experts of every layer that is not among its dense layers; None where all are dense.
         tied: the LM head is the embedding.
     """
 
@@ -107,8 +158,10 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    whole_norm: bool = False
     tied: bool = False
     windows: tuple[int, ...] = ()
+    moe: MoESpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -121,6 +174,9 @@ class DecoderSpec:
         _require(len(self.windows) in (0, self.num_layers), "windows must name every layer or none")
         _require(all(w >= 0 for w in self.windows), "windows must be 0 or positive")
         _require(len({w for w in self.windows if w}) <= 1, "all windows must be of one size")
+        _require(self.qk_norm or not self.whole_norm, "whole_norm is a kind of qk_norm")
+        dense = () if self.moe is None else self.moe.dense_layers
+        _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
 
     @property
     def q_size(self) -> int:
@@ -131,6 +187,10 @@ class DecoderSpec:
     def kv_size(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    def experts_of(self, layer: int) -> MoESpec | None:
+        """The mixture of experts of a layer; None where it has an ordinary MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     @property
     def window_size(self) -> int:
