@@ -1,0 +1,134 @@
+"""What every quantizer works on: rows cut into blocks that share a scale, their codes, and the packing of both; knows
+nothing of how codes and scales are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize, midpoint, pack
+from edgeinfer.errors import CheckpointError
+from edgeinfer.quant.scheme import QuantScheme
+
+__all__ = ["Codes", "Grid", "Solver", "check_finite", "dequantized", "packed", "padded", "restored"]
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values a block may take: `scale * (code - zero)` with codes of `bits` bits.
+
+    Unlike `QuantScheme` it may have widths that no backend runs, for comparisons.
+    """
+
+    bits: int
+    size: int
+    symmetric: bool
+
+    @classmethod
+    def of(cls, scheme: QuantScheme) -> Grid:
+        """The grid of a scheme that bundles can hold."""
+        return cls(scheme.bits, scheme.block_size, scheme.symmetric)
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric grids, and of blocks of zeros."""
+        return midpoint(self.bits)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Codes of some rows, with one scale (a bfloat16 by value) and zero point per block."""
+
+    values: NDArray[np.uint8]  # (N, blocks * size)
+    scales: Floats  # (N, blocks)
+    zeros: NDArray[np.uint8]  # (N, blocks)
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A quantizer set up for one matrix: what it needs of the statistics is computed, rows may come in any portions.
+
+    Attributes:
+        rows: how many it takes at once, which bounds its memory.
+        solve: rows (n, K) to their codes; each row's do not depend on the others.
+    """
+
+    rows: int
+    solve: Callable[[Floats], Codes]
+
+
+def packed(solver: Solver, weight: Floats, scheme: QuantScheme) -> QuantizedMatrix:  # (N, K)
+    """Quantizes a matrix in portions of rows.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite.
+    """
+    n, blocks = len(weight), blocks_per_row(weight.shape[1], scheme.block_size)
+    data = np.empty((n, blocks, scheme.block_size * scheme.bits // 8), np.uint8)
+    scales = np.empty((n, blocks), np.float32)
+    zeros = np.empty((n, blocks), np.uint8)
+    for start in range(0, n, solver.rows):
+        rows = weight[start : start + solver.rows]
+        check_finite(rows)
+        stop = start + len(rows)
+        codes = solver.solve(rows)
+        data[start:stop] = pack(codes.values.reshape(len(rows), blocks, -1), scheme.bits)
+        scales[start:stop] = codes.scales
+        zeros[start:stop] = codes.zeros
+    return QuantizedMatrix(data, scales, None if scheme.symmetric else pack(zeros, scheme.bits))
+
+
+def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) -> (N, K)
+    """The float matrix that the solver's codes stand for, whatever the width.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite.
+    """
+    n, k = weight.shape
+    out = np.empty((n, k), np.float32)
+    for start in range(0, n, solver.rows):
+        rows = weight[start : start + solver.rows]
+        check_finite(rows)
+        codes = solver.solve(rows)
+        values = codes.values.reshape(len(rows), -1, grid.size).astype(np.float32)
+        values = (values - codes.zeros[..., None]) * codes.scales[..., None]
+        out[start : start + len(rows)] = values.reshape(len(rows), -1)[:, :k]
+    return out
+
+
+def dequantized(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:  # (N, K)
+    """The float matrix that a quantized one stands for."""
+    return dequantize(
+        matrix.data, matrix.scales, matrix.zero_points, bits=scheme.bits, block_size=scheme.block_size, k=k
+    )
+
+
+def padded(rows: Floats, size: int) -> Floats:  # (..., K) -> (..., blocks * size)
+    """Rows with zeros at the end, so that the last block is whole."""
+    missing = -rows.shape[-1] % size
+    if not missing:
+        return rows
+    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)])
+
+
+def check_finite(weight: Floats) -> None:
+    """Refuses weights that no scale can stand for.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite.
+    """
+    if not np.isfinite(weight).all():
+        bad = int(np.count_nonzero(~np.isfinite(weight)))
+        raise CheckpointError(
+            f"{bad} of {weight.size} weights are NaN or infinite.", "Fetch the checkpoint again, or repair it."
+        )

@@ -1,0 +1,176 @@
+"""Quantization that lets later columns make good the errors of earlier ones (GPTQ), refined afterwards under the same
+Hessian; knows nothing of models or how inputs were gathered.
+
+With H the mean of x x^T, the squared output error of a row is e H e^T. H is factored as V V^T with V upper triangular,
+columns in order of falling input energy; each column is then rounded after adding what the errors before it ask for
+through V, which is GPTQ without its inverse. Scales are fixed beforehand by the weighted search of `rtn`, so that the
+order of columns is free. `refine` then descends on the same error over scales, zero points and codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import solve_triangular
+
+from edgeinfer.errors import UsageError
+from edgeinfer.quant import rtn
+from edgeinfer.quant.blocks import Codes, Grid, Solver, padded
+from edgeinfer.quant.refine import LAZY, Refiner, State, row_errors
+from edgeinfer.quant.statistics import InputStatistics
+
+__all__ = ["GptqOptions", "solver"]
+
+Floats = NDArray[np.float32]
+# Rows at once: what one block of them needs stays in a core's second-level cache, twice or half as many are slower.
+_ROWS = 512
+# This share of the mean is added to each diagonal element besides, so that the errors of inputs of huge energy are not
+# made good by shifts of small inputs that are larger than all weights.
+_LEAST_SHARE = np.float32(1e-3)
+# Mean squares up to this are those of no input at all.
+_TINY = np.float32(1e-30)
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """How hard to try.
+
+    Attributes:
+        damping: added to each diagonal element of H, as a share of it: what a calibration text of finite length does
+            not tell. Relative to each element, so that a few inputs of huge energy do not drown the rest.
+        sweeps: of the refinement at most.
+        tolerance: relative gain of a sweep below which the refinement ends.
+    """
+
+    damping: float = 0.03
+    sweeps: int = 4
+    tolerance: float = 5e-3
+
+    def __post_init__(self) -> None:
+        if not (0 < self.damping <= 1 and self.sweeps >= 0 and self.tolerance >= 0):
+            raise UsageError(f"{self} is out of range.", "Choose 0 < damping <= 1, sweeps >= 0 and tolerance >= 0.")
+
+
+def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: GptqOptions | None = None) -> Solver:
+    """The quantizer of matrices of K columns whose inputs have these statistics, which must hold a Hessian.
+
+    Memory: three matrices (K, K) of float32 beside the statistics, and about eight of (K, 512).
+    """
+    if statistics is None or statistics.hessian is None:
+        raise UsageError("GPTQ needs the Hessian of a layer's inputs.", "Gather it, or choose the method rtn.")
+    return _Gptq(grid, k, statistics, statistics.hessian, options or GptqOptions()).solver
+
+
+class _Gptq:
+    """What one Hessian gives for all rows."""
+
+    def __init__(self, grid: Grid, k: int, statistics: InputStatistics, hessian: Floats, options: GptqOptions) -> None:
+        self._grid, self._k = grid, k
+        self._start = rtn.solver(grid, k, statistics)
+        self._hessian = damped(hessian, options.damping, grid.size)
+        self._order = np.argsort(-np.diagonal(self._hessian), kind="stable")
+        self._upper = upper_factor(self._hessian, self._order)
+        self._refiner = Refiner(self._hessian, grid, options.sweeps, options.tolerance)
+        # The target of a row w is w + w (C - H) H^-1: what gives, on the quantized model's inputs, the output that
+        # the float model's inputs give.
+        self._shift = None if statistics.cross is None else padded_square(statistics.cross - hessian, grid.size)
+        self.solver = Solver(_ROWS, self._solve)
+
+    def _solve(self, weight: Floats) -> Codes:  # (n, K)
+        grid = self._grid
+        rows = np.ascontiguousarray(padded(weight, grid.size), np.float32)
+        if self._shift is not None:
+            rows = rows + self._divided(rows @ self._shift)
+        plain = self._start.solve(rows[:, : self._k])
+        target = np.ascontiguousarray(rows.T)  # (K', n)
+        state = State.of(plain, grid)
+        limit = self._errors(target, state)
+        self._round(target, state)
+        self._refiner.refine(target, state)
+        worse = self._errors(target, state) > limit
+        codes = state.codes()
+        codes.values[worse], codes.scales[worse], codes.zeros[worse] = (
+            plain.values[worse],
+            plain.scales[worse],
+            plain.zeros[worse],
+        )
+        return codes
+
+    def _errors(self, target: Floats, state: State) -> NDArray[np.float64]:  # (n,)
+        """The squared output error of each row."""
+        errors = state.errors(target)
+        return row_errors(errors, self._hessian @ errors)
+
+    def _divided(self, rows: Floats) -> Floats:  # (n, K')
+        """Rows times the inverse of H."""
+        right = np.ascontiguousarray(rows.T[self._order])
+        right = solve_triangular(self._upper, right, check_finite=False, overwrite_b=True)
+        right = solve_triangular(self._upper, right, trans="T", check_finite=False, overwrite_b=True)
+        out = np.empty_like(right)
+        out[self._order] = right
+        return np.asarray(out.T, np.float32)
+
+    def _round(self, target: Floats, state: State) -> None:  # (K', n)
+        """Replaces the state's codes by those of GPTQ, with the scales and zero points it has."""
+        order, upper, size = self._order, self._upper, self._grid.size
+        errors = np.empty_like(target)
+        top = np.float32(self._grid.top)
+        for start in range(0, len(order), LAZY):
+            stop = min(start + LAZY, len(order))
+            pivots = np.diagonal(upper)[start:stop]
+            inside = np.ascontiguousarray(upper[start:stop, start:stop].T) / pivots[:, None]
+            fed = (upper[:start, start:stop] / pivots).T @ errors[:start]
+            for i, column in enumerate(order[start:stop]):
+                block = column // size
+                scale, zero = state.scales[block], state.zeros[block]
+                wanted = fed[i] + target[column]
+                wanted += inside[i, :i] @ errors[start : start + i]
+                wanted /= scale
+                np.rint(wanted, out=wanted)
+                np.maximum(wanted, -zero, out=wanted)
+                np.minimum(wanted, top - zero, out=wanted)
+                state.steps[column] = wanted
+                np.subtract(target[column], wanted * scale, out=errors[start + i])
+
+
+def damped(hessian: Floats, damping: float, size: int) -> Floats:  # (K, K) -> (K', K')
+    """H with a larger diagonal, padded to whole blocks; only a diagonal where inputs were always zero."""
+    out = padded_square(hessian, size)
+    diagonal, k = np.diagonal(hessian), len(hessian)
+    seen = diagonal > _TINY
+    out[:k, :k] *= np.outer(seen, seen)
+    # Errors of columns without inputs count like those of a usual one: another text may use them.
+    usual = np.median(diagonal[seen]) if seen.any() else np.float32(1)
+    filled = np.full(len(out), usual, np.float32)
+    if seen.any():
+        floor = _LEAST_SHARE * diagonal.mean()
+        filled[:k][seen] = diagonal[seen] * np.float32(1 + damping) + floor
+    np.fill_diagonal(out, filled)
+    return out
+
+
+def padded_square(matrix: Floats, size: int) -> Floats:  # (K, K) -> (K', K')
+    """A copy with zeros around it up to whole blocks."""
+    missing = -len(matrix) % size
+    return np.pad(np.asarray(matrix, np.float32), (0, missing))
+
+
+def upper_factor(hessian: Floats, order: NDArray[np.intp]) -> Floats:  # (K', K'), (K',)
+    """V, upper triangular, with V V^T the Hessian in that order of columns."""
+    back = order[::-1]
+    root = 1 / np.sqrt(np.diagonal(hessian))[back]
+    # With a diagonal of ones, float32 can factor it whatever the inputs' energies are.
+    scaled = hessian[np.ix_(back, back)]
+    scaled *= root
+    scaled *= root[:, None]
+    try:
+        lower = np.linalg.cholesky(scaled)
+    except np.linalg.LinAlgError:
+        raise UsageError(
+            "The Hessian of a layer's inputs is not that of any inputs, or too little is added to its diagonal.",
+            "Gather it again, or choose a larger damping.",
+        ) from None
+    lower /= root[:, None]
+    return np.ascontiguousarray(lower[::-1, ::-1])

@@ -1,0 +1,118 @@
+"""The quantizers by name and the one call that quantizes a matrix; knows nothing of models, files or which matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.packing import QuantizedMatrix
+from edgeinfer.errors import UsageError
+from edgeinfer.quant import awq, gptq, hqq, rtn
+from edgeinfer.quant.blocks import Grid, Solver, packed, restored
+from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.statistics import InputStatistics
+
+__all__ = ["METHODS", "Method", "Needs", "approximate", "method_for", "quantize", "solver_for"]
+
+Floats = NDArray[np.float32]
+Needs = Literal["nothing", "diagonal", "hessian"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A quantizer.
+
+    Attributes:
+        needs: what it must know of the inputs: nothing, their mean squares, or the mean of x x^T.
+        solver: sets it up for a grid, a number of columns and the statistics.
+        folds: scales of input channels (`awq.scale_search`) are folded into the layers before, where there is a model.
+    """
+
+    name: str
+    needs: Needs
+    solver: Callable[[Grid, int, InputStatistics | None], Solver]
+    folds: bool = False
+
+    def quantize(
+        self,
+        weight: Floats,  # (N, K)
+        scheme: QuantScheme,
+        statistics: InputStatistics | None = None,
+    ) -> QuantizedMatrix:
+        """Quantizes a matrix; the statistics must have what the method needs."""
+        return packed(self.solver(Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("rtn", "nothing", rtn.solver),
+        Method("hqq", "nothing", hqq.solver),
+        Method("awq", "diagonal", awq.solver, folds=True),
+        Method("gptq", "hessian", gptq.solver),
+    )
+}
+
+
+def method_for(name: str, statistics: InputStatistics | None) -> Method:
+    """The method that runs where one is asked for: `rtn` where what it needs of the inputs is not known.
+
+    Raises:
+        UsageError: there is no such method.
+    """
+    method = METHODS.get(name)
+    if method is None:
+        raise UsageError(f"No quantizer is called {name!r}.", f"Choose one of {', '.join(METHODS)}.")
+    known = _known(statistics)
+    lacking = known is None or (method.needs == "hessian" and known.hessian is None)
+    return METHODS["rtn"] if method.needs != "nothing" and lacking else method
+
+
+def solver_for(method: str, grid: Grid, k: int, statistics: InputStatistics | None = None) -> Solver:
+    """The method that `method_for` names, set up for matrices of K columns with these inputs.
+
+    Raises:
+        UsageError: there is no such method, or the statistics are not finite or of another matrix.
+    """
+    if statistics is not None:
+        statistics.check(k)
+    return method_for(method, statistics).solver(grid, k, _known(statistics))
+
+
+def quantize(
+    weight: Floats,  # (N, K)
+    scheme: QuantScheme,
+    statistics: InputStatistics | None = None,
+    method: str = "rtn",
+) -> QuantizedMatrix:
+    """Quantizes a matrix in the portable layout; `method_for` says which method that is.
+
+    Raises:
+        UsageError: there is no such method, or the statistics are not finite or of another matrix.
+        CheckpointError: a weight is NaN or infinite.
+    """
+    return packed(solver_for(method, Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
+
+
+def approximate(
+    weight: Floats,  # (N, K)
+    grid: Grid,
+    statistics: InputStatistics | None = None,
+    method: str = "rtn",
+) -> Floats:  # (N, K)
+    """What a matrix becomes by a method at any width, also ones that no backend runs; for comparisons.
+
+    Raises:
+        UsageError: there is no such method, or the statistics are not finite or of another matrix.
+        CheckpointError: a weight is NaN or infinite.
+    """
+    return restored(solver_for(method, grid, weight.shape[1], statistics), weight, grid)
+
+
+def _known(statistics: InputStatistics | None) -> InputStatistics | None:
+    """Statistics that tell something: none where no token came by."""
+    return None if statistics is None or statistics.count == 0 else statistics

@@ -1,0 +1,130 @@
+"""What a linear layer's inputs look like on a calibration text, and the output error that follows from it; knows
+nothing of models, texts or how weights are quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UsageError
+
+__all__ = ["InputStatistics", "StatisticsAccumulator", "output_error"]
+
+Floats = NDArray[np.float32]
+# Tokens per product: short enough that float32 sums stay exact to 1e-6, long enough for matrix kernels.
+_TOKENS = 1024
+_ROWS = 1024
+_HINT = "Calibrate with another text, or quantize without one."
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """Moments of the inputs x (K) of a linear layer, over tokens.
+
+    Attributes:
+        count: tokens seen; 0 where none came by, and all moments are then zero.
+        mean_square: of each input.
+        mean: of each input.
+        hessian: mean of x x^T, where it was gathered; half the Hessian of a row's squared output error.
+        cross: mean of x_float x^T, where inputs x of the quantized model were seen beside those of the float one.
+    """
+
+    count: int
+    mean_square: Floats  # (K,)
+    mean: Floats  # (K,)
+    hessian: Floats | None = None  # (K, K)
+    cross: Floats | None = None  # (K, K)
+
+    def check(self, k: int) -> None:
+        """Refuses moments that do not fit a matrix of K columns or are not finite.
+
+        Raises:
+            UsageError: they are not of that shape, NaN, infinite, or negative where that is impossible.
+        """
+        vectors, squares = (self.mean_square, self.mean), (self.hessian, self.cross)
+        if any(v.shape != (k,) for v in vectors) or any(m is not None and m.shape != (k, k) for m in squares):
+            raise UsageError(
+                f"Statistics of {self.mean_square.shape[0]} inputs do not fit a matrix of {k} columns.",
+                "Gather them at the layer that is quantized.",
+            )
+        diagonals = [self.mean_square] if self.hessian is None else [self.mean_square, np.diagonal(self.hessian)]
+        finite = all(np.isfinite(m).all() for m in (*vectors, *squares) if m is not None)
+        if not finite or any((d < 0).any() for d in diagonals):
+            raise UsageError("The statistics of a layer's inputs are not finite numbers.", _HINT)
+
+
+class StatisticsAccumulator:
+    """Adds up moments in float64, portion by portion.
+
+    Args:
+        k: inputs of the layer.
+        hessian: gather the mean of x x^T: 8 K^2 bytes while running.
+        cross: gather the mean of x_float x^T: as much again.
+    """
+
+    def __init__(self, k: int, hessian: bool, cross: bool = False) -> None:
+        self.count = 0
+        self._sum = np.zeros(k)
+        self._squares = np.zeros(k)
+        self._hessian = np.zeros((k, k)) if hessian else None
+        self._cross = np.zeros((k, k)) if cross else None
+
+    def add(self, x: Floats, x_float: Floats | None = None) -> None:  # (T, K), (T, K)
+        """Counts inputs in; `x_float` are those of the float model, equal to x where left out.
+
+        Raises:
+            UsageError: an input is NaN or infinite.
+        """
+        x = np.asarray(x, np.float32)
+        other = x if x_float is None else np.asarray(x_float, np.float32)
+        if not (np.isfinite(x).all() and np.isfinite(other).all()):
+            raise UsageError("The model's activations on the calibration text are not finite.", _HINT)
+        for start in range(0, len(x), _TOKENS):
+            part = x[start : start + _TOKENS]
+            self.count += len(part)
+            self._sum += part.sum(axis=0, dtype=np.float64)
+            self._squares += np.einsum("tk,tk->k", part, part, dtype=np.float64)
+            if self._hessian is not None:
+                self._hessian += part.T @ part
+            if self._cross is not None:
+                self._cross += other[start : start + _TOKENS].T @ part
+
+    def result(self) -> InputStatistics:
+        """The moments so far, in float32."""
+        share = 1 / max(self.count, 1)
+
+        def mean(total: NDArray[np.float64]) -> Floats:
+            return (total * share).astype(np.float32)
+
+        return InputStatistics(
+            self.count,
+            mean(self._squares),
+            mean(self._sum),
+            None if self._hessian is None else mean(self._hessian),
+            None if self._cross is None else mean(self._cross),
+        )
+
+
+def output_error(weight: Floats, approximation: Floats, statistics: InputStatistics | None = None) -> float:  # (N, K)
+    """Mean over tokens of |(W - What) x|^2: exact with a Hessian, for uncorrelated inputs without one.
+
+    Without statistics every input has a mean square of one, so it is |W - What|^2.
+
+    Raises:
+        UsageError: the statistics do not fit the matrix.
+    """
+    if statistics is not None:
+        statistics.check(weight.shape[1])
+    total = 0.0
+    for start in range(0, len(weight), _ROWS):
+        error = weight[start : start + _ROWS] - approximation[start : start + _ROWS]
+        if statistics is None:
+            scaled = error
+        elif statistics.hessian is None:
+            scaled = error * statistics.mean_square
+        else:
+            scaled = error @ statistics.hessian
+        total += float(np.einsum("nk,nk->", error, scaled, dtype=np.float64))
+    return max(total, 0.0)
