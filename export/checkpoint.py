@@ -97,16 +97,23 @@ class Checkpoint:
             hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
             raise CheckpointError(f"Tensor {name!r} in {stored.file.name} has type {stored.dtype}.", hint)
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
+    ) -> NDArray[np.float32]:
         """Rows `start` to `stop` of a tensor as float32; `require` must have accepted the tensor.
+
+        Args:
+            within: rows are those of the tensor with this index along the first axis.
 
         Raises:
             CheckpointError: the file ended early, or cannot be read.
         """
         stored = self._tensors[name]
-        stop = stored.shape[0] if stop is None else stop
-        row_items = math.prod(stored.shape[1:])
-        values = np.empty((stop - start, *stored.shape[1:]), np.float32)
+        shape = stored.shape if within is None else stored.shape[1:]
+        stop = shape[0] if stop is None else stop
+        row_items = math.prod(shape[1:])
+        values = np.empty((stop - start, *shape[1:]), np.float32)
+        start += 0 if within is None else within * shape[0]
         flat = values.reshape(-1)
         item = _ITEM_BYTES[stored.dtype]
         try:

@@ -6,7 +6,7 @@ and drops the raw pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import onnx
 
@@ -14,6 +14,7 @@ from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.kv_types import FLOAT32, KV, KVType
 from edgeinfer.export.graph_builder import MICROSOFT, GraphBuilder
+from edgeinfer.export.moe_operators import NO_EXPERTS, Experts, declare_choice, mixture, runs_few, runs_many
 from edgeinfer.export.native_operators import NativeOperators
 from edgeinfer.export.operators import Operators
 from edgeinfer.export.portable_operators import PortableOperators
@@ -34,29 +35,50 @@ def build_decoder_graph(
         layout: of the quantized ones.
         kv: type of the cache.
     """
-    return _DecoderGraph(spec, GraphBuilder(weights), _OPERATORS[layout](spec, tensors), kv).build()
+    return _DecoderGraph(spec, GraphBuilder(weights), tensors, _OPERATORS[layout](spec, tensors), kv).build()
 
 
 class _DecoderGraph:
-    def __init__(self, spec: DecoderSpec, graph: GraphBuilder, operators: Operators, kv: KVType) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        graph: GraphBuilder,
+        tensors: Mapping[str, TensorEntry],
+        operators: Operators,
+        kv: KVType,
+    ) -> None:
         self._spec = spec
         self._graph = graph
+        self._tensors = tensors
         self._ops = operators
         self._kv = kv
+        self._ids: list[str] = []
 
     def build(self) -> onnx.ModelProto:
         spec, graph = self._spec, self._graph
         self._declare_inputs()
         runs = [f"runs.{i}" for i in range(2 * spec.num_layers)]
         graph.ops("Split", [io.LAYER_MASK], runs, axis=0, num_outputs=len(runs))
+        if spec.moe is not None:
+            several = any(len(self._ops.expert_counts(e)) > 1 for e in self._experts())
+            declare_choice(graph, spec, spec.moe, by_count=several)
         hidden = self._enter()
         for layer in range(spec.num_layers):
             hidden = self._attention(layer, hidden, runs[2 * layer])
             last = layer == spec.num_layers - 1
             hidden = self._mlp(layer, hidden, runs[2 * layer + 1], io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
         self._head(hidden)
+        if spec.moe is not None:
+            graph.op("Concat", self._ids, io.EXPERT_IDS, axis=0)
         self._declare_outputs()
         return graph.model("decoder")
+
+    def _experts(self) -> Iterator[Experts]:
+        """The experts of every layer that has any."""
+        for layer in range(self._spec.num_layers):
+            moe = self._spec.experts_of(layer)
+            if moe is not None:
+                yield Experts(layer, moe, self._tensors)
 
     def _declare_inputs(self) -> None:
         spec, graph = self._spec, self._graph
@@ -87,6 +109,9 @@ class _DecoderGraph:
         for layer in range(spec.num_layers):
             for name in io.present_names(layer):
                 graph.output(name, self._kv.dtype, self._cache_shape)
+        if spec.moe is not None:
+            # Last: bundles made before it, and those without it, have the other outputs in the same places.
+            graph.output(io.EXPERT_IDS, "int64", (spec.num_layers, "S", "K"))
 
     @property
     def _cache_shape(self) -> tuple[int | str, ...]:
@@ -167,6 +192,8 @@ class _DecoderGraph:
         return query, key, value
 
     def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int) -> str:
+        if self._spec.whole_norm:
+            return self._ops.norm(graph, value, norm)
         heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
         normed = self._ops.norm(graph, heads, norm)
         return graph.op("Reshape", [normed, graph.constant([0, 0, size])], f"{value}.normed")
@@ -177,6 +204,9 @@ class _DecoderGraph:
         return graph.op("RotaryEmbedding", inputs, f"{value}.rotated", domain=MICROSOFT, **attributes)
 
     def _mlp(self, layer: int, hidden: str, runs: str, result: str) -> str:
+        moe = self._spec.experts_of(layer)
+        if moe is not None:
+            return self._mixture(Experts(layer, moe, self._tensors), hidden, runs, result)
         prefix = f"layers.{layer}.mlp"
         graph = self._graph.branch()
         product = self._ops.gated(graph, hidden, prefix, f"layers.{layer}.mlp_norm")
@@ -185,7 +215,28 @@ class _DecoderGraph:
         skip = self._graph.branch()
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
         self._graph.choose(runs, graph, skip, [result])
+        self._ids.append(NO_EXPERTS)
         return result
+
+    def _mixture(self, experts: Experts, hidden: str, runs: str, result: str) -> str:
+        """One `If` for each operator of the experts; at most one of them runs, and the others pass on what there is."""
+        prefix, layer, ids = f"layers.{experts.layer}.mlp", experts.layer, NO_EXPERTS
+        counts = self._ops.expert_counts(experts)
+        conditions = [runs] if len(counts) == 1 else [runs_few(layer), runs_many(layer)]
+        for count, condition in zip(counts, conditions, strict=True):
+            graph, skip = self._graph.branch(), self._graph.branch()
+            for branch, values in (
+                (graph, mixture(self._ops, graph, experts, count, hidden)),
+                (skip, [skip.op("Identity", [v], f"{prefix}.kept_{i}") for i, v in enumerate((hidden, ids))]),
+            ):
+                branch.output(values[0], "float32", self._hidden_shape)
+                branch.output(values[1], "int64", (1, "S", "K"))
+            last = count == counts[-1]
+            results = [result if last else f"{prefix}.few", f"{prefix}.expert_ids" if last else f"{prefix}.few_ids"]
+            self._graph.choose(condition, graph, skip, results)
+            hidden, ids = results
+        self._ids.append(ids)
+        return hidden
 
     def _head(self, hidden: str) -> None:
         """Normalises the wanted rows only and multiplies them by the head; no rows give no logits."""

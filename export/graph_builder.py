@@ -74,6 +74,16 @@ class GraphBuilder:
         self._root._initializers.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
+    def table(self, name: str, rows: Sequence[Sequence[int]]) -> str:
+        """A table of int64, stored in the main graph under its name."""
+        self._root._initializers.setdefault(name, numpy_helper.from_array(np.asarray(rows, np.int64), name))
+        return name
+
+    @staticmethod
+    def type(dtype: str) -> int:
+        """ONNX's number of a type, for attributes."""
+        return int(_TYPES[dtype])
+
     def op(self, op_type: str, inputs: Sequence[str], output: str, *, domain: str = "", **attributes: Any) -> str:
         """Adds a node with one output and returns its name; an empty input name is an absent optional input."""
         self.ops(op_type, inputs, [output], domain=domain, **attributes)

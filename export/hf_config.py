@@ -58,6 +58,19 @@ class HFConfig:
             raise _wrong(name, value, "true or false")
         return bool(value)
 
+    def experts(self) -> int:
+        """Experts of a layer, in transformers 4's word or 5's."""
+        return self.integer("num_local_experts" if self.get("num_experts") is None else "num_experts")
+
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers of a Qwen that have an ordinary MLP: `mlp_only_layers`, and all but each `decoder_sparse_step`th."""
+        given = self._values.get("mlp_only_layers") or []
+        if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
+            raise _wrong("mlp_only_layers", given, "a list of layers")
+        step = self.integer("decoder_sparse_step", 1)
+        layers = range(self.integer("num_hidden_layers"))
+        return tuple(layer for layer in layers if layer in given or (layer + 1) % step)
+
     def activation(self) -> Activation:
         """The gate's activation function."""
         name = self._values.get("hidden_act", "silu")

@@ -9,22 +9,28 @@ LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up
   0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
   7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
+MoELowBit, attributes D, ungated: down(silu(up(x))), otherwise down(silu(gate(x)) * up(x))
+  0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
+  3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
+  offsets of data, low, scales, zero points, -1 for what a matrix does not have · 5 residual (optional) · 6 planes
+  (optional), for the experts of 8 bits
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle import Blob, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph_builder import GraphBuilder
+from edgeinfer.export.moe_operators import Experts, Routing
 from edgeinfer.export.operators import Operators
 
 __all__ = ["NativeOperators"]
 
 
 class NativeOperators(Operators):
-    """LinearLowBit, with what stands around a product fused into it, and EmbeddingLowBit."""
+    """LinearLowBit, with what stands around a product fused into it, MoELowBit and EmbeddingLowBit."""
 
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
         super().__init__(spec, tensors)
@@ -52,12 +58,42 @@ class NativeOperators(Operators):
             return super().linear(graph, value, name, result, norm=norm, residual=residual)
         return self._fused(graph, value, name, result, norm=norm, residual=residual)
 
-    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str) -> str:
+    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "") -> str:
         """See `Operators.gated`."""
         name = f"{prefix}.gate_up"
         if self._tensors[name].bits == 32:
             return super().gated(graph, value, prefix, norm)
         return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True)
+
+    def expert_counts(self, experts: Experts) -> tuple[int, ...]:
+        """See `Operators.expert_counts`: ours takes any."""
+        return (experts.moe.top_k,) if experts.quantized else super().expert_counts(experts)
+
+    def experts(
+        self,
+        graph: GraphBuilder,
+        experts: Experts,
+        count: int,
+        value: str,
+        routing: Routing,
+        residual: str,
+        result: str,
+    ) -> str:
+        """See `Operators.experts`."""
+        moe, prefix = experts.moe, f"layers.{experts.layer}.mlp.experts"
+        table = [(experts.entry(e, experts.into), experts.entry(e, "down")) for e in range(moe.experts)]
+        entries = [entry for pair in table for entry in pair]
+        if not experts.quantized:
+            return super().experts(graph, experts, count, value, routing, residual, result)
+        blobs = [blob for entry in entries for blob in entry.blobs]
+        start, stop = min(b.offset for b in blobs), max(b.offset + b.nbytes for b in blobs)
+        data = graph.weight(prefix, Blob(start, "uint8", (stop - start,)))
+        rows = [[moe.expert_size, *_format(into, start), *_format(out, start)] for into, out in table]
+        directory = graph.table(f"{prefix}.directory", rows)
+        planes = io.PLANES if any(entry.name in self._elastic for entry in entries) else ""
+        inputs = [value, routing.ids, routing.weights, data, directory, residual, planes]
+        size = self._spec.hidden_size
+        return graph.op("MoELowBit", inputs, result, domain=io.NATIVE_DOMAIN, D=size, ungated=int(not moe.gated))
 
     def _fused(
         self,
@@ -92,6 +128,12 @@ class NativeOperators(Operators):
             graph.weight(f"{table}{part}", blob, (blob.size,)) if blob is not None else ""
             for part, blob in blobs.items()
         ]
+
+
+def _format(entry: TensorEntry, start: int) -> list[int]:
+    """Six columns of the directory: what a matrix is and where its parts lie, counted from `start`."""
+    blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
+    return [entry.bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
 
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:

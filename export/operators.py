@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph_builder import MICROSOFT, GraphBuilder
+from edgeinfer.export.moe_operators import Experts, Routing, float_experts
 
 __all__ = ["Operators"]
 
@@ -56,13 +57,37 @@ class Operators:
         product = self._product(graph, value, name, f"{name}.result" if residual else result)
         return graph.op("Add", [residual, product], result) if residual else product
 
-    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str) -> str:
-        """The first half of a gated MLP: silu(gate) * up of the normalised value."""
+    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "") -> str:
+        """The first half of a gated MLP: silu(gate) * up of the value, normalised before where a norm is named."""
         gate_up = self.linear(graph, value, f"{prefix}.gate_up", f"{prefix}.gate_up.result", norm=norm)
-        graph.ops("Split", [gate_up], [f"{prefix}.gate", f"{prefix}.up"], axis=-1, num_outputs=2)
+        gate, up = f"{prefix}.gate_up.gate", f"{prefix}.gate_up.up"
+        graph.ops("Split", [gate_up], [gate, up], axis=-1, num_outputs=2)
         # QuickGelu is x * sigmoid(alpha * x): SiLU, the only activation of a DecoderSpec, in one pass over the data.
-        activated = graph.op("QuickGelu", [f"{prefix}.gate"], f"{prefix}.activated", domain=MICROSOFT, alpha=1.0)
-        return graph.op("Mul", [activated, f"{prefix}.up"], f"{prefix}.product")
+        activated = graph.op("QuickGelu", [gate], f"{prefix}.activated", domain=MICROSOFT, alpha=1.0)
+        return graph.op("Mul", [activated, up], f"{prefix}.product")
+
+    def expert_counts(self, experts: Experts) -> tuple[int, ...]:
+        """Numbers of experts of a token that need an operator of their own, ascending."""
+        return experts.counts
+
+    def experts(
+        self,
+        graph: GraphBuilder,
+        experts: Experts,
+        count: int,
+        value: str,
+        routing: Routing,
+        residual: str,
+        result: str,
+    ) -> str:
+        """Adds the results of the chosen experts, times their weights, to the residual.
+
+        Args:
+            count: most experts of a token.
+            value: what enters them, normalised.
+            result: name of the sum.
+        """
+        return float_experts(graph, experts, count, value, routing, residual, result)
 
     def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:
         """Multiplies by a matrix and adds its bias."""

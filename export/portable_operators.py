@@ -5,6 +5,7 @@ from __future__ import annotations
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph_builder import MICROSOFT, GraphBuilder
+from edgeinfer.export.moe_operators import Experts, Routing, float_experts, quantized_experts
 from edgeinfer.export.operators import Operators
 
 __all__ = ["PortableOperators"]
@@ -14,7 +15,7 @@ _INT8_ACTIVATIONS = 4
 
 
 class PortableOperators(Operators):
-    """MatMulNBits and GatherBlockQuantized where a weight is quantized."""
+    """MatMulNBits, QMoE and GatherBlockQuantized where a weight is quantized."""
 
     def embed(self, graph: GraphBuilder) -> str:
         """See `Operators.embed`."""
@@ -32,6 +33,20 @@ class PortableOperators(Operators):
             return name
         bounds = [graph.constant([0]), graph.constant([hidden_size]), graph.constant([2])]
         return graph.op("Slice", [name, *bounds], "embedded")
+
+    def experts(
+        self,
+        graph: GraphBuilder,
+        experts: Experts,
+        count: int,
+        value: str,
+        routing: Routing,
+        residual: str,
+        result: str,
+    ) -> str:
+        """See `Operators.experts`."""
+        add = quantized_experts if experts.quantized else float_experts
+        return add(graph, experts, count, value, routing, residual, result)
 
     def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:
         entry = self._tensors[name]

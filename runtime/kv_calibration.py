@@ -16,9 +16,9 @@ import numpy as np
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, KV, QUANTIZED_KV, KVType, load, store
+from edgeinfer.bundle.rope import inverse_frequencies, rotate
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
-from edgeinfer.runtime.rope import inverse_frequencies, rotate
 
 __all__ = ["MOST_ROWS", "Progress", "calibrate"]
 

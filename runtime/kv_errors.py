@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, KVScales
+from edgeinfer.bundle.arithmetic import attend
 from edgeinfer.bundle.kv_types import find_kv_type, load, store
 from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.reference import ReferenceBackend, attend
+from edgeinfer.runtime.reference import ReferenceBackend
 
 __all__ = ["AttentionError", "attention_errors"]
 

@@ -12,46 +12,27 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, TensorEntry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
+from edgeinfer.bundle.arithmetic import attend, rms_norm, route, silu
+from edgeinfer.bundle.experts import expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.errors import BundleError
-from edgeinfer.runtime.contracts import CacheSnapshot, Edit, Floats, Ints, StepOutput, ancestors, check_pass, in_window
+from edgeinfer.runtime.contracts import (
+    CacheSnapshot,
+    Edit,
+    ExpertChoice,
+    Floats,
+    Ints,
+    StepOutput,
+    ancestors,
+    check_pass,
+    in_window,
+)
 from edgeinfer.runtime.kv import KVBuffers
-from edgeinfer.runtime.rope import rope_tables, rotate
 
-__all__ = ["ReferenceBackend", "attend"]
-
-
-def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,) -> (..., D)
-    """Scales by the root mean square, then by the weight."""
-    scale: Floats = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
-    return x * scale * weight
-
-
-def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
-    """Over the last axis; at least one score of each row is finite."""
-    powers: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    powers /= powers.sum(axis=-1, keepdims=True)
-    return powers
-
-
-def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)
-    """x times its logistic function, written so that exp never overflows."""
-    logistic: Floats = 0.5 * (1 + np.tanh(0.5 * x))
-    return x * logistic
-
-
-def attend(
-    queries: Floats,  # (H, g, S, h)
-    keys: Floats,  # (H, T, h)
-    values: Floats,  # (H, T, h)
-    visible: NDArray[np.bool_],  # (S, T)
-) -> Floats:  # (H, g, S, h)
-    """The values that each query sees, weighted by the softmax of their keys' scores."""
-    scores = queries @ keys[:, None].swapaxes(-1, -2) / np.float32(np.sqrt(queries.shape[-1]))  # (H, g, S, T)
-    mixed: Floats = softmax(np.where(visible, scores, np.float32(-np.inf))) @ values[:, None]
-    return mixed
+__all__ = ["ReferenceBackend"]
 
 
 class ReferenceBackend:
@@ -84,7 +65,8 @@ class ReferenceBackend:
         self._kv = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
         self.geometry: Geometry = self._spec.geometry
         elastic = bool(_elastic(bundle))
-        self.capabilities = Capabilities(layer_skip=True, hidden=True, tree=True, elastic=elastic)
+        counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
+        self.capabilities = Capabilities(True, True, True, elastic=elastic, expert_counts=counts)
         self.capacity = capacity
 
     @property
@@ -102,9 +84,10 @@ class ReferenceBackend:
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
         planes: int = 2,
+        experts: ExpertChoice | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
         begun = time.perf_counter_ns()
         start, size = self._kv.length, len(tokens)
         self._weights = self._whole if planes == 2 else self._halved
@@ -112,16 +95,23 @@ class ReferenceBackend:
         x = self._weights["embed"][tokens] if hidden is None else hidden  # (S, D)
         sees = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
         visible = np.concatenate([np.ones((size, start), np.bool_), sees], axis=1)  # (S, T)
+        used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             if layer_mask is None or layer_mask[2 * layer]:
                 x = x + self._attention(layer, x, positions, visible)
             if layer_mask is None or layer_mask[2 * layer + 1]:
-                x = x + self._mlp(layer, x)
+                normed = rms_norm(x, self._weights[f"layers.{layer}.mlp_norm"], self._spec.norm_eps)
+                moe = self._spec.experts_of(layer)
+                if moe is None:
+                    x = x + self._mlp(f"layers.{layer}.mlp", normed)
+                else:
+                    mixed, used[layer] = self._mixture(layer, moe, normed, experts)
+                    x = x + mixed
         self._kv.length = start + size
         final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
         logits = final @ self._weights["head"].T
         self.run_ns = time.perf_counter_ns() - begun
-        return StepOutput(logits, x)
+        return StepOutput(logits, x, self._choices(used, size, experts))
 
     @cached_property
     def _halved(self) -> dict[str, Floats]:
@@ -145,11 +135,8 @@ class ReferenceBackend:
         start = total - size
         qkv = self._linear(f"{prefix}attn.qkv", rms_norm(x, self._weights[f"{prefix}attn_norm"], spec.norm_eps))
         q, k, v = np.split(qkv, [spec.q_size, spec.q_size + spec.kv_size], axis=1)
-        q = q.reshape(size, spec.num_heads, spec.head_dim)
-        k = k.reshape(size, spec.num_kv_heads, spec.head_dim)
-        if spec.qk_norm:
-            q = rms_norm(q, self._weights[f"{prefix}attn.q_norm"], spec.norm_eps)
-            k = rms_norm(k, self._weights[f"{prefix}attn.k_norm"], spec.norm_eps)
+        q = self._normed(q.reshape(size, spec.num_heads, spec.head_dim), f"{prefix}attn.q_norm")
+        k = self._normed(k.reshape(size, spec.num_kv_heads, spec.head_dim), f"{prefix}attn.k_norm")
         cos, sin = self._cos[positions], self._sin[positions]
         v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
         self._kv.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
@@ -158,6 +145,13 @@ class ReferenceBackend:
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
         mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, positions, visible))  # (H, g, S, h)
         return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+
+    def _normed(self, heads: Floats, name: str) -> Floats:  # (S, H, h) -> (S, H, h)
+        """Queries or keys after their norm, of each head or of all together, where the model has one."""
+        if not self._spec.qk_norm:
+            return heads
+        vectors = heads.reshape(len(heads), -1) if self._spec.whole_norm else heads
+        return rms_norm(vectors, self._weights[name], self._spec.norm_eps).reshape(heads.shape)
 
     def _mix(
         self,
@@ -179,11 +173,43 @@ class ReferenceBackend:
         window = self._spec.window(layer)
         return visible & in_window(positions, visible.shape[1], window) if window else visible
 
-    def _mlp(self, layer: int, x: Floats) -> Floats:  # (S, D) -> (S, D)
-        prefix = f"layers.{layer}."
-        normed = rms_norm(x, self._weights[f"{prefix}mlp_norm"], self._spec.norm_eps)
-        gate, up = np.split(self._linear(f"{prefix}mlp.gate_up", normed), 2, axis=1)
-        return self._linear(f"{prefix}mlp.down", silu(gate) * up)
+    def _mlp(self, prefix: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
+        return self._linear(f"{prefix}.down", silu(gate) * up)
+
+    def _mixture(
+        self, layer: int, moe: MoESpec, x: Floats, choice: ExpertChoice | None
+    ) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
+        """What the chosen experts of every token and the shared one make of it, and which were used."""
+        prefix = f"layers.{layer}.mlp"
+        bias = None if choice is None or choice.bias is None else choice.bias[layer]
+        scores, norm = self._linear(f"{prefix}.router", x), self._weights.get(f"{prefix}.router_norm")
+        count = None if choice is None else choice.count
+        chosen, weights = route(scores, moe, count=count, bias=bias, norm=norm, eps=self._spec.norm_eps)
+        used = np.where(weights != 0, chosen, -1)
+        mixed = np.zeros_like(x)
+        for expert in np.unique(used[used >= 0]).tolist():
+            tokens, slots = np.nonzero(used == expert)
+            mixed[tokens] += weights[tokens, slots, None] * self._expert(layer, expert, moe, x[tokens])
+        if moe.shared_size:
+            shared = self._mlp(f"{prefix}.shared", x)
+            # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
+            score = self._linear(f"{prefix}.shared.gate", x) if moe.shared_gate else None
+            mixed += shared if score is None else shared * np.float32(0.5) * (1 + np.tanh(score / 2))
+        return mixed, used
+
+    def _expert(self, layer: int, expert: int, moe: MoESpec, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        if moe.gated:
+            return self._mlp(f"layers.{layer}.mlp.experts.{expert}", x)
+        inner = silu(self._linear(expert_tensor(layer, expert, "up"), x))
+        return self._linear(expert_tensor(layer, expert, "down"), inner)
+
+    def _choices(self, used: dict[int, Ints], size: int, choice: ExpertChoice | None) -> Ints | None:  # (L, S, k)
+        """The experts used in every layer, -1 where none were."""
+        if self._spec.moe is None:
+            return None
+        nothing = np.full((size, self._spec.moe.top_k if choice is None else choice.count), -1, np.int64)
+        return np.stack([used.get(layer, nothing) for layer in range(self._spec.num_layers)])
 
     def truncate(self, length: int) -> None:
         """Drops all rows from `length` on."""

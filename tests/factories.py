@@ -12,11 +12,20 @@ import onnx
 import torch
 import transformers
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_graph, seal
 
-__all__ = ["ARCHITECTURES", "VARIANTS", "make_bigram_bundle", "make_checkpoint", "make_tokenizer"]
+__all__ = [
+    "ARCHITECTURES",
+    "MIXTURES",
+    "VARIANTS",
+    "make_bigram_bundle",
+    "make_block_ffn_checkpoint",
+    "make_checkpoint",
+    "make_tokenizer",
+]
 
 _VOCABULARY = 320
 _SENTENCES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
@@ -86,6 +95,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_GRANITE: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}
+# The same of models with a mixture of experts, whose numbers are mostly no powers of two.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 6}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6}),
+    "qwen2-moe": ("Qwen2Moe", _QWEN_MOE | {"shared_expert_intermediate_size": 64}),
+    "qwen2-moe-dense-layers": (
+        "Qwen2Moe",
+        _QWEN_MOE | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-moe": ("Qwen3Moe", _QWEN_MOE | {"norm_topk_prob": True, "head_dim": 32}),
+    "qwen3-moe-plain": ("Qwen3Moe", _QWEN_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2}),
+    "qwen3-moe-tied-odd": (
+        "Qwen3Moe",
+        _QWEN_MOE | {"norm_topk_prob": True, "moe_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "granite-moe": ("GraniteMoe", _GRANITE),
+    "granite-moe-shared-tied": (
+        "GraniteMoeShared",
+        _GRANITE | {"shared_intermediate_size": 64, "tie_word_embeddings": True},
+    ),
+}
 
 
 def make_checkpoint(
@@ -101,13 +141,13 @@ def make_checkpoint(
     """Saves a random checkpoint with a byte-level tokenizer and returns the float32 model that it holds.
 
     Args:
-        arch: a key of ARCHITECTURES, or of VARIANTS.
+        arch: a key of ARCHITECTURES, VARIANTS or MIXTURES.
         dtype: type of the stored tensors; the returned model holds the same rounded values.
         overrides: fields of the model's configuration.
     """
-    name, settings = VARIANTS.get(arch, (arch, {}))
+    name, settings = (VARIANTS | MIXTURES).get(arch, (arch, {}))
     config_class = getattr(transformers, f"{name}Config")
-    config = config_class(**(_COMMON | ARCHITECTURES[name] | settings | overrides))
+    config = config_class(**(_COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
     config.architectures = [f"{name}ForCausalLM"]
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     _randomise(model, seed)
@@ -115,6 +155,66 @@ def make_checkpoint(
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer(folder, chat_template)
     return model.to(torch.float32)
+
+
+class _BlockMLP(torch.nn.Module):
+    """BlockFFN's layer as its authors define it, over all experts at once."""
+
+    def __init__(self, hidden: int, experts: int, size: int, *, joined: bool) -> None:
+        super().__init__()
+        self.router_proj = torch.nn.Linear(hidden, experts, bias=False)
+        self.router_norm = torch.nn.RMSNorm(experts, eps=1e-6)
+        up, down = (
+            ((experts * size, hidden), (hidden, experts * size))
+            if joined
+            else (
+                (experts, size, hidden),
+                (experts, hidden, size),
+            )
+        )
+        self.up_proj = torch.nn.Parameter(torch.empty(up))
+        self.down_proj = torch.nn.Parameter(torch.empty(down))
+        self.sizes = (experts, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (1, S, D) -> (1, S, D)
+        experts, size = self.sizes
+        shares = self.router_norm(torch.relu(self.router_proj(x)))  # (1, S, E)
+        inner = torch.nn.functional.silu(x @ self.up_proj.reshape(experts * size, -1).T)
+        weighted = (inner.reshape(*x.shape[:2], experts, size) * shares[..., None]).flatten(2)
+        columns = self.down_proj if self.down_proj.ndim == 2 else self.down_proj.transpose(0, 1).flatten(1)
+        mixed: torch.Tensor = weighted @ columns.T
+        return mixed
+
+
+def make_block_ffn_checkpoint(folder: Path, *, joined: bool, experts: int = 6, size: int = 32, seed: int = 0) -> Any:
+    """Saves a random BlockFFN with ordinary attention, a Llama whose MLPs are replaced, and returns the model.
+
+    Args:
+        joined: experts follow one another in one matrix, and are not stacked.
+    """
+    config = transformers.LlamaConfig(**_COMMON, rms_norm_eps=1e-6)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.eval()
+    for layer in model.model.layers:
+        layer.mlp = _BlockMLP(config.hidden_size, experts, size, joined=joined)
+    _randomise(model, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    make_tokenizer(folder)
+    # Multipliers that the file of the weights does not contain; the model returned has them in its weights.
+    scales = {"scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 32}
+    described = config.to_dict() | scales | {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}
+    described |= {"ffn_type": "block_linear" if joined else "block", "num_experts": experts, "expert_size": size}
+    described |= {"router_act": "relu", "norm_after_router": "rms", "attention_type": "vanilla"}
+    (folder / "config.json").write_text(json.dumps(described), "utf-8")
+    depth = scales["scale_depth"] / config.num_hidden_layers**0.5
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(scales["scale_emb"])
+        model.lm_head.weight.mul_(scales["dim_model_base"] / config.hidden_size)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(depth)
+            layer.mlp.down_proj.mul_(depth)
+    return model
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:

@@ -3,7 +3,7 @@
 from edgeinfer.bundle.kv_scales import KVScales
 from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
-from edgeinfer.bundle.spec import DecoderSpec, Geometry, RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec, RopeSpec
 from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle, write_file
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "KVScales",
     "Layout",
     "Manifest",
+    "MoESpec",
     "RopeSpec",
     "TensorEntry",
     "open_bundle",

@@ -27,7 +27,7 @@ from edgeinfer.bundle.native_layout import (
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
 from edgeinfer.errors import BundleError
 
-__all__ = ["CODECS", "Codec", "Rows", "read_blob"]
+__all__ = ["CODECS", "Codec", "Rows", "read_blob", "read_rows", "take_turns"]
 
 # Values of a matrix that are unpacked at a time.
 _RUN_VALUES = 1 << 20
@@ -71,26 +71,62 @@ def _checked(rows: QuantizedMatrix, name: str) -> QuantizedMatrix:
     return rows
 
 
+def read_rows(path: Path, entry: TensorEntry, blob: Blob, start: int, stop: int) -> NDArray[Any]:
+    """Rows start..stop-1 of a part that is stored by rows, gate before up where they take turns in the file."""
+    if not entry.interleaved:
+        return read_blob(path, blob, start, stop)
+    turns, half = read_blob(path, blob), entry.shape[0] // 2
+    parts = [
+        turns[2 * first + side : 2 * last + side : 2] for side, (first, last) in enumerate(_sides(start, stop, half))
+    ]
+    return np.concatenate(parts)
+
+
+def _sides(start: int, stop: int, half: int) -> list[tuple[int, int]]:
+    """A run of rows as a run of each half; either may be empty."""
+    return [(min(start, half), min(stop, half)), (max(start, half) - half, max(stop, half) - half)]
+
+
+def take_turns(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:  # (N, ...), (N, ...) -> (2 N, ...)
+    """Rows of two arrays by turns."""
+    return np.stack([gate, up], axis=1).reshape(-1, *gate.shape[1:])
+
+
+def _take_turns(gate: QuantizedMatrix, up: QuantizedMatrix) -> QuantizedMatrix:
+    zeros = None
+    if gate.zero_points is not None and up.zero_points is not None:
+        zeros = take_turns(gate.zero_points, up.zero_points)
+    return QuantizedMatrix(take_turns(gate.data, up.data), take_turns(gate.scales, up.scales), zeros)
+
+
 class PortableCodec:
     """Rows one after the other."""
 
     def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
         """See `Codec.read`."""
         assert entry.scales is not None
-        zeros = None if entry.zero_points is None else read_blob(path, entry.zero_points, start, stop)
         return QuantizedMatrix(
-            read_blob(path, entry.data, start, stop), read_blob(path, entry.scales, start, stop), zeros
+            read_rows(path, entry, entry.data, start, stop),
+            read_rows(path, entry, entry.scales, start, stop),
+            None if entry.zero_points is None else read_rows(path, entry, entry.zero_points, start, stop),
         )
 
     def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
         """See `Codec.write`."""
         n, k = entry.shape
-        step = max(1, _RUN_VALUES // k)
-        for start in range(0, n, step):
-            run = _checked(rows(start, min(start + step, n)), entry.name)
-            _write_blob(file, entry.data, start, run.data)
-            _write_blob(file, entry.scales, start, run.scales)
-            _write_blob(file, entry.zero_points, start, run.zero_points)
+        halves = 2 if entry.interleaved else 1
+        step = max(1, _RUN_VALUES // (halves * k))
+        for start in range(0, n // halves, step):
+            stop = min(start + step, n // halves)
+            run = (
+                rows(start, stop)
+                if halves == 1
+                else _take_turns(rows(start, stop), rows(n // 2 + start, n // 2 + stop))
+            )
+            run = _checked(run, entry.name)
+            _write_blob(file, entry.data, halves * start, run.data)
+            _write_blob(file, entry.scales, halves * start, run.scales)
+            _write_blob(file, entry.zero_points, halves * start, run.zero_points)
 
 
 class NativeCodec:

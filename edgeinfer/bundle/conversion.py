@@ -1,6 +1,7 @@
 """A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it.
 
-Exact both ways. Knows nothing of who runs either layout.
+Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.experts). Knows nothing
+of who runs either layout.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgeinfer.bundle.codecs import CODECS, read_blob
+from edgeinfer.bundle.experts import widen
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.bundle.relocation import relocate
 from edgeinfer.bundle.store import Bundle, new_file, seal, write_bundle
 from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors
@@ -121,9 +124,13 @@ def _write(bundle: Bundle, layout: Layout, file: BinaryIO, progress: Progress | 
         if source.bits == 32:
             _copy(bundle, source, target, file)
         else:
-            CODECS[layout].write(file, target, partial(bundle.rows, source))
+            CODECS[layout].write(file, target, partial(_widened_rows, bundle, source, target))
     if progress is not None:
         progress("done", len(sources), len(sources))
+
+
+def _widened_rows(bundle: Bundle, source: TensorEntry, target: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+    return widen(bundle.rows(source, start, stop), source.quantized, target.quantized)
 
 
 def _copy(bundle: Bundle, source: TensorEntry, target: TensorEntry, file: BinaryIO) -> None:

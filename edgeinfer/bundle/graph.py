@@ -1,7 +1,7 @@
 """The names and meanings of the ONNX graph's inputs and outputs, shared by who writes the graph and who runs it.
 
 Symbols: S new tokens of a pass, T tokens including the past, C KV capacity, P rotary rows (>= T), R logit rows,
-D hidden size, V vocabulary, L layers, H key/value heads, h head dimension.
+D hidden size, V vocabulary, L layers, H key/value heads, h head dimension, E experts of a layer, K of a token.
 
 inputs
   input_ids              int64   (1, S)
@@ -19,12 +19,20 @@ inputs
   planes                 int32   (1,)            4-bit planes read of the layers' 8-bit matrices: 1 the high one alone,
                                                  2 both; an input only of native graphs that have such matrices
                                                  (Capabilities.elastic). Embedding and head are always read whole.
+  expert_count           int64   (1,)            K, experts that each token uses; any from 1 on, of which those of
+                                                 Capabilities.expert_counts are worth asking for. This and the next are
+                                                 inputs only of models with a mixture of experts
+  expert_bias            float32 (L, E)          added to what a router chooses by: 0, or -1e9 for an expert that may
+                                                 not be chosen; weights are those of the chosen as DecoderSpec says
   past_key.{i}, past_value.{i}        float32 (1, H, C, h); in graphs of a quantized cache int8 (1, H, C, h), or for
                                       int4 uint8 (1, H, C, h / 2), as edgeinfer.bundle.kv_types lays them out
   k_scale.{i}, v_scale.{i}            float32 (H h,)  of each channel, inputs only of graphs of a quantized cache
 outputs
   logits                 float32 (R, V)
   hidden_out             float32 (1, S, D)       after the last layer that ran, before the final norm
+  expert_ids             int64   (L, S, K)       experts of each token by falling score; -1 in layers that have none
+                                                 or are masked, and for weights of zero; an output only of models
+                                                 with a mixture of experts
   present_key.{i}, present_value.{i}  as the past        bound to the buffer of the past
 
 A masked attention block leaves the hidden states and the KV buffer as they are; a masked MLP leaves the hidden states.
@@ -35,6 +43,9 @@ from __future__ import annotations
 __all__ = [
     "ATTENTION_BIAS",
     "COS_CACHE",
+    "EXPERT_BIAS",
+    "EXPERT_COUNT",
+    "EXPERT_IDS",
     "HIDDEN_IN",
     "HIDDEN_OUT",
     "INPUT_IDS",
@@ -68,9 +79,12 @@ HIDDEN_IN = "hidden_in"
 USE_HIDDEN = "use_hidden"
 LOGIT_ROWS = "logit_rows"
 PLANES = "planes"
+EXPERT_COUNT = "expert_count"
+EXPERT_BIAS = "expert_bias"
+EXPERT_IDS = "expert_ids"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
-# Operators of the native layout, LinearLowBit and EmbeddingLowBit, version 1.
+# Operators of the native layout, LinearLowBit, EmbeddingLowBit and MoELowBit, version 1.
 NATIVE_DOMAIN = "edgeinfer"
 # Rows of the cache and positions differ by as much as a draft tree has rows beside a path. The operator's own window,
 # counted in rows, is wider than the model's by this much, so that `window_bias` alone decides.

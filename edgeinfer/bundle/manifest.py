@@ -5,6 +5,10 @@ Tensor names in the table (all matrices are (rows, columns) = (output, input)):
   layers.{i}.attn_norm (D,) · .attn.qkv (q+k+v, D) · .attn.qkv_bias · .attn.q_norm (h,) · .attn.k_norm (h,)
   layers.{i}.attn.out (D, q) · .attn.out_bias
   layers.{i}.mlp_norm (D,) · .mlp.gate_up (2 F, D) · .mlp.gate_up_bias · .mlp.down (D, F) · .mlp.down_bias
+  and instead of the MLP where a layer has E experts:
+  layers.{i}.mlp.router (E, D) · .mlp.router_norm (E,) · .mlp.experts.{e}.gate_up (2 F, D), or .up (F, D) where they are
+  not gated · .mlp.experts.{e}.down (D, F) · .mlp.shared.gate_up (2 Fs, D) · .mlp.shared.down (D, Fs)
+  .mlp.shared.gate (1, D). Router and gate are float32.
 A tied head is listed with the embedding's own blobs.
 """
 
@@ -21,10 +25,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
-from edgeinfer.bundle.spec import DecoderSpec, Geometry
+from edgeinfer.bundle.plan_record import PlanRecord
+from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec
 from edgeinfer.errors import BundleError
 
 __all__ = [
@@ -87,6 +93,7 @@ class TensorEntry:
         low: the low plane of 8 bits in the native layout.
         paired: two quantized matrices of N / 2 rows each, gate and up.
         transposed: the stored float32 array is (K, N).
+        interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
     """
 
     name: str
@@ -99,9 +106,12 @@ class TensorEntry:
     low: Blob | None = None
     paired: bool = False
     transposed: bool = False
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         _require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
+        halves = len(self.shape) == 2 and self.shape[0] % 2 == 0 and not self.transposed
+        _require(halves or not self.interleaved, f"{self.name} has no halves to take turns")
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
             _require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
@@ -111,6 +121,8 @@ class TensorEntry:
         _require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
         _require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
         _require(not self.transposed, f"{self.name} is quantized and transposed")
+        turns = self.paired and self.layout == PORTABLE
+        _require(turns or not self.interleaved, f"{self.name} has no halves to take turns")
         parts = PARTS[self.layout](self.quantized)
         for part in ("data", "low", "scales", "zero_points"):
             blob: Blob | None = getattr(self, part)
@@ -166,6 +178,9 @@ class Capabilities:
         tree: a draft tree can be verified in one pass.
         row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
         elastic: layers can be read by their high 4-bit plane alone (`planes`).
+        exact: rows can be bit-identical at all.
+        expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
+            Empty for models without experts.
     """
 
     layer_skip: bool
@@ -173,20 +188,36 @@ class Capabilities:
     tree: bool
     row_multiple: int = 1
     elastic: bool = False
+    expert_counts: tuple[int, ...] = ()
+    exact: bool = True
 
     def __post_init__(self) -> None:
         _require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")
+        ascending = self.expert_counts == tuple(sorted(set(self.expert_counts)))
+        _require(ascending and min(self.expert_counts, default=1) > 0, "expert_counts must ascend")
 
 
-def capabilities_in(capabilities: Capabilities, tensors: Iterable[TensorEntry], layout: Layout) -> Capabilities:
+def capabilities_in(
+    capabilities: Capabilities, tensors: Iterable[TensorEntry], layout: Layout, moe: MoESpec | None = None
+) -> Capabilities:
     """The capabilities of a model whose quantized tensors are run in `layout`, whatever layout they are stored in.
 
-    MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way.
+    MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way. Our own kernel
+    computes what it is asked for; ONNX Runtime's operators have one number of experts each, so there are two of them.
     """
+    tensors = list(tensors)
     quantized = [t for t in tensors if t.bits < 32]
     pairs = layout == PORTABLE and any(t.block_size >= 64 for t in quantized)
     elastic = layout == NATIVE and any(t.bits == 8 and t.name.startswith("layers.") for t in quantized)
-    return dataclasses.replace(capabilities, row_multiple=2 if pairs else 1, elastic=elastic)
+    counts: tuple[int, ...] = ()
+    if moe is not None:
+        counts = tuple(range(1, moe.top_k + 1)) if layout == NATIVE else tuple(sorted({moe.draft_count, moe.top_k}))
+    # ONNX Runtime multiplies the tokens of an expert together, so what a row gives depends on who shares its experts.
+    exact = moe is None or (layout == NATIVE and all(t.bits < 32 for t in tensors if find_expert(t.name)))
+    row_multiple = 2 if pairs else 1
+    return dataclasses.replace(
+        capabilities, row_multiple=row_multiple, elastic=elastic, expert_counts=counts, exact=exact
+    )
 
 
 @dataclass(frozen=True)
@@ -204,6 +235,7 @@ class Manifest:
         files: every other file of the bundle by its relative path.
         export: options the bundle was made with, for people to read.
         quality: figures measured at export by name.
+        plan: how the bits of the weights were chosen; None in bundles that do not say.
     """
 
     name: str
@@ -221,6 +253,7 @@ class Manifest:
     drafters: tuple[str, ...] = ()
     export: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
+    plan: PlanRecord | None = None
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]
@@ -242,7 +275,8 @@ class Manifest:
 
     def capabilities_in(self, layout: Layout) -> Capabilities:
         """What the model can do when it runs in `layout`, whether stored or converted to."""
-        return capabilities_in(self.capabilities, self.tensors, layout) if self.tensors else self.capabilities
+        moe = None if self.decoder is None else self.decoder.moe
+        return capabilities_in(self.capabilities, self.tensors, layout, moe) if self.tensors else self.capabilities
 
     @property
     def weight_bytes(self) -> int:

@@ -18,11 +18,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.codecs import CODECS, read_blob
+from edgeinfer.bundle.codecs import CODECS, read_rows
+from edgeinfer.bundle.experts import expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import file_bytes
 from edgeinfer.errors import BundleError, StorageError
 
@@ -149,7 +151,7 @@ class Bundle:
         """A weight as float32, in its logical shape; quantized ones are multiplied out."""
         entry = self.manifest.tensor(name)
         if entry.bits == 32:
-            data = read_blob(self.path / WEIGHTS, entry.data)
+            data = read_rows(self.path / WEIGHTS, entry, entry.data, 0, entry.data.shape[0])
             return data.T if entry.transposed else data
         n, k = entry.shape
         rows = self.rows(entry, 0, n)
@@ -244,11 +246,24 @@ def _check_blobs(manifest: Manifest) -> None:
     wanted = itertools.chain(
         (("embed", vocabulary), ("head", vocabulary)),
         ((f"layers.{i}.attn.qkv", (qkv, decoder.hidden_size)) for i in range(decoder.num_layers)),
+        itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
     )
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     for name, shape in wanted:
         if shapes.get(name) != shape:
             raise BundleError(f"{name} has shape {shapes.get(name)}, the decoder needs {shape}.", _AGAIN)
+
+
+def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Names and shapes of a layer's router and experts, where it has any."""
+    moe, hidden = decoder.experts_of(layer), decoder.hidden_size
+    if moe is None:
+        return
+    yield f"layers.{layer}.mlp.router", (moe.experts, hidden)
+    part, rows = ("gate_up", 2 * moe.expert_size) if moe.gated else ("up", moe.expert_size)
+    for expert in range(moe.experts):
+        yield expert_tensor(layer, expert, part), (rows, hidden)
+        yield expert_tensor(layer, expert, "down"), (hidden, moe.expert_size)
 
 
 @contextlib.contextmanager

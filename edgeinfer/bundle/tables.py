@@ -2,6 +2,10 @@
 
 The exporter writes the graph of the layout that it does not store, and a device makes that layout's weights later: both
 go by `lay_out`, so that they agree on every offset.
+
+Where one operator reads all experts of a layer, in the portable layout and where they are float32, the same part of all
+of them lies together: data of the first to the last expert, then scales, then zero points, with the rows of gate and up
+taking turns. In the native layout every expert is a tensor like any other, on pages of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +14,26 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from edgeinfer.bundle.layouts import Layout
+from edgeinfer.bundle.experts import Expert, common_format, find_expert
+from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
+from edgeinfer.errors import BundleError, UsageError
 
-__all__ = ["Outline", "convert_table", "file_bytes", "lay_out", "stored_tensors", "tensors_in"]
+__all__ = [
+    "LINE_BYTES",
+    "PAGE_BYTES",
+    "Outline",
+    "convert_table",
+    "file_bytes",
+    "lay_out",
+    "stored_tensors",
+    "tensors_in",
+]
 
 # A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
-_PAGE_BYTES = 4096
-_LINE_BYTES = 64
+PAGE_BYTES = 4096
+LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -45,27 +60,87 @@ class Outline:
 
 
 def lay_out(outlines: Iterable[Outline], layout: Layout) -> tuple[TensorEntry, ...]:
-    """Gives every tensor its place in a weights file, in the order given."""
+    """Gives every tensor its place in a weights file, in the order given; experts that lie together, by the first.
+
+    Raises:
+        UsageError: some experts of a layer are quantized and others are not.
+        BundleError: experts of a layer have different shapes.
+    """
+    listed = list(outlines)
+    stacks = _stacks(listed, layout)
     entries: dict[str, TensorEntry] = {}
     end = 0
-    for outline in outlines:
+    for outline in listed:
         if outline.shares:
             entries[outline.name] = dataclasses.replace(entries[outline.shares], name=outline.name)
+        elif outline.name not in entries:
+            together = stacks.get(outline.name, [outline])
+            placed, end = _place(together, layout, end)
+            interleaved = outline.name in stacks and _halves(outline) == 2
+            entries |= {o.name: _entry(o, b, interleaved) for o, b in zip(together, placed, strict=True)}
+    return tuple(entries[outline.name] for outline in listed)
+
+
+def _place(outlines: list[Outline], layout: Layout, end: int) -> tuple[list[dict[str, Blob]], int]:
+    """The parts of tensors of one format behind `end`, those of one name together; and where they end."""
+    placed: list[dict[str, Blob]] = [{} for _ in outlines]
+    for part, (dtype, shape) in outlines[0].parts(layout).items():
+        size = Blob(0, dtype, shape).nbytes
+        whole = size * len(outlines)
+        offset = end + -end % (PAGE_BYTES if whole >= PAGE_BYTES else LINE_BYTES)
+        for index, blobs in enumerate(placed):
+            blobs[part] = Blob(offset + index * size, dtype, shape)
+        end = offset + whole
+    return placed, end
+
+
+def _stacks(outlines: list[Outline], layout: Layout) -> dict[str, list[Outline]]:
+    """What lies together with each tensor of an expert, in one format, by the tensor's name."""
+    layers: dict[int, list[tuple[Expert, Outline]]] = {}
+    for outline in outlines:
+        expert = find_expert(outline.name)
+        if expert is not None:
+            layers.setdefault(expert.layer, []).append((expert, outline))
+    stacks: dict[str, list[Outline]] = {}
+    for layer, members in layers.items():
+        quantized = [o.quantized for _, o in members if o.quantized is not None]
+        if quantized and len(quantized) < len(members):
+            hint = "Give all experts of a layer 2, 4 or 8 bits, or 32 to all."
+            raise UsageError(f"Some experts of layer {layer} are quantized and others are not.", hint)
+        if quantized and layout != PORTABLE:
             continue
-        blobs: dict[str, Blob] = {}
-        for part, (dtype, shape) in outline.parts(layout).items():
-            blob = Blob(end, dtype, shape)
-            offset = end + -end % (_PAGE_BYTES if blob.nbytes >= _PAGE_BYTES else _LINE_BYTES)
-            blobs[part] = Blob(offset, dtype, shape)
-            end = offset + blob.nbytes
-        entries[outline.name] = _entry(outline, blobs)
-    return tuple(entries.values())
+        bits, block, zeros = common_format(quantized) if quantized else (32, 0, False)
+        for part in {expert.part for expert, _ in members}:
+            # Experts by number, whatever the order of the table.
+            ordered = [o for _, o in sorted(((e.expert, o) for e, o in members if e.part == part), key=_number)]
+            if len({o.shape for o in ordered}) > 1:
+                hint = "The bundle is damaged or made by another program."
+                raise BundleError(f"The experts of layer {layer} have different shapes.", hint)
+            together = [_formatted(outline, bits, block, zeros) for outline in ordered]
+            stacks |= {outline.name: together for outline in together}
+    return stacks
 
 
-def _entry(outline: Outline, blobs: dict[str, Blob]) -> TensorEntry:
+def _number(numbered: tuple[int, Outline]) -> int:
+    return numbered[0]
+
+
+def _formatted(outline: Outline, bits: int, block: int, zeros: bool) -> Outline:
+    if outline.quantized is None:
+        return dataclasses.replace(outline, transposed=False)
+    wide = dataclasses.replace(outline.quantized, bits=bits, block_size=block, zero_points=zeros)
+    return dataclasses.replace(outline, quantized=wide)
+
+
+def _halves(outline: Outline) -> int:
+    return 2 if outline.name.endswith(".gate_up") else 1
+
+
+def _entry(outline: Outline, blobs: dict[str, Blob], interleaved: bool) -> TensorEntry:
     quantized = outline.quantized
     if quantized is None:
-        return TensorEntry(outline.name, outline.shape, 32, blobs["data"], transposed=outline.transposed)
+        data, transposed = blobs["data"], outline.transposed
+        return TensorEntry(outline.name, outline.shape, 32, data, transposed=transposed, interleaved=interleaved)
     return TensorEntry(
         outline.name,
         outline.shape,
@@ -76,6 +151,7 @@ def _entry(outline: Outline, blobs: dict[str, Blob]) -> TensorEntry:
         blobs.get("zero_points"),
         blobs.get("low"),
         quantized.paired,
+        interleaved=interleaved,
     )
 
 

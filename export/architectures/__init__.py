@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, HeadPadding, Source, TensorPlan
+from edgeinfer.export.architectures.base import Architecture
+from edgeinfer.export.architectures.block_ffn import BLOCK_FFN
+from edgeinfer.export.architectures.granite_moe import GRANITE_MOE
 from edgeinfer.export.architectures.llama import LLAMA
 from edgeinfer.export.architectures.mistral import MISTRAL
+from edgeinfer.export.architectures.mixtral import MIXTRAL
+from edgeinfer.export.architectures.olmoe import OLMOE
 from edgeinfer.export.architectures.phi3 import PHI3
+from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.qwen2 import QWEN2
+from edgeinfer.export.architectures.qwen2_moe import QWEN2_MOE
 from edgeinfer.export.architectures.qwen3 import QWEN3
+from edgeinfer.export.architectures.qwen3_moe import QWEN3_MOE
 from edgeinfer.export.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 
-ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN)
+ARCHITECTURES = (*_DENSE, *_MIXTURES)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

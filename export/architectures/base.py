@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.export.architectures.mixtures import MixtureNaming, mixture_plans
+from edgeinfer.export.architectures.plans import TensorPlan, plan
 from edgeinfer.export.hf_config import HFConfig
 
-__all__ = ["Architecture", "HeadPadding", "Naming", "Source", "TensorPlan", "common_spec"]
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class HeadPadding:
-    """Zeros after each attention head along one axis; see edgeinfer.export.head_padding.
-
-    Attributes:
-        axis: 0 for rows, 1 for columns.
-        width, wide: of a head, before and after.
-        scale: multiplies the values.
-    """
-
-    axis: int
-    heads: int
-    width: int
-    wide: int
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint tensor, the shape it must have there, and how it is padded on its way into the bundle."""
-
-    name: str
-    shape: Shape
-    padding: HeadPadding | None = None
-
-    @property
-    def padded_shape(self) -> Shape:
-        """Shape in the bundle."""
-        if self.padding is None:
-            return self.shape
-        axis, size = self.padding.axis, self.padding.heads * self.padding.wide
-        return (*self.shape[:axis], size, *self.shape[axis + 1 :])
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """One tensor of the bundle: checkpoint tensors put together along the rows."""
-
-    name: str
-    sources: tuple[Source, ...]
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the whole."""
-        first = self.sources[0].padded_shape
-        return (sum(s.padded_shape[0] for s in self.sources), *first[1:])
-
-    @property
-    def parameters(self) -> int:
-        """Number of the checkpoint's weights in it; padding does not count."""
-        return sum(math.prod(s.shape) for s in self.sources)
-
-    @property
-    def is_vocabulary(self) -> bool:
-        """Whether this is the embedding or the LM head."""
-        return self.name in ("embed", "head")
+__all__ = ["Architecture", "Naming", "common_spec"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +34,7 @@ class Naming:
     out: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    mixture: MixtureNaming = field(default_factory=MixtureNaming)
 
 
 @dataclass(frozen=True)
@@ -104,6 +46,7 @@ class Architecture:
         model_types: transformers' family names, used where config.json names no class.
         read: turns a config into a spec; the flag says whether embedding and head are tied.
         ignorable: patterns of checkpoint tensors that carry no weights.
+        refine: what else a config asks of a tensor, such as a factor.
     """
 
     classes: tuple[str, ...]
@@ -112,49 +55,54 @@ class Architecture:
     naming: Naming = field(default_factory=Naming)
     # Old checkpoints store the rotary frequencies, which the config gives.
     ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    refine: Callable[[HFConfig, DecoderSpec, TensorPlan], TensorPlan] | None = None
 
-    def tensors(self, spec: DecoderSpec) -> tuple[TensorPlan, ...]:
-        """Every tensor of the bundle in the order it is written."""
+    def tensors(self, config: HFConfig, spec: DecoderSpec, stored: Collection[str] = ()) -> tuple[TensorPlan, ...]:
+        """Every tensor of the bundle in the order it is written.
+
+        Args:
+            stored: names of the checkpoint's tensors, which tell how it stores experts.
+        """
         names = self.naming
         hidden, vocab = spec.hidden_size, spec.vocab_size
-        plans = [_plan("embed", (names.embed, (vocab, hidden)))]
+        plans = [plan("embed", (names.embed, (vocab, hidden)))]
         for layer in range(spec.num_layers):
-            plans += self._layer(spec, layer)
-        plans.append(_plan("final_norm", (names.final_norm, (hidden,))))
+            plans += self._layer(spec, layer, stored)
+        plans.append(plan("final_norm", (names.final_norm, (hidden,))))
         if not spec.tied:
-            plans.append(_plan("head", (names.head, (vocab, hidden))))
-        return tuple(plans)
+            plans.append(plan("head", (names.head, (vocab, hidden))))
+        refine = self.refine
+        return tuple(plans if refine is None else (refine(config, spec, p) for p in plans))
 
-    def _layer(self, spec: DecoderSpec, layer: int) -> list[TensorPlan]:
+    def _layer(self, spec: DecoderSpec, layer: int, stored: Collection[str]) -> list[TensorPlan]:
         names, hidden, prefix = self.naming, spec.hidden_size, f"layers.{layer}"
         root = names.layer.format(layer=layer)
 
         def vector(name: str, source: str, size: int) -> TensorPlan:
-            return _plan(f"{prefix}.{name}", (root + source, (size,)))
+            return plan(f"{prefix}.{name}", (root + source, (size,)))
 
         def linear(name: str, modules: tuple[str, ...], rows: tuple[int, ...], inputs: int, bias: bool) -> None:
             # A family that packs its projections has one module for all of them.
             parts = rows if len(modules) == len(rows) else (sum(rows),)
             pairs = list(zip(modules, parts, strict=True))
-            plans.append(_plan(f"{prefix}.{name}", *((f"{root}{m}.weight", (n, inputs)) for m, n in pairs)))
+            plans.append(plan(f"{prefix}.{name}", *((f"{root}{m}.weight", (n, inputs)) for m, n in pairs)))
             if bias:
-                plans.append(_plan(f"{prefix}.{name}_bias", *((f"{root}{m}.bias", (n,)) for m, n in pairs)))
+                plans.append(plan(f"{prefix}.{name}_bias", *((f"{root}{m}.bias", (n,)) for m, n in pairs)))
 
         plans = [vector("attn_norm", names.attn_norm, hidden)]
         linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
         if spec.qk_norm:
-            plans.append(vector("attn.q_norm", names.q_norm, spec.head_dim))
-            plans.append(vector("attn.k_norm", names.k_norm, spec.head_dim))
+            plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
+            plans.append(vector("attn.k_norm", names.k_norm, spec.kv_size if spec.whole_norm else spec.head_dim))
         linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
         plans.append(vector("mlp_norm", names.mlp_norm, hidden))
+        moe = spec.experts_of(layer)
+        if moe is not None:
+            return plans + mixture_plans(names.mixture, moe, hidden, layer, root, stored)
         wide = spec.intermediate_size
         linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)
         linear("mlp.down", (names.down,), (hidden,), wide, spec.mlp_bias)
         return plans
-
-
-def _plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
-    return TensorPlan(name, tuple(Source(*s) for s in sources))
 
 
 def common_spec(
@@ -166,6 +114,8 @@ def common_spec(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    whole_norm: bool = False,
+    moe: MoESpec | None = None,
 ) -> DecoderSpec:
     """A spec from the config fields that all families share."""
     heads = config.integer("num_attention_heads")
@@ -186,6 +136,8 @@ def common_spec(
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        whole_norm=whole_norm,
         tied=tied,
         windows=windows,
+        moe=moe,
     )

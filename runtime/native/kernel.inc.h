@@ -138,18 +138,31 @@ static void finish_swiglu(const float *sums, const lowbit_output *out, int64_t r
     finish_half(gate, &rest, row, width, column, count);
 }
 
+static void finish_silu(const float *sums, const lowbit_output *out, int64_t row, int64_t width, int64_t column,
+                        int64_t count) {
+    float y[LOWBIT_TILE];
+    memcpy(y, sums, sizeof y);
+    if (out->bias)
+        for (int64_t c = 0; c < count; c++) y[c] += out->bias[column + c];
+    for (int c = 0; c < LOWBIT_TILE; c++) y[c] = y[c] / (1.0f + exponential(-y[c]));
+    lowbit_output rest = {out->y, NULL, out->residual, 0};
+    finish_half(y, &rest, row, width, column, count);
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void finish(const lowbit_matrix *w, const lowbit_output *out, int64_t tile, const float *sums, int64_t first,
                    int64_t count) {
     int64_t half = w->n / 2, column = tile * (w->paired ? LOWBIT_GROUP : LOWBIT_TILE);
     for (int64_t r = 0; r < count; r++, sums += LOWBIT_TILE) {
-        if (out->swiglu) {
+        if (out->swiglu && w->paired) {
             finish_swiglu(sums, out, first + r, half, column, smaller(half - column, LOWBIT_GROUP));
         } else if (w->paired) {
             int64_t columns = smaller(half - column, LOWBIT_GROUP);
             finish_half(sums, out, first + r, w->n, column, columns);
             finish_half(sums + LOWBIT_GROUP, out, first + r, w->n, half + column, columns);
+        } else if (out->swiglu) {
+            finish_silu(sums, out, first + r, w->n, column, smaller(w->n - column, LOWBIT_TILE));
         } else {
             finish_half(sums, out, first + r, w->n, column, smaller(w->n - column, LOWBIT_TILE));
         }

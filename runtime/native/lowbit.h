@@ -55,10 +55,10 @@ typedef struct {
 
 /* What is done with the product. */
 typedef struct {
-    float *y;              /* (m, width): width is n, or n / 2 with swiglu */
+    float *y;              /* (m, width): width is n, or n / 2 of paired matrices with swiglu */
     const float *bias;     /* (n) or NULL */
     const float *residual; /* (m, width) or NULL: added last; may be y itself */
-    int32_t swiglu;        /* paired matrices: silu(gate) * up */
+    int32_t swiglu;        /* silu(gate) * up of paired matrices, silu(y) of others */
 } lowbit_output;
 
 /* How rows become activations. */

@@ -1,11 +1,14 @@
 /* The operator MoELowBit: a mixture of experts whose router has chosen; knows nothing of formats or routing.
  *
  * inputs: X (..., D) float | expert_ids (..., k) int64 | expert_weights (..., k) float | experts: the bytes of all
- * experts | directory (E, 13) int64 | residual, shaped as X, is added last. attribute: D. Output: as X.
- * A row of the directory: F | bits, block, data, low, scales, zeros of gate_up, paired (2 F, D) | the same of down
- * (D, F). data to zeros are offsets into the bytes, even for scales; -1 where a matrix has no low plane or zero points.
- * An expert is down(silu(gate(x)) * up(x)). A token's results are added in the order of its k slots, each times its
- * weight, so a row does not depend on the others. Bytes of experts that nobody chose are not touched.
+ * experts | directory (E, 13) int64 | residual, shaped as X, is added last | planes: of experts of 8 bits 1 reads the
+ * high plane alone, 2 both. attributes: D, ungated. Output: as X.
+ * A row of the directory: F | bits, block, data, low, scales, zeros of gate_up, paired (2 F, D), or of up (F, D) where
+ * experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even for scales; -1 where a
+ * matrix has no low plane or zero points.
+ * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))). A token's results are added in the order of its k
+ * slots, each times its weight, so a row does not depend on the others. A slot whose weight is zero is skipped, whatever
+ * its id. Bytes of experts that nobody chose are not touched.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +17,7 @@
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { X, EXPERT_IDS, EXPERT_WEIGHTS, EXPERTS, DIRECTORY, RESIDUAL };
+enum { X, EXPERT_IDS, EXPERT_WEIGHTS, EXPERTS, DIRECTORY, RESIDUAL, PLANES };
 enum { COLUMNS = 13, GATE_UP = 1, DOWN = 7 };
 /* Work in units of bytes read, as in ort_linear.c. */
 enum { VALUE_BYTES = 8, FREE_ROWS = 8 };
@@ -22,9 +25,10 @@ enum { VALUE_BYTES = 8, FREE_ROWS = 8 };
 typedef struct {
     ort_kernel base;
     int64_t width; /* D */
+    int32_t ungated;
 } moe;
 
-/* The pairs of a token and a slot that chose the same expert: rows first..first+m-1 of all pairs in that order. */
+/* The pairs of a token and a slot that chose the same expert: rows first..first+m-1 of all rows in that order. */
 typedef struct {
     int64_t first, m;
     lowbit_matrix gate_up, down;
@@ -37,11 +41,11 @@ typedef struct {
     const float *x, *weights, *residual;
     const int64_t *ids;
     float *y;
-    int64_t tokens, slots, pairs, width;
-    int64_t *pair_of, *row_of, *group_of; /* (pairs): pair of a row, row of a pair, group of a row */
+    int64_t tokens, slots, pairs, rows, width; /* rows: pairs that are computed */
+    int64_t *pair_of, *row_of, *group_of;      /* pair of a row, row of a pair or -1, group of a row */
     group *groups;
     int64_t group_count;
-    float *results; /* (pairs, D) by row */
+    float *results; /* (rows, D) */
     int64_t jobs;   /* of the step that runs */
 } mixture;
 
@@ -78,7 +82,7 @@ static OrtStatus *read_expert(const moe *op, const int64_t *directory, int64_t e
     int64_t inner = row[0];
     if (inner < 1 || inner > MATRIX_MOST / 2)
         return ort_fail(&op->base, "expert %lld has a width of %lld", (long long)expert, (long long)inner);
-    *gate_up = (lowbit_matrix){.n = 2 * inner, .k = op->width, .paired = 1};
+    *gate_up = (lowbit_matrix){.n = op->ungated ? inner : 2 * inner, .k = op->width, .paired = !op->ungated};
     *down = (lowbit_matrix){.n = op->width, .k = inner};
     ORT_TRY(read_matrix(&op->base, row + GATE_UP, expert, bytes, size, gate_up));
     return read_matrix(&op->base, row + DOWN, expert, bytes, size, down);
@@ -88,6 +92,8 @@ static OrtStatus *open_moe(moe *op, const OrtKernelInfo *info) {
     const ort_kernel *base = &op->base;
     const ort_input *experts = &base->inputs[EXPERTS], *directory = &base->inputs[DIRECTORY];
     ORT_TRY(ort_int(base, info, "D", &op->width));
+    ORT_TRY(ort_flag(base, info, "ungated", &op->ungated));
+    ORT_TRY(ort_expect(base, PLANES, 1));
     if (op->width < 1 || op->width > MATRIX_MOST) return ort_fail(base, "D must be between 1 and 2^28");
     if (!experts->data || !directory->data) return NULL;
     if (directory->elements % COLUMNS) return ort_fail(base, "directory must have %d columns", COLUMNS);
@@ -116,7 +122,7 @@ static void quantize_row(const lowbit_isa *isa, const float *x, const lowbit_row
 static void quantize_in_job(void *data, size_t index) {
     const mixture *m = data;
     int64_t job = (int64_t)index;
-    for (int64_t row = m->pairs * job / m->jobs; row < m->pairs * (job + 1) / m->jobs; row++) {
+    for (int64_t row = m->rows * job / m->jobs; row < m->rows * (job + 1) / m->jobs; row++) {
         const group *g = &m->groups[m->group_of[row]];
         quantize_row(m->isa, m->x + m->pair_of[row] / m->slots * m->width, &g->in, row - g->first);
     }
@@ -125,7 +131,7 @@ static void quantize_in_job(void *data, size_t index) {
 static void quantize_mid_job(void *data, size_t index) {
     const mixture *m = data;
     int64_t job = (int64_t)index;
-    for (int64_t row = m->pairs * job / m->jobs; row < m->pairs * (job + 1) / m->jobs; row++) {
+    for (int64_t row = m->rows * job / m->jobs; row < m->rows * (job + 1) / m->jobs; row++) {
         const group *g = &m->groups[m->group_of[row]];
         quantize_row(m->isa, g->hidden + (row - g->first) * g->down.k, &g->mid, row - g->first);
     }
@@ -159,6 +165,7 @@ static void combine_job(void *data, size_t index) {
         float *y = m->y + t * width;
         memset(y, 0, (size_t)width * sizeof(float));
         for (int64_t pair = t * m->slots; pair < (t + 1) * m->slots; pair++) {
+            if (m->row_of[pair] < 0) continue;
             const float *result = m->results + m->row_of[pair] * width;
             for (int64_t i = 0; i < width; i++) y[i] += m->weights[pair] * result[i];
         }
@@ -167,10 +174,11 @@ static void combine_job(void *data, size_t index) {
     }
 }
 
-/* Sorts the pairs by expert, in the order of the experts, and makes a group of each expert that was chosen.
- * `starts` has room for a number per expert and one more, all zero. */
+/* Sorts the pairs whose weight is not zero by expert, in the order of the experts, and makes a group of each expert that
+ * was chosen. `starts` has room for a number per expert and one more, all zero. */
 static void make_groups(mixture *m, int64_t experts, int64_t *starts, int64_t *chosen) {
-    for (int64_t p = 0; p < m->pairs; p++) starts[m->ids[p] + 1]++;
+    for (int64_t p = 0; p < m->pairs; p++)
+        if (m->weights[p] != 0) starts[m->ids[p] + 1]++;
     for (int64_t e = 0; e < experts; e++) {
         if (starts[e + 1]) {
             chosen[m->group_count] = e;
@@ -178,7 +186,10 @@ static void make_groups(mixture *m, int64_t experts, int64_t *starts, int64_t *c
         }
         starts[e + 1] += starts[e];
     }
+    m->rows = starts[experts];
     for (int64_t p = 0; p < m->pairs; p++) {
+        m->row_of[p] = -1;
+        if (m->weights[p] == 0) continue;
         int64_t row = starts[m->ids[p]]++;
         m->pair_of[row] = p;
         m->row_of[p] = row;
@@ -189,7 +200,7 @@ static void make_groups(mixture *m, int64_t experts, int64_t *starts, int64_t *c
 
 /* Lays out the groups' working memory from `memory` on; returns its size. Without memory only the size is meant. */
 static size_t place_groups(mixture *m, char *memory) {
-    size_t used = (size_t)(m->pairs * m->width) * sizeof(float);
+    size_t used = (size_t)(m->rows * m->width) * sizeof(float);
     m->results = (float *)(void *)memory;
     for (int64_t i = 0; i < m->group_count; i++) {
         group *g = &m->groups[i];
@@ -223,11 +234,11 @@ static OrtStatus *run_steps(const moe *op, const OrtKernelContext *context, mixt
         ort_job job;
         int64_t count;
     } steps[] = {
-        {quantize_in_job, ort_jobs(m->pairs, m->pairs * m->width * VALUE_BYTES)},
+        {quantize_in_job, ort_jobs(m->rows, m->rows * m->width * VALUE_BYTES)},
         {gate_up_job, step_jobs(m, 0)},
-        {quantize_mid_job, ort_jobs(m->pairs, inner * VALUE_BYTES)},
+        {quantize_mid_job, ort_jobs(m->rows, inner * VALUE_BYTES)},
         {down_job, step_jobs(m, 1)},
-        {combine_job, ort_jobs(m->tokens, m->pairs * m->width * VALUE_BYTES)},
+        {combine_job, ort_jobs(m->tokens, (m->tokens + m->rows) * m->width * VALUE_BYTES)},
     };
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         m->jobs = steps[i].count;
@@ -238,7 +249,7 @@ static OrtStatus *run_steps(const moe *op, const OrtKernelContext *context, mixt
 
 /* Everything after the inputs are read. */
 static OrtStatus *mix(const moe *op, const OrtKernelContext *context, mixture *m, const int64_t *directory,
-                      int64_t experts, const uint8_t *bytes, int64_t size) {
+                      int64_t experts, const uint8_t *bytes, int64_t size, int planes) {
     int64_t most = m->pairs < experts ? m->pairs : experts;
     size_t numbers = (size_t)(3 * m->pairs + experts + 1 + most);
     char *memory = NULL, *index = calloc(1, numbers * sizeof(int64_t) + (size_t)most * sizeof(group));
@@ -249,11 +260,13 @@ static OrtStatus *mix(const moe *op, const OrtKernelContext *context, mixture *m
     int64_t *chosen = m->group_of + m->pairs;
     make_groups(m, experts, chosen + most, chosen);
     OrtStatus *status = NULL;
-    for (int64_t i = 0; i < m->group_count && !status; i++)
+    for (int64_t i = 0; i < m->group_count && !status; i++) {
         status = read_expert(op, directory, chosen[i], bytes, size, &m->groups[i].gate_up, &m->groups[i].down);
+        if (planes == 1) m->groups[i].gate_up.low = m->groups[i].down.low = NULL;
+    }
     if (!status) {
         memory = scratch_take(place_groups(m, NULL));
-        if (!memory) status = ort_fail(&op->base, "out of memory for %lld rows", (long long)m->pairs);
+        if (!memory) status = ort_fail(&op->base, "out of memory for %lld rows", (long long)m->rows);
     }
     if (!status) {
         place_groups(m, memory);
@@ -268,7 +281,7 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const moe *op = kernel;
     const ort_kernel *base = &op->base;
     mixture m = {.isa = base->isa, .width = op->width};
-    const void *x, *ids, *weights, *bytes, *directory, *residual;
+    const void *x, *ids, *weights, *bytes, *directory, *residual, *planes;
     ort_shape shape, choices, blob, rows;
     ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));
     ORT_TRY(ort_read_shaped(base, context, EXPERT_IDS, &choices, &ids));
@@ -282,15 +295,17 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     m.slots = m.tokens ? m.pairs / m.tokens : 0;
     if (m.slots * m.tokens != m.pairs || (m.tokens && !m.slots))
         return ort_fail(base, "%lld expert ids do not fit %lld tokens", (long long)m.pairs, (long long)m.tokens);
-    m.x = x, m.ids = ids;
-    for (int64_t p = 0; p < m.pairs; p++)
-        if (m.ids[p] < 0 || m.ids[p] >= experts)
-            return ort_fail(base, "expert id %lld is outside %lld experts", (long long)m.ids[p], (long long)experts);
     ORT_TRY(ort_read(base, context, EXPERT_WEIGHTS, m.pairs, &weights));
     ORT_TRY(ort_read(base, context, RESIDUAL, shape.elements, &residual));
+    ORT_TRY(ort_read(base, context, PLANES, 1, &planes));
+    m.x = x, m.ids = ids, m.weights = weights, m.residual = residual;
+    for (int64_t p = 0; p < m.pairs; p++)
+        if (m.weights[p] != 0 && (m.ids[p] < 0 || m.ids[p] >= experts))
+            return ort_fail(base, "expert id %lld is outside %lld experts", (long long)m.ids[p], (long long)experts);
+    int32_t count = planes ? *(const int32_t *)planes : 2;
+    if (count != 1 && count != 2) return ort_fail(base, "planes must be 1 or 2, not %d", (int)count);
     ORT_TRY(ort_write(base, context, &shape, &m.y));
-    m.weights = weights, m.residual = residual;
-    return m.tokens ? mix(op, context, &m, directory, experts, bytes, blob.elements) : NULL;
+    return m.tokens ? mix(op, context, &m, directory, experts, bytes, blob.elements, count) : NULL;
 }
 
 static void ORT_CALL destroy(void *kernel) { free(kernel); }
@@ -298,7 +313,7 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_moe = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "MoELowBit",
-    .input_count = 6,
+    .input_count = 7,
     .inputs =
         {
             {"X", ORT_FLOAT, ORT_REQUIRED},
@@ -307,5 +322,6 @@ const ort_operator ort_moe = {
             {"experts", ORT_UINT8, ORT_REQUIRED},
             {"directory", ORT_INT64, ORT_REQUIRED},
             {"residual", ORT_FLOAT, ORT_OPTIONAL},
+            {"planes", ORT_INT32, ORT_OPTIONAL},
         },
 };

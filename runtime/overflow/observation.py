@@ -12,8 +12,8 @@ import numpy as np
 
 from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.runtime.contracts import Backend, Floats
-from edgeinfer.runtime.rope import rope_tables
 
 __all__ = ["Observer", "attention"]
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.rope import rope_tables
 
 __all__ = ["Rotation"]
 

@@ -49,6 +49,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed-8": ("qwen2", {"bits": 8, "head_bits": 4}),
     "odd-sizes-2": ("llama-mha-odd-sizes", {"bits": 2, "keep_small": False, "group_size": 64, "symmetric": True}),
     "biases-8": ("llama-biases", {"bits": 8, "keep_small": False, "group_size": 128, "symmetric": True}),
+    "experts-4": ("qwen2-moe-dense-layers", {"bits": 4, "keep_small": False}),
+    "float-experts": ("qwen3-moe-tied-odd", {"bits": 8, "keep_small": False}),
 }
 
 Make = Callable[[str, Layout], Bundle]

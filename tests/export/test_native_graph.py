@@ -16,12 +16,14 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
+from edgeinfer.bundle.arithmetic import rms_norm, silu, softmax
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
+from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.reference import ReferenceBackend, rms_norm, silu, softmax
-from edgeinfer.runtime.rope import rope_tables, rotate
-from tests.factories import VARIANTS, make_checkpoint
+from edgeinfer.runtime.contracts import ExpertChoice
+from edgeinfer.runtime.reference import ReferenceBackend
+from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 
 Array = NDArray[Any]
 TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
@@ -39,8 +41,11 @@ def matrix(
         if array is not None:
             assert (array.ndim, array.dtype.name) == (1, parts[name][0])
             arrays[name] = array.reshape(parts[name][1])
-    if planes == 1 and arrays["low"] is not None:
-        arrays["low"] = np.full_like(arrays["low"], 0x77)
+    if planes == 1 and low is not None:
+        # The middle of the sixteen values that have the high plane's bits.
+        below, above = (matrix(data, np.full_like(low, byte), scales, zeros, shape) for byte in (0x77, 0x88))
+        middle: Array = (below + above) / 2
+        return middle
     rows = unpack_tiles(NativeTiles(**arrays), shape, 0)  # type: ignore[arg-type]
     return dequantize(rows.data, rows.scales, rows.zero_points, bits=shape.bits, block_size=shape.block_size, k=shape.k)
 
@@ -82,6 +87,47 @@ class LinearLowBit(OpRun):
         return (y.astype(np.float32) if residual is None else (y + residual).astype(np.float32),)
 
 
+class MoELowBit(OpRun):
+    op_domain = graph.NATIVE_DOMAIN
+
+    def _run(
+        self,
+        x: Array,
+        ids: Array,
+        weights: Array,
+        experts: Array,
+        directory: Array,
+        residual: Any = None,
+        planes: Any = None,
+        **a: int,
+    ) -> tuple[Array]:
+        assert set(a) == {"D", "ungated"}
+        y = np.zeros_like(x) if residual is None else residual.copy()
+        for place in np.ndindex(ids.shape):
+            if weights[place] == 0:
+                continue
+            inner, *columns = directory[ids[place]].tolist()
+            halves = 1 if a["ungated"] else 2
+            into = expert_matrix(experts, columns[:6], (halves * inner, a["D"]), halves == 2, planes)
+            out = expert_matrix(experts, columns[6:], (a["D"], inner), False, planes)
+            products = np.split(into @ x[place[:-1]], halves)
+            hidden = silu(products[0]) * (products[1] if halves == 2 else 1)
+            y[place[:-1]] += weights[place] * (out @ hidden)
+        return (y,)
+
+
+def expert_matrix(experts: Array, columns: list[int], size: tuple[int, int], paired: bool, planes: Any) -> Array:
+    """The float matrix that six columns of a directory describe."""
+    bits, block, *offsets = columns
+    shape = QuantizedShape(*size, bits, block, offsets[3] >= 0, paired)
+    parts = {}
+    for (name, (dtype, sizes)), offset in zip(native_parts(shape).items(), [o for o in offsets if o >= 0], strict=True):
+        count = int(np.prod(sizes)) * np.dtype(dtype).itemsize
+        parts[name] = experts[offset : offset + count].view(dtype)
+    low, zeros = parts.get("low"), parts.get("zero_points")
+    return matrix(parts["data"], low, parts["scales"], zeros, shape, 2 if planes is None else int(planes[0]))
+
+
 class QuickGelu(OpRun):
     op_domain = "com.microsoft"
 
@@ -120,7 +166,7 @@ class GroupQueryAttention(OpRun):
         return mixed.transpose(2, 0, 1, 3).reshape(1, size, heads * width), keys, values
 
 
-OPERATORS = [EmbeddingLowBit, LinearLowBit, QuickGelu, RotaryEmbedding, GroupQueryAttention]
+OPERATORS = [EmbeddingLowBit, LinearLowBit, MoELowBit, QuickGelu, RotaryEmbedding, GroupQueryAttention]
 
 
 def export(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> Bundle:
@@ -128,7 +174,7 @@ def export(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> Bu
     return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
 
 
-def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None) -> Array:
+def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None, experts: ExpertChoice | None = None) -> Array:
     """Logits of the tokens, in two passes over the native graph."""
     evaluator = ReferenceEvaluator(str(bundle.model_file(NATIVE)), new_ops=OPERATORS)
     spec = bundle.manifest.decoder
@@ -138,6 +184,12 @@ def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None) -> Array:
     names = [name for layer in range(spec.num_layers) for name in graph.past_names(layer)]
     caches: list[Array] = [np.zeros(shape, np.float32) for _ in names]
     parts, start = [], 0
+    choice: dict[str, Array] = {}
+    if spec.moe is not None:
+        asked = experts or ExpertChoice(spec.moe.top_k)
+        nothing = np.zeros((spec.num_layers, spec.moe.experts), np.float32)
+        choice = {graph.EXPERT_COUNT: np.array([asked.count])}
+        choice[graph.EXPERT_BIAS] = nothing if asked.bias is None else asked.bias
     for end in (7, len(TOKENS)):
         size = end - start
         distance = np.arange(start, end)[:, None] - np.arange(end)
@@ -156,19 +208,20 @@ def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None) -> Array:
             graph.LOGIT_ROWS: np.arange(size),
             graph.PLANES: np.array([planes], np.int32),
             **dict(zip(names, caches, strict=True)),
+            **choice,
         }
         given = {name: feeds[name] for name in evaluator.input_names}
         outputs: list[Any] = list(evaluator.run(None, given))
         parts.append(outputs[0])
-        caches = outputs[2:]
+        caches = outputs[2 : 2 + len(names)]
         start = end
     return np.concatenate(parts)
 
 
-def expected(bundle: Bundle) -> Array:
+def expected(bundle: Bundle, **options: Any) -> Array:
     backend = ReferenceBackend(bundle, CAPACITY)
     rows = np.arange(len(TOKENS))
-    return backend.forward(TOKENS, rows, rows).logits
+    return backend.forward(TOKENS, rows, rows, **options).logits
 
 
 def nodes(model_graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -184,7 +237,8 @@ def kinds(bundle: Bundle) -> Counter[str]:
     return Counter(node.op_type for node in nodes(model.graph))
 
 
-@pytest.mark.parametrize("arch", VARIANTS)
+# Experts of odd sizes stay float32, and are ONNX Runtime's to compute (test_moe_graph.py).
+@pytest.mark.parametrize("arch", [*VARIANTS, *(arch for arch in MIXTURES if not arch.endswith("-odd"))])
 def test_every_variant_computes_what_its_weights_say(arch: str, tmp_path: Path) -> None:
     bundle = export(tmp_path, arch, ExportConfig(bits=4, keep_small=False))
     assert bundle.manifest.layout == NATIVE
@@ -211,6 +265,20 @@ def test_every_mixture_computes_what_its_weights_say(arch: str, options: dict[st
     assert bundle.manifest.layout == NATIVE
     wanted = expected(bundle)
     assert np.abs(run(bundle) - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("arch", ["qwen3-moe", "qwen2-moe", "olmoe"])
+def test_chosen_experts_compute_what_their_weights_say(arch: str, tmp_path: Path) -> None:
+    # Every width and format among the experts of one layer.
+    widths = (("layers.*.mlp.experts.1.*", 2), ("*.experts.[24].*", 8), ("*.experts.3.down", 8))
+    bundle = export(tmp_path, arch, ExportConfig(bits=4, keep_small=False, bits_for=widths))
+    assert {t.bits for t in bundle.manifest.tensors if ".experts." in t.name} == {2, 4, 8}
+    allowed = np.zeros((3, 6), np.float32)
+    allowed[:, [0, 3]] = -1e9
+    for choice in (None, ExpertChoice(1), ExpertChoice(2, allowed), ExpertChoice(3, allowed)):
+        for planes in (1, 2):
+            wanted = expected(bundle, experts=choice, planes=planes)
+            assert np.abs(run(bundle, experts=choice, planes=planes) - wanted).max() <= 1e-4 * np.abs(wanted).max()
 
 
 def test_everything_around_a_quantized_product_is_fused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, DecoderSpec, graph, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from tests.factories import VARIANTS, make_checkpoint
+from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 
 TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
 TOLERANCE = 1e-4
@@ -62,6 +62,9 @@ class Runner:
         if spec.window_size:
             distance = np.arange(total - size, total)[:, None] - np.arange(total)
             inputs[graph.WINDOW_BIAS] = np.where(distance < spec.window_size, 0, -1e9).astype(np.float32)[None, None]
+        if spec.moe is not None:
+            inputs[graph.EXPERT_COUNT] = np.array([spec.moe.top_k])
+            inputs[graph.EXPERT_BIAS] = np.zeros((spec.num_layers, spec.moe.experts), np.float32)
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
         for layer, cache in enumerate(self.caches):
@@ -97,7 +100,7 @@ def export_random(folder: Path, arch: str, config: ExportConfig, **settings: Any
     return model, Runner(bundle, rotary_tables(model, len(TOKENS)))
 
 
-@pytest.mark.parametrize("arch", VARIANTS)
+@pytest.mark.parametrize("arch", [*VARIANTS, *MIXTURES])
 def test_float_logits_match_transformers(arch: str, tmp_path: Path) -> None:
     model, runner = export_random(tmp_path, arch, ExportConfig(bits=32))
     expected = expected_logits(model, TOKENS)

@@ -163,7 +163,7 @@ static void make_rows(problem *p) {
 }
 
 static void make_problem(problem *p, const shape *s) {
-    *p = (problem){.s = *s, .width = s->swiglu ? s->n / 2 : s->n, .blocks = (s->k + s->block - 1) / s->block};
+    *p = (problem){.s = *s, .width = s->swiglu && s->paired ? s->n / 2 : s->n, .blocks = (s->k + s->block - 1) / s->block};
     p->tiles = s->paired ? (s->n / 2 + 15) / 16 : (s->n + 31) / 32;
     make_weights(p);
     make_rows(p);

@@ -20,9 +20,9 @@ from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 from tests.runtime.native.graphs import make_model, open_session, run
-from tests.runtime.native.matrices import Floats, RandomMatrix, linear, make_matrix, swiglu
+from tests.runtime.native.matrices import Floats, RandomMatrix, linear, make_matrix, silu, swiglu
 
-NAMES = ("x", "expert_ids", "expert_weights", "experts", "directory", "residual")
+NAMES = ("x", "expert_ids", "expert_weights", "experts", "directory", "residual", "planes")
 ALIGNMENT = 64
 Given = dict[str, NDArray[Any]]
 
@@ -32,9 +32,10 @@ class Experts:
     """Experts as matrices, and as the operator takes them."""
 
     width: int
-    matrices: list[tuple[RandomMatrix, RandomMatrix]]  # gate_up (2 F, D) and down (D, F)
+    matrices: list[tuple[RandomMatrix, RandomMatrix]]  # gate_up (2 F, D), or up (F, D), and down (D, F)
     blob: NDArray[np.uint8]
     directory: NDArray[np.int64]  # (E, 13)
+    gated: bool = True
 
     @property
     def known(self) -> Given:
@@ -42,7 +43,9 @@ class Experts:
         return {"experts": self.blob, "directory": self.directory}
 
 
-def make_experts(rng: np.random.Generator, width: int, inner: list[int], alignment: int = ALIGNMENT) -> Experts:
+def make_experts(
+    rng: np.random.Generator, width: int, inner: list[int], alignment: int = ALIGNMENT, *, gated: bool = True
+) -> Experts:
     """Experts of these inner widths, each with bits and blocks of its own."""
     matrices, directory, parts, end = [], [], [], 0
 
@@ -64,22 +67,28 @@ def make_experts(rng: np.random.Generator, width: int, inner: list[int], alignme
     for f in inner:
         formats = [(int(rng.choice([2, 4, 8])), int(rng.choice([32, 64, 128])), bool(rng.integers(2))) for _ in "ab"]
         (bits, block, zeros), (bits2, block2, zeros2) = formats
-        gate_up = make_matrix(rng, 2 * f, width, bits=bits, block=block, zeros=zeros, paired=True)
+        rows = 2 * f if gated else f
+        gate_up = make_matrix(rng, rows, width, bits=bits, block=block, zeros=zeros, paired=gated)
         down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2)
         matrices.append((gate_up, down))
         directory.append([f, *describe(gate_up.packed), *describe(down.packed)])
-    return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64))
+    return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
 
 
 def expected(experts: Experts, given: Given) -> Floats:
     """The mixture, token by token and slot by slot."""
+    high = given.get("planes", np.array([2]))[0] == 1
     x, ids, weights = given["x"], given["expert_ids"], given["expert_weights"]
     y = np.zeros_like(x)
     for token in range(len(x)):
         for slot in range(ids.shape[1]):
+            if weights[token, slot] == 0:
+                continue
             gate_up, down = experts.matrices[ids[token, slot]]
-            hidden = swiglu(linear(x[token : token + 1], gate_up.dense, gate_up.packed.block))
-            y[token] += weights[token, slot] * linear(hidden, down.dense, down.packed.block)[0]
+            into, out = (m.high if high and m.packed.bits == 8 else m.dense for m in (gate_up, down))
+            inner = linear(x[token : token + 1], into, gate_up.packed.block)
+            hidden = swiglu(inner) if experts.gated else silu(inner)
+            y[token] += weights[token, slot] * linear(hidden, out, down.packed.block)[0]
     return y + given.get("residual", np.float32(0))
 
 
@@ -92,7 +101,7 @@ def draw(rng: np.random.Generator, experts: Experts, tokens: int, slots: int) ->
 
 def model_of(experts: Experts, given: Given, **more: Any) -> onnx.ModelProto:
     """A model of one mixture."""
-    return make_model("MoELowBit", NAMES, given, experts.known, D=experts.width, **more)
+    return make_model("MoELowBit", NAMES, given, experts.known, D=experts.width, ungated=int(not experts.gated), **more)
 
 
 @given(
@@ -102,6 +111,8 @@ def model_of(experts: Experts, given: Given, **more: Any) -> onnx.ModelProto:
     tokens=st.integers(1, 20),
     slots=st.integers(1, 4),
     residual=st.booleans(),
+    gated=st.booleans(),
+    planes=st.sampled_from([0, 1, 2]),
     threads=st.sampled_from([1, 3]),
 )
 @settings(max_examples=60, deadline=None)
@@ -113,11 +124,15 @@ def test_agrees_with_numpy(
     tokens: int,
     slots: int,
     residual: bool,
+    gated: bool,
+    planes: int,
     threads: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    experts = make_experts(rng, width, inner)
+    experts = make_experts(rng, width, inner, gated=gated)
     given = draw(rng, experts, tokens, slots)
+    if planes:
+        given["planes"] = np.array([planes], np.int32)
     if residual:
         given["residual"] = rng.standard_normal(given["x"].shape, np.float32)
     got, wanted = run(open_session(kernel, model_of(experts, given), threads), **given), expected(experts, given)
@@ -141,6 +156,27 @@ def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, threads: int
     order = rng.permutation(31)
     shuffled = {name: array[order] for name, array in given.items()}
     np.testing.assert_array_equal(run(session, **shuffled, **runs), together[order])
+
+
+def test_pairs_of_no_weight_are_skipped_whatever_their_ids(kernel: NativeKernel) -> None:
+    rng = np.random.default_rng(6)
+    experts = make_experts(rng, 64, [96, 64, 32, 128])
+    given = draw(rng, experts, 17, 4)
+    given["residual"] = rng.standard_normal(given["x"].shape, np.float32)
+    given["expert_weights"][rng.random((17, 4)) < 0.6] = 0
+    given["expert_weights"][3] = 0
+    session = open_session(kernel, model_of(experts, given))
+    whole = run(session, **given)
+    np.testing.assert_array_equal(whole[3], given["residual"][3])
+    for wrong in (-1, 4, -(2**62)):
+        ids = np.where(given["expert_weights"] == 0, wrong, given["expert_ids"])
+        np.testing.assert_array_equal(run(session, **given | {"expert_ids": ids}), whole)
+    # A slot that is used gives the same bits wherever it stands among slots that are not.
+    used = given["expert_weights"] != 0
+    assert used.any(axis=1).sum() > 5
+    order = np.argsort(~used, axis=1, kind="stable")
+    moved = {name: np.take_along_axis(given[name], order, axis=1) for name in ("expert_ids", "expert_weights")}
+    np.testing.assert_array_equal(run(session, **given | moved), whole)
 
 
 def test_leading_dimensions_are_kept_and_none_may_be_empty(kernel: NativeKernel) -> None:
@@ -202,6 +238,9 @@ def test_inputs_that_do_not_fit_are_refused(kernel: NativeKernel) -> None:
         run(session, **given | {"expert_ids": given["expert_ids"][:2]})
     with pytest.raises(Exception, match="expert_weights has 3 elements instead of 6"):
         run(session, **given | {"expert_weights": given["expert_weights"][:, :1]})
+    planes = given | {"planes": np.array([3], np.int32)}
+    with pytest.raises(Exception, match="planes must be 1 or 2, not 3"):
+        run(open_session(kernel, model_of(experts, planes)), **planes)
     with pytest.raises(Exception, match="last dimension of X must be D = 40"):
         run(session, **given | {"x": given["x"][:, :39]})
 

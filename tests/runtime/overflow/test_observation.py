@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import arithmetic, open_bundle
 from edgeinfer.config import OVERFLOWS
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime import reference
 from edgeinfer.runtime.concat_backend import ConcatBackend
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.onnx_backend import OnnxBackend
@@ -37,13 +36,13 @@ def test_observes_what_a_pass_attends_to(family: Family, monkeypatch: pytest.Mon
         pytest.skip("policies that observe refuse layers with windows")
     backend = ReferenceBackend(family.bundle, 40)
     seen: list[Floats] = []
-    whole = reference.softmax
+    whole = arithmetic.softmax
 
     def watched(scores: Floats) -> Floats:
         seen.append(whole(scores))
         return seen[-1]
 
-    monkeypatch.setattr(reference, "softmax", watched)
+    monkeypatch.setattr(arithmetic, "softmax", watched)
     backend.forward(TOKENS, np.arange(40), np.zeros(0, np.int64))
     shown = [weights[:, :, -LATEST:] for weights in seen]  # L x (H, g, w, n)
     monkeypatch.undo()

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.overflow.rotation import Rotation
 from edgeinfer.runtime.overflow.window import WindowPolicy
 from edgeinfer.runtime.reference import ReferenceBackend
-from edgeinfer.runtime.rope import rope_tables
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family

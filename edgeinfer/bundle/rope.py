@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.spec import RopeSpec
 
 __all__ = ["inverse_frequencies", "rope_tables", "rotate"]
 

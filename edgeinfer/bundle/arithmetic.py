@@ -1,0 +1,76 @@
+"""The arithmetic of a decoder between its matrix products, in plain numpy; knows nothing of layers, weights or caches.
+
+What the reference backend computes with and what calibration computes with are these same functions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.spec import MoESpec
+
+__all__ = ["attend", "rms_norm", "route", "silu", "softmax"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,) -> (..., D)
+    """Scales by the root mean square, then by the weight."""
+    scale: Floats = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x * scale * weight
+
+
+def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
+    """Over the last axis; at least one score of each row is finite."""
+    powers: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    powers /= powers.sum(axis=-1, keepdims=True)
+    return powers
+
+
+def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)
+    """x times its logistic function, written so that exp never overflows."""
+    logistic: Floats = 0.5 * (1 + np.tanh(0.5 * x))
+    return x * logistic
+
+
+def attend(
+    queries: Floats,  # (H, g, S, h)
+    keys: Floats,  # (H, T, h)
+    values: Floats,  # (H, T, h)
+    visible: NDArray[np.bool_],  # (S, T)
+) -> Floats:  # (H, g, S, h)
+    """The values that each query sees, weighted by the softmax of their keys' scores."""
+    scores = queries @ keys[:, None].swapaxes(-1, -2) / np.float32(np.sqrt(queries.shape[-1]))  # (H, g, S, T)
+    mixed: Floats = softmax(np.where(visible, scores, np.float32(-np.inf))) @ values[:, None]
+    return mixed
+
+
+def route(
+    scores: Floats,  # (S, E)
+    moe: MoESpec,
+    *,
+    count: int | None = None,
+    bias: Floats | None = None,  # (E,)
+    norm: Floats | None = None,  # (E,)
+    eps: float = 1e-6,
+) -> tuple[Ints, Floats]:  # (S, count), (S, count)
+    """The experts each token uses, by falling score, and what their results are multiplied by.
+
+    Args:
+        scores: the router's products.
+        count: experts of a token; None for all of the model's `top_k`.
+        bias: 0, or -1e9 for an expert that may not be chosen: where no other is left, its weight is zero.
+        norm, eps: the RMS norm of a "relu" router; its weight is zero for scores that are not positive.
+    """
+    judged = scores if moe.router == "relu" or moe.renormalize else softmax(scores)
+    biased = judged if bias is None else judged + bias
+    # A stable sort, so that of equal scores the lower index is chosen, as by TopK.
+    chosen = np.argsort(-biased, axis=-1, kind="stable")[:, : count or moe.top_k].astype(np.int64)
+    values = np.take_along_axis(biased, chosen, axis=-1)
+    if moe.router == "relu":
+        assert norm is not None, "a relu router has a norm"
+        shares = np.take_along_axis(rms_norm(np.maximum(scores, 0), norm, eps), chosen, axis=-1)
+        return chosen, np.where(values > 0, shares, np.float32(0))
+    return chosen, softmax(values) if moe.renormalize else np.maximum(values, 0)

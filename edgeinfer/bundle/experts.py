@@ -1,0 +1,74 @@
+"""The experts of a layer as they are stored together: names, common formats, widening; knows nothing of files.
+
+One operator reads all experts of a layer in the portable layout, so there they have one format: the widest bits and the
+smallest block of any of them, with zero points where the bits differ. Widening is exact: a value is scale * (q - zero)
+with the same q and zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
+
+__all__ = ["Expert", "common_format", "expert_tensor", "find_expert", "widen"]
+
+_NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """What an expert's tensor is, by its name.
+
+    Attributes:
+        part: "gate_up", or "up" where experts are not gated, or "down".
+    """
+
+    layer: int
+    expert: int
+    part: str
+
+
+def expert_tensor(layer: int, expert: int, part: str) -> str:
+    """Name of a tensor of an expert."""
+    return f"layers.{layer}.mlp.experts.{expert}.{part}"
+
+
+def find_expert(name: str) -> Expert | None:
+    """What a tensor is of which expert; None where it is of none."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else Expert(int(found[1]), int(found[2]), found[3])
+
+
+def common_format(shapes: Sequence[QuantizedShape]) -> tuple[int, int, bool]:
+    """Bits, block and whether there are zero points, of the format that holds all these matrices exactly."""
+    bits, block = max(s.bits for s in shapes), min(s.block_size for s in shapes)
+    return bits, block, any(s.zero_points or s.bits != bits for s in shapes)
+
+
+def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
+    """The same values in a format of as many or more bits, as large or smaller blocks, and zero points if any has.
+
+    Args:
+        source, target: of the whole matrix, before and after.
+    """
+    before = (source.bits, source.block_size, source.zero_points)
+    if before == (target.bits, target.block_size, target.zero_points):
+        return rows
+    count, stop = len(rows.data), target.blocks * target.block_size
+    values = unpack(rows.data, source.bits, source.block_size).reshape(count, -1)[:, :stop]  # (N, blocks * block)
+    times = source.block_size // target.block_size
+    scales = np.repeat(rows.scales, times, axis=1)[:, : target.blocks]
+    zeros = None
+    if target.zero_points:
+        if rows.zero_points is None:
+            points = np.full((count, source.blocks), midpoint(source.bits), np.uint8)
+        else:
+            points = unpack(rows.zero_points, source.bits, source.blocks)
+        zeros = pack(np.repeat(points, times, axis=1)[:, : target.blocks], target.bits)
+    blocks = values.reshape(count, target.blocks, target.block_size)
+    return QuantizedMatrix(pack(blocks, target.bits), scales, zeros)

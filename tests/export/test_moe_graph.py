@@ -1,0 +1,234 @@
+"""Graphs of mixtures of experts, run by ONNX Runtime, against the reference backend and the checkpoint's own model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, graph, open_bundle
+from edgeinfer.bundle.conversion import convert_weights
+from edgeinfer.bundle.rope import rope_tables
+from edgeinfer.errors import UnsupportedArchitectureError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import ExpertChoice, StepOutput
+from edgeinfer.runtime.reference import ReferenceBackend
+from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint
+from tests.kernel import require_kernel
+
+Array = NDArray[Any]
+TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
+CAPACITY = 16
+ROWS = np.arange(len(TOKENS))
+
+
+def export(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> Bundle:
+    make_checkpoint(folder / "checkpoint", arch, **settings)
+    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+
+
+class Graph:
+    """A bundle's graph in one layout, run over the tokens in one pass."""
+
+    def __init__(self, bundle: Bundle, layout: Layout) -> None:
+        assert bundle.manifest.decoder is not None
+        self.spec = bundle.manifest.decoder
+        if layout != bundle.manifest.layout:
+            convert_weights(bundle, layout, bundle.weights_file(layout))
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        if layout == NATIVE:
+            options.register_custom_ops_library(str(require_kernel().path))
+        self.session = ort.InferenceSession(bundle.model_file(layout), options, providers=["CPUExecutionProvider"])
+
+    def run(self, *, mask: Array | None = None, experts: ExpertChoice | None = None) -> tuple[Array, Array]:
+        """Logits (S, V) and experts (L, S, K)."""
+        spec, size = self.spec, len(TOKENS)
+        assert spec.moe is not None
+        cos, sin = rope_tables(spec.rope, CAPACITY, CAPACITY)
+        choice = experts or ExpertChoice(spec.moe.top_k)
+        nothing = np.zeros((spec.num_layers, spec.moe.experts), np.float32)
+        distance = ROWS[:, None] - ROWS
+        feeds: dict[str, Array] = {
+            graph.INPUT_IDS: TOKENS[None],
+            graph.POSITION_IDS: ROWS[None],
+            graph.COS_CACHE: cos,
+            graph.SIN_CACHE: sin,
+            graph.ATTENTION_BIAS: np.zeros((1, 1, size, size), np.float32),
+            graph.WINDOW_BIAS: np.where(distance < spec.window_size, 0, -1e9).astype(np.float32)[None, None],
+            graph.SEQLENS_K: np.array([size - 1], np.int32),
+            graph.TOTAL_LENGTH: np.array(size, np.int32),
+            graph.LAYER_MASK: np.ones(2 * spec.num_layers, np.bool_) if mask is None else mask,
+            graph.HIDDEN_IN: np.zeros((1, 1, spec.hidden_size), np.float32),
+            graph.USE_HIDDEN: np.array([False]),
+            graph.LOGIT_ROWS: ROWS,
+            graph.PLANES: np.array([2], np.int32),
+            graph.EXPERT_COUNT: np.array([choice.count]),
+            graph.EXPERT_BIAS: nothing if choice.bias is None else choice.bias,
+        }
+        cache = np.zeros((1, spec.num_kv_heads, CAPACITY, spec.head_dim), np.float32)
+        feeds |= {name: cache for layer in range(spec.num_layers) for name in graph.past_names(layer)}
+        names = {i.name for i in self.session.get_inputs()}
+        wanted = [graph.LOGITS, graph.EXPERT_IDS]
+        logits, ids = self.session.run(wanted, {name: feeds[name] for name in names})
+        return logits, ids
+
+
+def reference(bundle: Bundle, **options: Any) -> StepOutput:
+    return ReferenceBackend(bundle, CAPACITY).forward(TOKENS, ROWS, ROWS, **options)
+
+
+def distance_of(actual: Array, wanted: Array) -> float:
+    return float(np.linalg.norm(actual - wanted) / np.linalg.norm(wanted))
+
+
+def choices(layers: int, experts: int, top_k: int) -> Iterator[dict[str, Any]]:
+    """The whole model, fewer experts, some forbidden, and more asked for than are left."""
+    some, most = np.zeros((2, layers, experts), np.float32)
+    some[:, [0, 2]] = -1e9
+    most[:, 1:] = -1e9
+    yield {}
+    yield from ({"experts": ExpertChoice(count)} for count in range(1, top_k + 1))
+    yield from ({"experts": ExpertChoice(top_k, bias)} for bias in (some, most))
+    yield {"experts": ExpertChoice(1, some)}
+    for part in (1, 3):
+        yield {"layer_mask": np.arange(2 * layers) != part}
+
+
+def test_every_mixture_is_the_checkpoints_own_model(mixture: tuple[Any, Bundle]) -> None:
+    model, bundle = mixture
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
+    assert np.abs(reference(bundle).logits - expected).max() <= 1e-4
+    assert np.abs(Graph(bundle, PORTABLE).run()[0] - expected).max() <= 1e-4
+
+
+@pytest.fixture(scope="module", params=[*MIXTURES, "block-ffn", "block-ffn-joined"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Bundle]:
+    """Every mixture's model and float32 bundle."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param.startswith("block-ffn"):
+        model = make_block_ffn_checkpoint(folder / "checkpoint", joined=request.param.endswith("joined"))
+    else:
+        model = make_checkpoint(folder / "checkpoint", request.param)
+    path = export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32))
+    return model, open_bundle(path)
+
+
+def test_choosing_experts_is_the_references(mixture: tuple[Any, Bundle]) -> None:
+    bundle = mixture[1]
+    spec = bundle.manifest.decoder
+    assert spec is not None and spec.moe is not None
+    runner = Graph(bundle, PORTABLE)
+    for options in choices(spec.num_layers, spec.moe.experts, spec.moe.top_k):
+        wanted = reference(bundle, **options)
+        logits, ids = runner.run(mask=options.get("layer_mask"), experts=options.get("experts"))
+        assert np.abs(logits - wanted.logits).max() <= 1e-4
+        np.testing.assert_array_equal(ids, wanted.experts)
+
+
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("arch", ["qwen3-moe", "qwen2-moe-dense-layers", "olmoe"])
+def test_quantized_mixtures_compute_what_their_weights_say(
+    arch: str, bits: int, layout: Layout, tmp_path: Path
+) -> None:
+    config = ExportConfig(bits=bits, head_bits=8, keep_small=False)
+    bundle = export(tmp_path, arch, config)
+    logits, _ = Graph(bundle, layout).run()
+    # Activations are rounded to int8 before every product, which is all that may differ.
+    assert distance_of(logits, reference(bundle).logits) < 0.05
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+def test_ungated_experts_that_are_quantized(layout: Layout, joined: bool, tmp_path: Path) -> None:
+    make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=joined)
+    path = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4, keep_small=False))
+    bundle, runner = open_bundle(path), Graph(open_bundle(path), layout)
+    for choice in (None, ExpertChoice(3)):
+        wanted = reference(bundle, experts=choice)
+        logits, ids = runner.run(experts=choice)
+        assert distance_of(logits, wanted.logits) < 0.05
+        # About half of a rectified router's experts are not used, and which are is seldom changed by rounding.
+        assert wanted.experts is not None and (ids >= 0).mean() < 1 and (ids == wanted.experts).mean() > 0.7
+
+
+MIXED = (("layers.*.mlp.experts.1.*", 2), ("*.experts.[24].*", 8), ("*.experts.3.down", 8))
+
+
+def test_experts_of_mixed_widths(tmp_path: Path) -> None:
+    config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED)
+    bundle = export(tmp_path, "qwen3-moe", config, hidden_size=128, moe_intermediate_size=96)
+    assert {t.bits for t in bundle.manifest.tensors if ".experts." in t.name} == {2, 4, 8}
+    wanted = reference(bundle).logits
+    native, portable = (Graph(bundle, layout).run()[0] for layout in (NATIVE, PORTABLE))
+    assert distance_of(native, wanted) < 0.05 and distance_of(portable, wanted) < 0.05
+    assert distance_of(native, portable) < 0.05
+
+
+def test_a_layer_partly_of_float_experts_is_refused(tmp_path: Path) -> None:
+    config = ExportConfig(bits=4, keep_small=False, bits_for=(("*.experts.3.down", 32),))
+    with pytest.raises(UsageError, match="Some experts of layer 0 are quantized and others are not"):
+        export(tmp_path, "qwen3-moe", config)
+
+
+@pytest.mark.parametrize("field", [{"attention_type": "mla"}, {"norm_after_router": "sum"}, {"ffn_type": "vanilla"}])
+def test_other_models_of_blockffns_class_are_refused(field: dict[str, str], tmp_path: Path) -> None:
+    make_block_ffn_checkpoint(tmp_path, joined=False)
+    described = json.loads((tmp_path / "config.json").read_text()) | field
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UnsupportedArchitectureError, match="MiniCPM with"):
+        export_checkpoint(tmp_path, tmp_path / "bundle", ExportConfig())
+
+
+def test_cut_values_of_olmoe_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmoe", clip_qkv=8.0)
+    with pytest.raises(UnsupportedArchitectureError, match="clip_qkv"):
+        export_checkpoint(tmp_path, tmp_path / "bundle", ExportConfig())
+
+
+def test_stacked_checkpoints_are_the_same_model(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", "qwen3-moe")
+    single = export_checkpoint(tmp_path / "checkpoint", tmp_path / "single", ExportConfig(bits=32))
+    model.save_pretrained(tmp_path / "checkpoint", save_original_format=False)
+    stacked = export_checkpoint(tmp_path / "checkpoint", tmp_path / "stacked", ExportConfig(bits=32))
+    assert (single / "weights.bin").read_bytes() == (stacked / "weights.bin").read_bytes()
+
+
+def test_one_operator_computes_the_experts_of_a_layer(tmp_path: Path) -> None:
+    bundle = export(tmp_path, "qwen3-moe", ExportConfig(bits=4, keep_small=False))
+    assert bundle.manifest.capabilities_in(NATIVE).expert_counts == (1, 2, 3)
+    assert bundle.manifest.capabilities_in(PORTABLE).expert_counts == (1, 3)
+    for layout, kind, wanted in ((NATIVE, "MoELowBit", 1), (PORTABLE, "QMoE", 2)):
+        Graph(bundle, layout)
+        onnx.checker.check_model(str(bundle.model_file(layout)))
+        model = onnx.load(str(bundle.model_file(layout)), load_external_data=False)
+        found = [node for node in nodes(model.graph) if node.op_type == kind]
+        assert len(found) == 3 * wanted
+        # Two levels deep ONNX Runtime would not pack what they multiply by.
+        assert not [node for branch in branches(model.graph) for node in branch.node if node.op_type == "If"]
+        names = [set(node.input) - {""} for node in found]
+        shared = {i.name for i in model.graph.initializer}
+        assert len({frozenset(inputs & shared) for inputs in names}) == 3
+
+
+def branches(model_graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    for node in model_graph.node:
+        yield from (attribute.g for attribute in node.attribute if attribute.HasField("g"))
+
+
+def nodes(model_graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in model_graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes(attribute.g)
