@@ -21,8 +21,9 @@ from edgeinfer.loading import Bundles, make_parts
 from edgeinfer.measured import Measured
 from edgeinfer.openai import chat_completion
 from edgeinfer.residence import Residence
-from edgeinfer.results import LoadCosts, ModelInfo, Result
+from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo, Result
 from edgeinfer.runtime.allocation import allocating
+from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.session_file import SessionFile, open_session
 from edgeinfer.runtime.text import ChatTemplate
@@ -105,6 +106,18 @@ class Model(Measured):
     def context(self) -> int:
         """Tokens of prompt plus reply."""
         return self._residence.facts.plan.context
+
+    @property
+    def experts(self) -> ExpertUse | None:
+        """How the tokens so far used experts, since the model was last loaded; None where it has none."""
+        watched = self._parts.watched
+        return None if watched is None else watched.use()
+
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """The same as counts of tokens for each layer and expert; None where it has none."""
+        watched = self._parts.watched
+        return None if watched is None else watched.counts
 
     @property
     def load_costs(self) -> LoadCosts:

@@ -28,15 +28,18 @@ __all__ = [
 ]
 
 # Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
-DRAFTERS = ("forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits")
+DRAFTERS = (
+    "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "resident"
+)  # fmt: skip
 # How drafts can be verified; runtime/speculation/verification has them.
 VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
 KV_TYPES = ("float32", "int8", "int4")
 # What happens when a conversation outgrows the context; runtime/overflow has them. All but "stop" are lossy.
 OVERFLOWS = ("stop", "window", "merge", "cluster")
-# Where the weights are while a model runs: packed into memory, mapped from a file, or dropped behind each pass, too.
-WEIGHTS_MODES = ("packed", "mapped", "streamed")
+# Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
+# be chosen, or dropped behind each pass.
+WEIGHTS_MODES = ("packed", "mapped", "experts", "streamed")
 # Which pages count against a budget: all that are resident, or those without a file behind them.
 COUNTED = ("resident", "anonymous")
 # Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
@@ -122,10 +125,14 @@ class LoadConfig:
         draft_model: bundle directory or hub id of a small model with the same tokenizer that drafts.
         draft_max: tokens in a draft at most, for which memory is planned; None takes 15, or fewer where the budget
             needs it and `speculation` is "auto".
+        draft_experts: experts of a layer that a token of a draft uses where the model itself drafts with fewer; None is
+            half of the model's own number.
         remember: keep what drafters learn (ids of tokens and counts) in the user's cache for the next session.
         kv: one of KV_TYPES; None takes float32, or int8 where the budget needs it and the bundle has scales for it.
         overflow: one of OVERFLOWS.
         weights: one of WEIGHTS_MODES; None takes the fastest that fits.
+        expert_memory: bytes of experts that may be in memory at once, for models with experts in the native layout;
+            None is all, or what fits.
         counted: one of COUNTED.
         prefix_cache: bytes kept of conversations other than the current one, so that going back to them is cheap.
         idle_unload: seconds without a request after which the model leaves memory until the next; None never does.
@@ -141,10 +148,12 @@ class LoadConfig:
     speculation: str = "auto"
     draft_model: str | None = None
     draft_max: int | None = None
+    draft_experts: int | None = None
     remember: bool = True
     kv: str | None = None
     overflow: str = "stop"
     weights: str | None = None
+    expert_memory: int | None = None
     counted: str = "resident"
     prefix_cache: int = 0
     idle_unload: float | None = None
@@ -160,8 +169,9 @@ class LoadConfig:
         for name in options:
             if name not in known:
                 raise UsageError(f"Unknown load option {name!r}.", f"Known options: {', '.join(sorted(known))}.")
-        if options.get("memory") is not None:
-            options["memory"] = parse_size(options["memory"])
+        for name in ("memory", "expert_memory"):
+            if options.get(name) is not None:
+                options[name] = parse_size(options[name])
         if options.get("prefix_cache", 0) != 0:
             options["prefix_cache"] = parse_size(options["prefix_cache"])
         if isinstance(options.get("draft_model"), Path):
@@ -177,8 +187,14 @@ class LoadConfig:
             _require(fits, name, value, f"of type {kind if typing.get_args(kind) else kind.__name__}")
         drafters_in(self.speculation)
         _require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
+        count = self.draft_experts
+        _require(count is None or 1 <= count <= 4096, "draft_experts", count, "between 1 and 4096")
         _require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
-        _require(self.memory is None or self.memory > 0, "memory", self.memory, "positive")
+        for name in ("memory", "expert_memory"):
+            size = getattr(self, name)
+            _require(size is None or size > 0, name, size, "positive")
+        fits = self.expert_memory is None or self.weights in (None, "experts")
+        _require(fits, "expert_memory", self.expert_memory, "left out where weights are not 'experts'")
         _require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
         chunk = self.prefill_chunk
         _require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "at least 1")

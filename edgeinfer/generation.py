@@ -17,6 +17,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.engine import Engine, Step
+from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.ledger import Ledger
 from edgeinfer.runtime.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.overflow.contracts import overflow_summary
@@ -31,7 +32,11 @@ __all__ = ["ModelParts", "TokenStream"]
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a loaded model is made of."""
+    """What a loaded model is made of.
+
+    Attributes:
+        watched: the backend where it has experts, which tells how they are used.
+    """
 
     engine: Engine
     tokenizer: TokenizerLike
@@ -43,6 +48,7 @@ class ModelParts:
     origin: Origin
     speculator: Speculator
     ledger: Ledger
+    watched: WatchedBackend | None = None
 
     @property
     def plan(self) -> MemoryPlan:
@@ -83,6 +89,7 @@ class TokenStream:
         self._step_ms: list[float] = []
         self._result: Result | None = None
         self._thread = threading.current_thread()
+        self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if continues else ())
         self._stops = StopMatcher(config.stop)
@@ -226,6 +233,7 @@ class TokenStream:
             speculation=parts.speculator.summary(self._config, self._rounds, timings.per_token_ms),
             model=parts.info,
             overflow=overflow_summary(parts.engine.overflow, parts.engine.lost),
+            experts=None if parts.watched is None else parts.watched.use(since=self._counts),
         )
         parts.speculator.finished(self._rounds)
         self._on_finish(self._result)

@@ -19,6 +19,7 @@ from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.backends import kernel_name, make_backend, run_layout, subject_of
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.ledger import Ledger, Relief
 from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
 from edgeinfer.runtime.overflow.registry import make_overflow
@@ -90,6 +91,9 @@ def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
         bundle, layout = subject.bundle, subject.layout
         drafter = None if subject.drafter is None else subject.drafter[0]
         kernel = kernel_name(bundle, layout, config)
+        if config.draft_experts is not None:
+            # What a guess costs, and how often it is right.
+            variant += f" draft-experts {config.draft_experts}"
         try:
             folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
         except StorageError:
@@ -150,6 +154,7 @@ def make_parts(
         origin=origin_of(bundle, plan.layout, backend.name, config.exact),
         speculator=speculator,
         ledger=_ledger(plan, engine, speculator, tokenizer_bytes, replan),
+        watched=backend if isinstance(backend, WatchedBackend) else None,
     )
 
 

@@ -11,6 +11,7 @@ from edgeinfer.residence import Residence
 from edgeinfer.results import PassWork
 from edgeinfer.runtime import measure
 from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
 
 __all__ = ["Measured"]
 
@@ -75,6 +76,17 @@ class Measured:
         """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
         with self._idle() as parts:
             return measure.score_tokens(parts.engine, tokens)
+
+    @property
+    def experts_per_token(self) -> tuple[int, ...]:
+        """How many experts of a layer a token may use, ascending; the last is the model itself, () has none."""
+        with self._idle() as parts:
+            return parts.engine.backend.capabilities.expert_counts
+
+    def compare_fewer_experts(self, tokens: Sequence[int], count: int) -> FewerExperts:
+        """What passes with fewer experts would have guessed along a text, and what they cost; empties the cache."""
+        with self._idle() as parts:
+            return compare_fewer_experts(parts.engine, tokens, count)
 
     def drafting_state(self) -> dict[str, Any]:
         """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""

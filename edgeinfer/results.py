@@ -13,6 +13,7 @@ __all__ = [
     "Chunk",
     "DeviceLimits",
     "DrafterUse",
+    "ExpertUse",
     "FinishReason",
     "LoadCosts",
     "MemoryUse",
@@ -151,6 +152,31 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class ExpertUse:
+    """How the tokens of a model with experts used them.
+
+    Attributes:
+        experts: of a layer.
+        top_k: that a token uses at most.
+        tokens: that were counted: those of prompt and reply whose keys and values were computed.
+        token_sparsity: 1 less the mean share of a layer's experts that a token uses.
+        chunk_sparsity: the same of the union over 2, 4 and 8 consecutive tokens; lengths that no text had are left out.
+        expert_bytes: of all experts' weights; 0 where that is not known, as below.
+        resident_bytes: of those that were in memory at the end, where only some of them stay.
+        hit_rate: share of the experts that passes used which were in memory already; None where all stay.
+    """
+
+    experts: int
+    top_k: int
+    tokens: int
+    token_sparsity: float
+    chunk_sparsity: dict[int, float]
+    expert_bytes: int = 0
+    resident_bytes: int = 0
+    hit_rate: float | None = None
+
+
+@dataclass(frozen=True)
 class Overflow:
     """What the cache had lost of a text when its reply was finished, because both had outgrown the context.
 
@@ -243,7 +269,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Result:
-    """One finished reply."""
+    """One finished reply.
+
+    Attributes:
+        experts: of models that have any.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -254,6 +284,7 @@ class Result:
     speculation: Speculation
     model: ModelInfo
     overflow: Overflow = field(default_factory=Overflow)
+    experts: ExpertUse | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.kv_profile import kv_scales
 from edgeinfer.runtime.layouts import Progress, choose_layout, kernel_of
 from edgeinfer.runtime.machine import physical_cores
@@ -30,7 +32,7 @@ class _Kind:
     Attributes:
         layout: of a bundle's weights that it runs.
         kv_types: kinds of cache that it has for a bundle in a layout.
-        weights_modes: by layout, the fastest first.
+        weights_modes: of a bundle in a layout, the fastest first.
         kernel: what multiplies, as its own attribute says.
         floats: as `Subject` has it.
     """
@@ -38,7 +40,7 @@ class _Kind:
     make: Maker
     layout: Callable[[Bundle, LoadConfig], Layout]
     kv_types: Callable[[Bundle, Layout], tuple[str, ...]]
-    weights_modes: Callable[[Layout], tuple[str, ...]]
+    weights_modes: Callable[[Bundle, Layout], tuple[str, ...]]
     kernel: Callable[[Bundle, Layout], str]
     floats: bool = False
 
@@ -46,6 +48,7 @@ class _Kind:
 def _onnx(
     bundle: Bundle, layout: Layout, config: LoadConfig, configuration: Configuration, progress: Progress | None
 ) -> Backend:
+    from edgeinfer.runtime.experts.resident_backend import ResidentBackend
     from edgeinfer.runtime.onnx_backend import OnnxBackend
     from edgeinfer.runtime.streamed_backend import StreamedBackend
 
@@ -60,7 +63,13 @@ def _onnx(
         weights="packed" if configuration.weights == "packed" else "mapped",
         progress=progress,
     )
-    return StreamedBackend(backend, configuration.window_layers) if configuration.window_layers else backend
+    decoder = bundle.manifest.decoder
+    if decoder is not None and configuration.expert_bytes:
+        resident = ResidentBackend(backend, decoder, configuration.expert_bytes)
+        return WatchedBackend(resident, decoder, resident.residency)
+    if configuration.window_layers:
+        return _watched(bundle, StreamedBackend(backend, configuration.window_layers))
+    return _watched(bundle, backend)
 
 
 def _onnx_optimum(
@@ -76,9 +85,16 @@ def _reference(
 ) -> Backend:
     from edgeinfer.runtime.reference import ReferenceBackend
 
-    return ReferenceBackend(
+    backend = ReferenceBackend(
         bundle, configuration.context, kv=configuration.kv, kv_scales=_scales(bundle, configuration)
     )
+    return _watched(bundle, backend)
+
+
+def _watched(bundle: Bundle, backend: Backend) -> Backend:
+    """With its experts counted, where it has any."""
+    decoder = bundle.manifest.decoder
+    return backend if decoder is None or decoder.moe is None else WatchedBackend(backend, decoder)
 
 
 def _scales(bundle: Bundle, configuration: Configuration) -> KVScales | None:
@@ -98,9 +114,17 @@ def _floats(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
     return (FLOAT32,)
 
 
-def _onnx_weights(layout: Layout) -> tuple[str, ...]:
+def _packed(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+    return ("packed",)
+
+
+def _onnx_weights(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
     modes = ("mapped",) if layout == NATIVE else ("packed", "mapped")
-    return (*modes, "streamed") if releases_pages() else modes
+    if not releases_pages():
+        return modes
+    # In the other layout the experts of a layer are one matrix, and onnxruntime packs it.
+    apart = layout == NATIVE and any(find_expert(t.name) and t.bits < 32 for t in bundle.manifest.tensors)
+    return (*modes, "experts", "streamed") if apart else (*modes, "streamed")
 
 
 BACKENDS: dict[str, _Kind] = {
@@ -111,12 +135,8 @@ BACKENDS: dict[str, _Kind] = {
         _onnx_weights,
         kernel_of,
     ),
-    "onnx-optimum": _Kind(
-        _onnx_optimum, _stored, _floats, lambda layout: ("packed",), lambda bundle, layout: "onnxruntime"
-    ),
-    "reference": _Kind(
-        _reference, _stored, _with_scales, lambda layout: ("packed",), lambda bundle, layout: "numpy", True
-    ),
+    "onnx-optimum": _Kind(_onnx_optimum, _stored, _floats, _packed, lambda bundle, layout: "onnxruntime"),
+    "reference": _Kind(_reference, _stored, _with_scales, _packed, lambda bundle, layout: "numpy", True),
 }
 
 
@@ -158,7 +178,7 @@ def subject_of(
         layout,
         drafter,
         kv_types=kind.kv_types(bundle, layout),
-        weights_modes=kind.weights_modes(layout),
+        weights_modes=kind.weights_modes(bundle, layout),
         transient_tokenizer=tokenizer.can_rest,
         merge_pairs=tokenizer.merge_pairs,
         packed_ready=layout != NATIVE and is_packed(bundle),

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.runtime.contracts import CacheSnapshot, Edit, Floats, Ints, StepOutput, check_pass, check_snapshot
+from edgeinfer.runtime.contracts import (
+    CacheSnapshot,
+    Edit,
+    ExpertChoice,
+    Floats,
+    Ints,
+    StepOutput,
+    check_pass,
+    check_snapshot,
+)
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.ort_session import OrtSession
 
@@ -82,9 +91,10 @@ class ConcatBackend:
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
         planes: int = 2,
+        experts: ExpertChoice | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
         start, size = self.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
             raise BackendError(f"Graph counts positions itself: {positions.tolist()} do not follow row {start}.")

@@ -22,6 +22,7 @@ __all__ = [
     "Backend",
     "CacheSnapshot",
     "Edit",
+    "ExpertChoice",
     "Floats",
     "Ints",
     "PassCancelledError",
@@ -43,16 +44,33 @@ class PassCancelledError(BackendError):
 
 
 @dataclass(frozen=True)
+class ExpertChoice:
+    """Which experts the tokens of a pass may use where they are not left to the routers alone.
+
+    Attributes:
+        count: of experts for each token, one of `Capabilities.expert_counts`.
+        bias: added to the routers' scores before choosing: 0, or -1e9 for an expert that may not be chosen; None is 0
+            for all. (L, E)
+    """
+
+    count: int
+    bias: Floats | None = None
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """Outcome of one pass.
 
     Attributes:
         logits: (R, V), one row for each requested row.
         hidden: (S, D) after the last layer that ran, before the final norm; None where the backend has none.
+        experts: (L, S, k) chosen for each token, -1 in layers without experts, in those that did not run, and for
+            experts that were not used; None where the model has none.
     """
 
     logits: Floats
     hidden: Floats | None
+    experts: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +136,15 @@ class Backend(Protocol):
         layer_mask: NDArray[np.bool_] | None = None,  # (2 L,), [2i] attention and [2i+1] MLP of layer i
         hidden: Floats | None = None,  # (S, D), enters the first layer that runs instead of the embeddings
         planes: int = 2,  # 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole
+        experts: ExpertChoice | None = None,  # None leaves the choice to the routers: the whole model
     ) -> StepOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
         A tree needs at least one token in the cache, which a prompt always leaves.
 
         Raises:
-            CapabilityError: `tree`, `layer_mask`, `hidden` or one plane where the capabilities exclude it.
+            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane or a number of experts where the capabilities
+                exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
         """
 
@@ -182,6 +202,7 @@ def check_pass(
     layer_mask: NDArray[np.bool_] | None,  # (2 L,)
     hidden: Floats | None,  # (S, D)
     planes: int = 2,
+    experts: ExpertChoice | None = None,
 ) -> None:
     """Refuses a pass that the backend's contract excludes.
 
@@ -194,10 +215,15 @@ def check_pass(
         "resume from hidden states": hidden is not None and not can.hidden,
         "verify trees": tree is not None and not can.tree,
         "read one plane of its weights": planes == 1 and not can.elastic,
+        "choose experts of this model": experts is not None and not can.expert_counts,
     }
     for what, wanted in refused.items():
         if wanted:
             raise CapabilityError(f"The {backend.name} backend cannot {what}.", "Use a natively exported bundle.")
+    if experts is not None and experts.count not in can.expert_counts:
+        known = ", ".join(map(str, can.expert_counts))
+        message = f"Tokens of this model cannot use {experts.count} experts of a layer here."
+        raise CapabilityError(message, f"Choose one of {known}.")
     if planes not in (1, 2):
         raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
     if size == 0 or len(positions) != size:
@@ -220,6 +246,9 @@ def check_pass(
         raise BackendError(f"A layer mask of shape {layer_mask.shape} does not fit {layers} layers.")
     if hidden is not None and hidden.shape != (size, backend.geometry.hidden_size):
         raise BackendError(f"Hidden states of shape {hidden.shape} do not fit a pass of {size} tokens.")
+    bias = None if experts is None else experts.bias
+    if bias is not None and (bias.ndim != 2 or len(bias) != layers):
+        raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
 
 
 def check_snapshot(

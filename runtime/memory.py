@@ -31,7 +31,7 @@ T = TypeVar("T")
 _STATUS = Path("/proc/self/status")
 _SMAPS = Path("/proc/self/smaps")
 _ROLLUP = Path("/proc/self/smaps_rollup")
-_MADV_DONTNEED = 4  # Linux, every architecture
+_MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MXFAST = -1, -3, 1
 # Activations of a prefill chunk are larger than this, those of a decoding step smaller: only the former pay for a
@@ -173,9 +173,16 @@ class MappedFile:
 
     def release(self) -> None:
         """Drops the resident pages; who touches them again gets them from the system's cache of the file."""
+        self._advise(_MADV_DONTNEED)
+
+    def small_pages(self) -> None:
+        """Never maps a piece of 2 MB at once, as the system may where one page of it is touched."""
+        self._advise(_MADV_NOHUGEPAGE)
+
+    def _advise(self, advice: int) -> None:
         for span in self._spans:
             assert self._libc is not None
-            self._libc.madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.length), _MADV_DONTNEED)
+            self._libc.madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.length), advice)
 
 
 def release_code() -> None:

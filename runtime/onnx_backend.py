@@ -8,6 +8,7 @@ least two (over a quantized cache any number), and an even number where MatMulNB
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,10 +17,12 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, Layout, Manifest, graph
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.contracts import (
     CacheSnapshot,
     Edit,
+    ExpertChoice,
     Floats,
     Ints,
     StepOutput,
@@ -27,13 +30,13 @@ from edgeinfer.runtime.contracts import (
     check_pass,
     in_window,
 )
+from edgeinfer.runtime.experts.inputs import ExpertInputs
 from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.layouts import Progress, kernel_of, prepare
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.ort_session import OrtSession
 from edgeinfer.runtime.packed_cache import prepare_packed
-from edgeinfer.runtime.rope import rope_tables
 from edgeinfer.runtime.weight_pages import LookedUp, WeightPages
 
 __all__ = ["OnnxBackend"]
@@ -107,14 +110,15 @@ class OnnxBackend:
         self._looked_up = self._watch_embedding()
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
         self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
+        self._experts = None if decoder.moe is None else ExpertInputs(decoder.moe, decoder.num_layers)
         self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._layer_mask = self._all_layers.copy()
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         self._planes = np.zeros(1, np.int32)
         self._zeros = np.zeros(0, np.float32)
-        self._buffers = _Buffers(self.geometry, size=2, rows=2)
-        self._passes: dict[tuple[int, int, bool], _Pass] = {}
+        self._buffers = self._new_buffers(size=2, rows=2)
+        self._passes: dict[tuple[int, int, bool, int], _Pass] = {}
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
         in_place = self._graph.layout == NATIVE or self._graph.reads is not None
@@ -148,9 +152,10 @@ class OnnxBackend:
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
         planes: int = 2,
+        experts: ExpertChoice | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
         if self._window and tree is not None and len(tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(tree)} rows is larger than {graph.TREE_ROWS}.")
         start, size = self._kv.length, len(tokens)
@@ -159,24 +164,32 @@ class OnnxBackend:
         self._release_bindings(total)
         self._kv.reserve(total)
         padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple
-        step = self._pass(padded, padded_rows, hidden is not None)
-        step.fill(tokens, positions, rows, hidden)
+        used = 0
+        if self._experts is not None:
+            self._experts.choose(experts)
+            used = int(self._experts.count[0])
+        step = self._pass(padded, padded_rows, hidden is not None, used)
+        step.fill(tokens, positions, rows, hidden, apart=self._experts is None)
         self._layer_mask[:] = self._all_layers if layer_mask is None else layer_mask
         self._seqlens[0] = total - 1
         self._total[...] = total
         self._planes[0] = planes
-        self._bind_biases(step, tree, padded, total)
+        self._bind_biases(step, tree, size, padded, total)
         self._session.run(step.binding)
         self._kv.length = start + size
         if self._looked_up is not None:
             self._looked_up.rows(size)
-        return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size])
+        chosen = None if step.experts is None else step.experts[:, :size]
+        return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size], chosen)
 
-    def _pass(self, padded: int, rows: int, resumes: bool) -> _Pass:
-        key = (padded, rows, resumes)
+    def _new_buffers(self, size: int, rows: int) -> _Buffers:
+        return _Buffers(self.geometry, size, rows, 0 if self._experts is None else self._experts.top_k)
+
+    def _pass(self, padded: int, rows: int, resumes: bool, experts: int) -> _Pass:
+        key = (padded, rows, resumes, experts)
         if padded > self._buffers.size or rows > self._buffers.rows:
             size, most = max(padded, self._buffers.size), max(rows, self._buffers.rows)
-            self._buffers = _Buffers(self.geometry, size, most)
+            self._buffers = self._new_buffers(size, most)
             self._passes.clear()
         if key not in self._passes:
             if len(self._passes) >= _MOST_PASSES:
@@ -199,6 +212,8 @@ class OnnxBackend:
         }
         if self.capabilities.elastic:
             inputs[graph.PLANES] = self._planes
+        if self._experts is not None:
+            inputs |= {graph.EXPERT_COUNT: self._experts.count, graph.EXPERT_BIAS: self._experts.bias}
         for name, array in inputs.items():
             step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
@@ -215,10 +230,15 @@ class OnnxBackend:
                     step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
         step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
+        if step.experts is not None:
+            step.binding.bind_ortvalue_output(graph.EXPERT_IDS, ort.OrtValue.ortvalue_from_numpy(step.experts))
         return step
 
-    def _bind_biases(self, step: _Pass, tree: Ints | None, size: int, total: int) -> None:
+    def _bind_biases(self, step: _Pass, tree: Ints | None, real: int, size: int, total: int) -> None:
         bias = self._no_bias(size, total) if tree is None else _tree_bias(tree, size, total)
+        if self._experts is not None and size > real:
+            bias = bias if tree is not None else bias.copy()
+            _twin_padding(bias[0, 0], real)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
             near = in_window(step.positions, total, self._window)
@@ -238,7 +258,7 @@ class OnnxBackend:
     def clear(self) -> None:
         """Drops all rows and their memory, and that of large passes."""
         self._passes.clear()
-        self._buffers = _Buffers(self.geometry, size=2, rows=2)
+        self._buffers = self._new_buffers(size=2, rows=2)
         self._kv.clear()
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
@@ -295,17 +315,36 @@ def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, 
     return bias
 
 
-class _Buffers:
-    """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes."""
+def _twin_padding(bias: Floats, real: int) -> None:  # (S, T)
+    """Lets each row of padding see itself in place of the last real row, and else what that sees.
 
-    def __init__(self, geometry: Geometry, size: int, rows: int) -> None:
-        self.size, self.rows = size, rows
+    So it is that row again, up to rounding, and its experts are the same: any others would have to be fetched for
+    nothing.
+    """
+    size, total = bias.shape
+    start = total - size
+    bias[real:] = bias[real - 1]
+    bias[real:, start + real - 1 :] = _HIDDEN
+    padding = np.arange(real, size)
+    bias[padding, start + padding] = 0
+
+
+class _Buffers:
+    """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes.
+
+    Args:
+        top_k: experts of a token; 0 in models without.
+    """
+
+    def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int) -> None:
+        self.size, self.rows, self.layers = size, rows, geometry.num_layers
         self.tokens = np.zeros((1, size), np.int64)
         self.positions = np.zeros((1, size), np.int64)
         self.logit_rows = np.zeros(rows, np.int64)
         self.hidden_in = np.zeros((1, size, geometry.hidden_size), np.float32)
         self.hidden_out = np.zeros((1, size, geometry.hidden_size), np.float32)
         self.logits = np.zeros((rows, geometry.vocab_size), np.float32)
+        self.experts = np.zeros(geometry.num_layers * size * top_k, np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -318,7 +357,7 @@ class _Pass:
 
     binding: ort.IOBinding
 
-    def __init__(self, buffers: _Buffers, size: int, rows: int, resumes: bool) -> None:
+    def __init__(self, buffers: _Buffers, size: int, rows: int, resumes: bool, experts: int) -> None:
         self._tokens = buffers.tokens[:, :size]
         self.positions = buffers.positions[0, :size]
         self._positions = buffers.positions[:, :size]
@@ -326,6 +365,8 @@ class _Pass:
         self._hidden = buffers.hidden_in[:, : size if resumes else 1]
         self.logits = buffers.logits[:rows]  # (R, V)
         self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
+        chosen = (buffers.layers, size, experts)
+        self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)
         self.inputs = {
             graph.INPUT_IDS: self._tokens,
             graph.POSITION_IDS: self._positions,
@@ -334,8 +375,9 @@ class _Pass:
             graph.USE_HIDDEN: np.array([resumes]),
         }
 
-    def fill(self, tokens: Ints, positions: Ints, rows: Ints, hidden: Floats | None) -> None:
-        """Writes the inputs of the next pass; padding repeats the last token at the positions that follow."""
+    def fill(self, tokens: Ints, positions: Ints, rows: Ints, hidden: Floats | None, *, apart: bool) -> None:
+        """Writes the inputs of the next pass; padding repeats the last token, at the positions that follow if `apart`,
+        else at its own."""
         size = len(tokens)
         self._tokens[0, :size] = tokens
         self._positions[0, :size] = positions
@@ -343,7 +385,7 @@ class _Pass:
         self._rows[len(rows) :] = 0
         for extra in range(self._tokens.shape[1] - size):
             self._tokens[0, size + extra] = tokens[-1]
-            self._positions[0, size + extra] = positions[-1] + 1 + extra
+            self._positions[0, size + extra] = positions[-1] + (1 + extra if apart else 0)
         if hidden is not None:
             self._hidden[0, :size] = hidden
             self._hidden[0, size:] = hidden[-1]

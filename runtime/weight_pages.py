@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.runtime.layouts import RunnableGraph
 from edgeinfer.runtime.memory import MappedFile
 
@@ -36,6 +37,12 @@ class WeightPart:
         self.runs = runs
         self._pages = file.part(runs)
         self._handle = handle
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that hold any of it."""
+        page = mmap.PAGESIZE
+        return sum(-(-(offset + length) // page) * page - offset // page * page for offset, length in self.runs)
 
     def release(self) -> None:
         """Drops the resident pages."""
@@ -78,6 +85,20 @@ class WeightPages:
     def head(self) -> WeightPart:
         """What follows the last layer."""
         return self._part("final_norm", "head")
+
+    def experts(self) -> dict[tuple[int, int], WeightPart]:
+        """The weights of each expert by layer and expert, in the order of the file."""
+        runs: dict[tuple[int, int], list[Run]] = {}
+        for name, own in self._runs.items():
+            expert = find_expert(name)
+            if expert is not None:
+                runs.setdefault((expert.layer, expert.expert), []).extend(own)
+        ordered = sorted(runs, key=lambda each: min(runs[each]))
+        return {each: WeightPart(self._file, _merged(runs[each]), self._handle) for each in ordered}
+
+    def small_pages(self) -> None:
+        """Has the system map pages one by one where it would map pieces of 2 MB, more than what is touched."""
+        self._file.small_pages()
 
     def release(self) -> None:
         """Drops every resident page of the file, read while running or not."""

@@ -19,7 +19,7 @@ __all__ = ["Replies", "Setup", "Timed", "TimedRun", "budgets_between", "narrow",
 
 # Of a process that generates nothing: what any model costs once it is loaded.
 _AROUND = ("interpreter", "libraries", "objects", "tokenizer", "session", "code")
-_WEIGHTS = ("weights_packed", "weights_mapped")
+_WEIGHTS = ("weights_packed", "weights_mapped", "experts")
 # The largest budget, over what is planned without one: a process grows a little between planning and loading.
 _AMPLE = 1.02
 Told = Callable[[int, int], None]

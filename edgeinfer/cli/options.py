@@ -87,8 +87,13 @@ def add_memory_options(parser: argparse._ArgumentGroup | Parser) -> None:
     parser.add_argument("--kv", choices=KV_TYPES, help=text)
     text = "when a conversation outgrows the context: stop, or forget some of it, which is lossy (default: stop)"
     parser.add_argument("--overflow", choices=OVERFLOWS, help=text)
-    text = "packed into memory, mapped from their file, or streamed a few layers at a time (default: fastest that fits)"
+    text = (
+        "packed into memory, mapped from their file, mapped but for experts that wait to be chosen, or streamed a few "
+        "layers at a time (default: fastest that fits)"
+    )
     parser.add_argument("--weights", choices=WEIGHTS_MODES, help=text)
+    text = "experts of the model that may be in memory at once, such as 200MB (default: all, or what fits)"
+    parser.add_argument("--expert-memory", type=parse_size, metavar="SIZE", help=text)
     text = "what counts against --memory: resident pages, or only those without a file behind them (default: resident)"
     parser.add_argument("--counted", choices=COUNTED, help=text)
     text = "prompt tokens per pass (default: 64, or fewer where memory is short)"
@@ -127,6 +132,8 @@ def add_drafting_options(parser: Parser) -> None:
     group.add_argument("--draft-model", metavar="MODEL", help=text)
     text = "tokens in a draft at most (default: 15, or fewer where memory is short)"
     group.add_argument("--spec-draft-n-max", dest="draft_max", type=int, metavar="N", help=text)
+    text = "experts per token where the model itself drafts with fewer (default: half of its own number)"
+    group.add_argument("--draft-experts", type=int, metavar="N", help=text)
     text = "keep nothing of what drafters learn from your texts (token ids and counts) for the next session"
     group.add_argument("--no-remember", action="store_true", help=text)
 
@@ -137,12 +144,14 @@ PLANNED = (
     "kv",
     "overflow",
     "weights",
+    "expert_memory",
     "counted",
     "prefill_chunk",
     "prefix_cache",
     "speculation",
     "draft_model",
     "draft_max",
+    "draft_experts",
 )
 _LOADING = (*PLANNED, "threads", "backend")
 

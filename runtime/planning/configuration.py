@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from edgeinfer.bundle import NATIVE, Bundle, Layout, Manifest
-from edgeinfer.config import DRAFTERS, MOST_DRAFTED, LoadConfig, drafters_in
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.config import DRAFTERS, MOST_DRAFTED, LoadConfig, drafters_in, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
+from edgeinfer.runtime.experts.cost import ExpertBytes
 
 __all__ = [
     "DEFAULT_CONTEXT",
@@ -31,8 +33,9 @@ _LENGTHS = (MOST_DRAFTED, 7, 3, 1)
 # Drafters with large tables go first, those that need none stay longest.
 _WITHOUT_TABLES = ("forced", "copy")
 _SMALL_TABLES = tuple(name for name in DRAFTERS if name != "recycle")
-# Layers that are resident together while the weights are streamed.
+# Layers that are resident together while the weights are streamed, and shares of the experts where some are left out.
 _WINDOWS = (8, 4, 2, 1)
+_EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
 
 TOKENIZER = "tokenizer.json"
 Keeping = Literal["kept", "transient"]
@@ -51,6 +54,7 @@ class Configuration:
         drafters: names of those that may draft.
         draft_max: tokens in a draft at most; 0 is no speculation.
         tokenizer: "kept", or "transient": made anew for every prompt.
+        expert_bytes: of experts that are resident at once; 0 where all are, or the weights are streamed.
     """
 
     context: int
@@ -61,12 +65,15 @@ class Configuration:
     drafters: tuple[str, ...]
     draft_max: int
     tokenizer: Keeping
+    expert_bytes: int = 0
 
     @property
     def variant(self) -> str:
-        """Whose passes cost, and may round, as no other's: the kind of cache, and streaming; "" is the usual one."""
+        """Whose passes cost, and may round, as no other's: the kind of cache, streaming, experts left out of memory;
+        "" is the usual one."""
         kv = "" if self.kv == "float32" else self.kv
-        return kv + (f" streamed {self.window_layers}" if self.window_layers else "")
+        streamed = f" streamed {self.window_layers}" if self.window_layers else ""
+        return kv + streamed + (f" experts {self.expert_bytes}" if self.expert_bytes else "")
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class _Dimensions(NamedTuple):
 
     contexts: tuple[int, ...]
     kv_types: tuple[str, ...]
-    weights: tuple[tuple[str, int], ...]
+    weights: tuple[tuple[str, int, int], ...]
     drafts: tuple[tuple[tuple[str, ...], int], ...]
     chunks: tuple[int, ...]
     tokenizers: tuple[Keeping, ...]
@@ -160,8 +167,8 @@ def _dimensions(subject: Subject, config: LoadConfig) -> _Dimensions:
 
 
 def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
-    for context, kv, (weights, window), (drafters, most), chunk, tokenizer in itertools.product(*dimensions):
-        yield Configuration(context, min(chunk, context), kv, weights, window, drafters, most, tokenizer)
+    for context, kv, (weights, window, experts), (drafters, most), chunk, tokenizer in itertools.product(*dimensions):
+        yield Configuration(context, min(chunk, context), kv, weights, window, drafters, most, tokenizer, experts)
 
 
 def draft_configuration(manifest: Manifest, layout: Layout, target: Configuration) -> Configuration:
@@ -197,7 +204,8 @@ def _kv_types(subject: Subject, config: LoadConfig) -> tuple[str, ...]:
     return tuple(kv for kv in ("float32", "int8") if kv in subject.kv_types)
 
 
-def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int], ...]:
+def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
+    """Modes, each with its layers in a window and its bytes of experts."""
     modes = subject.weights_modes
     if config.weights is not None:
         if config.weights not in modes:
@@ -206,12 +214,36 @@ def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int], ...
             why = "Its native layout is used in place, as mapped weights." if in_place else ""
             raise UsageError(message, f"{why} Choose one of {', '.join(modes)}.".strip())
         modes = (config.weights,)
+    elif config.expert_memory is not None:
+        if "experts" not in modes:
+            message = f"The experts of {subject.manifest.name} cannot be left out of memory here."
+            raise UsageError(message, "Leave --expert-memory out.")
+        modes = ("experts",)
     layers = subject.manifest.geometry.num_layers
-    found: list[tuple[str, int]] = []
+    found: list[tuple[str, int, int]] = []
     for mode in modes:
-        windows = [window for window in _WINDOWS if window < layers] or [1]
-        found += [(mode, window) for window in windows] if mode == "streamed" else [(mode, 0)]
+        if mode == "streamed":
+            windows = [window for window in _WINDOWS if window < layers] or [1]
+            found += [(mode, window, 0) for window in windows]
+        elif mode == "experts":
+            found += [(mode, 0, size) for size in _expert_bytes(subject, config)]
+        else:
+            found.append((mode, 0, 0))
     return tuple(found)
+
+
+def _expert_bytes(subject: Subject, config: LoadConfig) -> tuple[int, ...]:
+    """How much of the experts may stay in memory, from most to least."""
+    takes = ExpertBytes.of(subject.manifest.decoder, tensors_in(subject.manifest, subject.layout))
+    if config.expert_memory is not None:
+        if config.expert_memory < takes.least:
+            message = f"{format_size(config.expert_memory)} hold too few experts for {subject.manifest.name} to run."
+            raise UsageError(message, f"Give at least {format_size(takes.least)} (--expert-memory).")
+        return (config.expert_memory,)
+    sizes = [round(takes.total * share) for share in _EXPERT_SHARES]
+    found = [*(size for size in sizes if size > takes.least), takes.least]
+    # Nothing is gained where one layer's may need as much as all take, but who asks for it gets it.
+    return tuple(size for size in found if size < takes.total or config.weights == "experts")
 
 
 def _drafts(config: LoadConfig) -> tuple[tuple[tuple[str, ...], int], ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.machine import machine_memory
 from edgeinfer.runtime.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.planning.configuration import Configuration, Subject
@@ -57,22 +58,31 @@ def speed_model(subject: Subject, profiles: Profiles) -> SpeedModel:
         profiles: what was measured of a variant of the model.
 
     A variant that never ran here is taken to run as the usual one, and what streaming adds by the bytes it reads again.
+    Of experts those are the share that is not in memory, as if every expert were chosen alike.
     """
-    usual = _pace(subject, profiles(""))
-    layers, pages = subject.manifest.geometry.num_layers, pass_bytes(tensors_in(subject.manifest, subject.layout))
+    tensors = tensors_in(subject.manifest, subject.layout)
+    experts = ExpertBytes.of(subject.manifest.decoder, tensors)
+    usual = _pace(subject, profiles(""), experts)
+    layers, pages = subject.manifest.geometry.num_layers, pass_bytes(tensors)
     known: dict[str, Pace] = {"": usual}
 
+    def again_ms(configuration: Configuration, rows: int) -> float:
+        """What reading weights again adds to a pass over so many rows."""
+        window, kept, needed = configuration.window_layers, configuration.expert_bytes, experts.needed(rows)
+        if window:
+            # The embedding and the head are windows of their own.
+            return streamed_ms(0.0, pages - experts.total + round(needed), _RELEASED_PER_S, 2 + -(-layers // window))
+        return streamed_ms(0.0, round((1 - kept / experts.total) * needed), _RELEASED_PER_S, 0) if kept else 0.0
+
     def pace_of(configuration: Configuration) -> Pace:
-        variant, window = configuration.variant, configuration.window_layers
+        variant = configuration.variant
         if variant not in known:
-            own = _pace(subject, profiles(variant))
+            own = _pace(subject, profiles(variant), experts)
             if own.measured:
-                own = _beside(own, usual, streamed=window > 0)
+                rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
+                own = _beside(own, usual, rereads=rereads)
             else:
-                # The embedding and the head are windows of their own.
-                windows = 2 + -(-layers // window) if window else 0
-                extra = streamed_ms(0.0, pages, _RELEASED_PER_S, windows) if window else 0.0
-                points = tuple((rows, ms + extra) for rows, ms in usual.passes.points)
+                points = tuple((rows, ms + again_ms(configuration, rows)) for rows, ms in usual.passes.points)
                 own = dataclasses.replace(usual, passes=PassCosts(points, usual.passes.step), measured=False)
             known[variant] = own
         return known[variant]
@@ -80,14 +90,14 @@ def speed_model(subject: Subject, profiles: Profiles) -> SpeedModel:
     return SpeedModel(pace_of)
 
 
-def _beside(own: Pace, usual: Pace, *, streamed: bool) -> Pace:
+def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
     """A variant's pace as if it had been measured together with the usual one's.
 
     Two measurements on different days may differ by more than two variants do. A pass over one row takes about the same
-    whatever the cache's numbers, so only what further rows cost is the variant's own; streaming is never faster.
+    whatever the cache's numbers, so only what further rows cost is the variant's own; reading again is never faster.
     """
     scale = usual.passes.ms(1) / own.passes.ms(1)
-    if streamed:
+    if rereads:
         scale = max(1.0, scale)
     points = tuple((rows, ms * scale) for rows, ms in own.passes.points)
     return dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
@@ -100,11 +110,11 @@ def _process() -> ProcessMemory:
     return process_memory()
 
 
-def _pace(subject: Subject, profile: Profile) -> Pace:
+def _pace(subject: Subject, profile: Profile, experts: ExpertBytes) -> Pace:
     costs = profile.costs()
     tokenizer = subject.manifest.files.get("tokenizer.json")
     return Pace(
-        passes=costs.passes if costs else guessed_passes(subject.manifest.weight_bytes),
+        passes=costs.passes if costs else guessed_passes(subject.manifest.weight_bytes - experts.total, experts.needed),
         measured=costs is not None,
         round_ms=costs.round_ms if costs else _ROUND_MS,
         reach=reach_of(profile.arrays(REACH)),

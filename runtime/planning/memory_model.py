@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.memory import ProcessMemory
@@ -61,12 +62,12 @@ class MemoryModel:
         self._subject = subject
         self._config = config
         self.process = process
-        self._weights: dict[tuple[str, int], Footprint] = {}
+        self._weights: dict[tuple[str, int, int], Footprint] = {}
 
     def footprint(self, configuration: Configuration) -> Footprint:
         """The largest this process will be from loading on."""
         config, subject, manifest = self._config, self._subject, self._subject.manifest
-        key = configuration.weights, configuration.window_layers
+        key = configuration.weights, configuration.window_layers, configuration.expert_bytes
         if key not in self._weights:
             self._weights[key] = (
                 _multiplied_out(manifest) if subject.floats else _weights(manifest, subject.layout, *key)
@@ -129,7 +130,7 @@ class MemoryModel:
         )
         if configuration.tokenizer == "transient":
             idle = dict(running.anonymous) | {"activations": 0}
-            yield Footprint(idle, dict(running.file) | {"weights_mapped": 0}) + parsing
+            yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + parsing
 
     def _packing(self, configuration: Configuration) -> tuple[int, int]:
         """What packing the weights takes for a moment: anonymous bytes, and pages of raw weights."""
@@ -174,7 +175,7 @@ def _drafter(bundle: Bundle, layout: Layout, target: Configuration) -> Footprint
     """A draft model, which shares tokenizer and libraries with its target; one term for each kind of page."""
     manifest = bundle.manifest
     own = draft_configuration(manifest, layout, target)
-    whole = _weights(manifest, layout, own.weights, 0) + _running(manifest, own)
+    whole = _weights(manifest, layout, own.weights, 0, 0) + _running(manifest, own)
     file = sum(whole.file.values()) - whole.file["code"]
     return Footprint({"draft_model": sum(whole.anonymous.values())}, {"draft_model": file})
 
@@ -185,13 +186,19 @@ def _multiplied_out(manifest: Manifest) -> Footprint:
     return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
 
 
-def _weights(manifest: Manifest, layout: Layout, mode: str, window: int) -> Footprint:
+def _weights(manifest: Manifest, layout: Layout, mode: str, window: int, experts: int) -> Footprint:
     """Anonymous bytes of packed weights, and file pages that are resident."""
     if not manifest.tensors:
         # An opaque graph: float weights are packed into a copy while the file is mapped.
         size = manifest.weight_bytes
         return Footprint({"weights_packed": size}, {"weights_mapped": size})
-    return _WEIGHTS[layout](tensors_in(manifest, layout), mode, window)
+    tensors = tensors_in(manifest, layout)
+    apart = [t for t in tensors if find_expert(t.name) is not None and t.bits < 32 and layout == NATIVE]
+    if window or not apart:
+        return _WEIGHTS[layout](tensors, mode, window)
+    others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
+    resident = experts or sum(t.nbytes for t in apart)
+    return _WEIGHTS[layout](others, mode, window) + Footprint({}, {"experts": resident})
 
 
 def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
@@ -225,6 +232,8 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
         logits = chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
         return _FLOAT_BYTES * logits + _scores(manifest, chunk, context)
     widest = 2 * decoder.intermediate_size + hidden
+    if (moe := decoder.moe) is not None:
+        widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
     biases = 2 if decoder.window_size else 1
     return _FLOAT_BYTES * (chunk * (2 * hidden + _LIVE_WIDTHS * widest + biases * context) + 2 * geometry.vocab_size)
 

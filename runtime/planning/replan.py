@@ -38,7 +38,8 @@ def make_replanner(subject: Subject, config: LoadConfig, speed: SpeedModel) -> R
         fixed = dataclasses.replace(config, context=mine.context, kv=mine.kv, weights=mine.weights)
 
         def changeable(other: Configuration) -> bool:
-            return (other.window_layers, other.tokenizer) == (mine.window_layers, mine.tokenizer)
+            fixed = other.window_layers, other.expert_bytes, other.tokenizer
+            return fixed == (mine.window_layers, mine.expert_bytes, mine.tokenizer)
 
         # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
         memory = MemoryModel(subject, fixed, dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE)))

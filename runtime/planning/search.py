@@ -112,7 +112,8 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
         lost.append(f"cache in {chosen.kv} instead of {wanted.kv} (lossy)")
     if chosen.weights != wanted.weights:
         windows = f", {chosen.window_layers} layers at a time" if chosen.window_layers else ""
-        lost.append(f"weights {chosen.weights}{windows} instead of {wanted.weights}")
+        some = f", {format_size(chosen.expert_bytes)} of them in memory," if chosen.expert_bytes else ""
+        lost.append(f"weights {chosen.weights}{windows}{some} instead of {wanted.weights}")
     if chosen.tokenizer != wanted.tokenizer:
         lost.append("tokenizer made anew for every prompt")
     if not chosen.draft_max and wanted.draft_max:

@@ -59,10 +59,18 @@ class Pace:
     tokenizer_ms: float
 
 
-def guessed_passes(weight_bytes: int) -> PassCosts:
-    """c(m) of a model that never ran here."""
-    plain = max(_LEAST_MS, weight_bytes / _READ_PER_MS)
-    return PassCosts(tuple((rows, plain * (1 + _ROW_SHARE * (rows - 1))) for rows in (1, 2, 4, 8, 16, 32)))
+def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lambda rows: 0.0) -> PassCosts:
+    """c(m) of a model that never ran here.
+
+    Args:
+        weight_bytes: that every pass reads.
+        expert_bytes: that a pass over so many rows reads besides, of the experts they choose.
+    """
+
+    def ms(rows: int) -> float:
+        return max(_LEAST_MS, (weight_bytes + expert_bytes(rows)) / _READ_PER_MS)
+
+    return PassCosts(tuple((rows, ms(rows) + ms(1) * _ROW_SHARE * (rows - 1)) for rows in (1, 2, 4, 8, 16, 32)))
 
 
 class SpeedModel:

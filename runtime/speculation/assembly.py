@@ -9,6 +9,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends import make_backend
 from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.planning.configuration import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.speculation.profile import Profile
@@ -38,7 +39,11 @@ def make_speculator(
     model = None
     if drafter is not None and plan.draft_max:
         model = _draft_backend(*drafter, config, plan)
-    parts = DrafterParts(target, model, plan.prefill_chunk, _tuning(profile, target))
+    resident = None
+    if isinstance(target, WatchedBackend) and target.residency is not None:
+        resident = target.residency.bias
+    tuning = _tuning(profile, target)
+    parts = DrafterParts(target, model, plan.prefill_chunk, tuning, config.draft_experts, resident)
     drafters = plan.configuration.drafters
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 

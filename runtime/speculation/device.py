@@ -152,8 +152,9 @@ class DeviceCosts:
         backend, start, times = self._backend, self._backend.length, []
         if start == backend.capacity:
             return []
-        token, place, row = filler_tokens(backend, 1), np.array([start]), np.zeros(1, np.int64)
-        for _ in range(1 + _PLAIN):  # the first reads the weights' pages in
+        place, row = np.array([start]), np.zeros(1, np.int64)
+        for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
+            token = filler_tokens(backend, 1, skip)
             begun = time.perf_counter()
             backend.forward(token, place, row)
             times.append((time.perf_counter() - begun) * 1e3)

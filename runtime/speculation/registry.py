@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from edgeinfer.bundle import Geometry
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
 from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
+from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter
 from edgeinfer.runtime.speculation.drafters.forced import ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -32,12 +33,16 @@ class DrafterParts:
         model: the backend of a small model with the same tokenizer; None where none was given.
         chunk: tokens of a prompt that the small model evaluates per pass.
         tuning: what `edgeinfer tune` found for this bundle and device.
+        experts: that a token of a draft uses where drafting is with fewer; None takes half of the model's own number.
+        resident: tells which experts are in memory, as `ExpertChoice.bias` has it; None where all are. () -> (L, E)
     """
 
     target: Backend
     model: Backend | None
     chunk: int
     tuning: Tuning
+    experts: int | None = None
+    resident: Callable[[], Floats] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,13 @@ def _skip(parts: DrafterParts) -> SkipDrafter:
     return SkipDrafter(parts.target, parts.tuning.layer_mask)
 
 
+def _resident(parts: DrafterParts) -> ResidentDrafter:
+    if parts.resident is None:
+        message = "All experts of this model are in memory."
+        raise UsageError(message, "Draft with experts, or leave some out of memory (--weights experts).")
+    return ResidentDrafter(parts.target, parts.resident, parts.experts)
+
+
 def _always(parts: DrafterParts) -> bool:
     return True
 
@@ -107,6 +119,11 @@ KINDS: dict[str, Kind] = {
     "exit": Kind(_exit, lambda parts: parts.tuning.exit_layer is not None),
     "skip": Kind(_skip, lambda parts: parts.tuning.layer_mask is not None),
     "bits": Kind(lambda parts: BitsDrafter(parts.target), lambda parts: parts.target.capabilities.elastic),
+    "experts": Kind(
+        lambda parts: ExpertsDrafter(parts.target, parts.experts),
+        lambda parts: len(parts.target.capabilities.expert_counts) > 1,
+    ),
+    "resident": Kind(_resident, lambda parts: parts.resident is not None),
 }
 
 

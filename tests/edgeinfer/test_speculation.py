@@ -39,7 +39,9 @@ from tests.speculation import (
     same,
 )
 
-WHO = ("auto", *DRAFTERS, "copy,ngram,recycle", "hierarchical,model", "bits,exit,skip,model")
+# Of the drafters, those that a model without experts can have.
+DENSE = tuple(who for who in DRAFTERS if who not in ("experts", "resident"))
+WHO = ("auto", *DENSE, "copy,ngram,recycle", "hierarchical,model", "bits,exit,skip,model")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

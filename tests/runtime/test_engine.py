@@ -18,6 +18,7 @@ from edgeinfer.runtime.contracts import (
     Backend,
     CacheSnapshot,
     Edit,
+    ExpertChoice,
     Floats,
     Ints,
     PassCancelledError,
@@ -81,8 +82,9 @@ class TableBackend:
         layer_mask: NDArray[np.bool_] | None = None,
         hidden: Floats | None = None,
         planes: int = 2,
+        experts: ExpertChoice | None = None,
     ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
         assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
         self._wait()
         start = self.length

@@ -22,6 +22,7 @@ from edgeinfer.runtime.memory import process_memory, releases_pages
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.streamed_backend import StreamedBackend
 from edgeinfer.runtime.streaming import pass_bytes, streamed_bytes, streamed_ms
+from edgeinfer.runtime.weight_pages import WeightPart
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
 
@@ -216,15 +217,15 @@ def test_only_a_window_is_resident(tmp_path: Path, layout: Layout) -> None:
     left = resident(streamed)
     assert all_resident - left > 0.7 * whole
     most = 0
-    release = type(streamed._windows[0].weights).release
+    release = WeightPart.release
 
-    def watched(part: Any) -> None:
+    def watched(part: WeightPart) -> None:
         nonlocal most
         most = max(most, process_memory().file)
         release(part)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(streamed._windows[0].weights), "release", watched)
+        patch.setattr(WeightPart, "release", watched)
         resident(streamed)
     assert 0.1 * whole < most - left < streamed_bytes(tensors, 1) < streamed_bytes(tensors, 4)
     streamed.close()

@@ -17,7 +17,7 @@ from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
-__all__ = ["ModelDrafter", "check_same_vocabulary"]
+__all__ = ["ModelDrafter", "check_same_vocabulary", "vocabulary_difference"]
 
 _TOKENIZER = "tokenizer.json"
 
@@ -96,20 +96,28 @@ def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:
         BundleError: a bundle has no tokenizer.json, or a damaged one.
         ModelError: the tokenizers differ, or the drafter has no logits for some of their tokens.
     """
+    difference = vocabulary_difference(target, drafter)
+    if difference is not None:
+        message = f"{target.path} and its drafter {drafter.path} have {difference}."
+        raise ModelError(message, "Choose a drafter that was made for this model, or speculate without one.")
+
+
+def vocabulary_difference(target: Bundle, other: Bundle) -> str | None:
+    """What keeps token ids of the target from meaning the same to another model; None where nothing does.
+
+    Raises:
+        BundleError: a bundle has no tokenizer.json, or a damaged one.
+    """
     theirs = target.read_object(_TOKENIZER)
-    same = target.manifest.files[_TOKENIZER] == drafter.manifest.files.get(_TOKENIZER)
-    ours = theirs if same else drafter.read_object(_TOKENIZER)
+    same = target.manifest.files[_TOKENIZER] == other.manifest.files.get(_TOKENIZER)
+    ours = theirs if same else other.read_object(_TOKENIZER)
     for what, part in (("vocabulary", _vocabulary), ("merges", _merges), ("special tokens", _added)):
         if part(theirs) != part(ours):
-            _refuse(target, drafter, f"tokenizers with different {what}")
+            return f"tokenizers with different {what}"
     known = min(target.manifest.geometry.vocab_size, 1 + max(_ids(theirs), default=-1))
-    if drafter.manifest.geometry.vocab_size < known:
-        _refuse(target, drafter, f"{known} tokens and {drafter.manifest.geometry.vocab_size} logits")
-
-
-def _refuse(target: Bundle, drafter: Bundle, difference: str) -> None:
-    message = f"{target.path} and its drafter {drafter.path} have {difference}."
-    raise ModelError(message, "Choose a drafter that was made for this model, or speculate without one.")
+    if other.manifest.geometry.vocab_size < known:
+        return f"{known} tokens and {other.manifest.geometry.vocab_size} logits"
+    return None
 
 
 def _part(tokenizer: dict[str, Any], name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, St
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
 from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -177,3 +179,12 @@ def test_the_edge_of_a_truncation_counts() -> None:
     assert 5 < len(second) < 35
     assert all(near_edge(choose(position), row, 0.01) for position in second)
     assert not any(near_edge(choose(position), row, 0.0001) for position in range(40))
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_what_promises_nothing_is_not_exact_by_chance(small: Bundle, promised: bool) -> None:
+    backend = Disturbed(small, 0.0, 0.0)
+    backend._inner.capabilities = replace(backend._inner.capabilities, exact=promised)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selfcheck, "_same", lambda a, b: True)
+        assert check_exact(cast(Backend, backend)).bit_identical == promised

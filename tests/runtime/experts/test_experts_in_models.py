@@ -1,0 +1,142 @@
+"""Models with experts through the public face: the same text whatever is left out of memory, and figures of experts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.bundle import open_bundle
+from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.experts.cost import expected_experts
+from edgeinfer.runtime.experts.statistics import active_experts
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+from tests.speculation import PROMPT, load_eager, plain, same
+
+EXPERTS, TOP_K, LAYERS = 12, 3, 4
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_kernel()
+    folder = tmp_path_factory.mktemp("moe")
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_experts": EXPERTS,
+    }
+    make_checkpoint(folder / "checkpoint", "qwen3-moe", max_position_embeddings=512, **sizes)
+    return export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 4}, {"draft_width": 3}])
+@pytest.mark.parametrize("who", ["experts", "experts,copy", "auto"])
+def test_drafting_with_fewer_experts_gives_the_same_text(bundle: Path, who: str, how: dict[str, float]) -> None:
+    with load_eager(bundle, context=192) as model:
+        found = same(model, who, max_tokens=40, **how)
+        assert found.drafted
+        assert who != "experts" or set(found.per_drafter) == {"experts"}
+        assert found.exact
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
+@pytest.mark.parametrize("who", ["resident", "experts", "auto"])
+def test_experts_out_of_memory_give_the_same_text(bundle: Path, who: str) -> None:
+    with edgeinfer.load(bundle, context=192, speculation="off") as model:
+        expected = plain(model, max_tokens=40)
+    with load_eager(bundle, context=192, weights="experts") as model:
+        assert plain(model, max_tokens=40).token_ids == expected.token_ids
+        same(model, who, max_tokens=40)
+        use = model.experts
+        assert use is not None and use.hit_rate is not None
+        assert 0 < use.resident_bytes <= model.plan.terms["experts"] == model.plan.configuration.expert_bytes
+        assert use.expert_bytes > use.resident_bytes
+
+
+def test_a_model_draws_on_fewer_experts_as_told(bundle: Path) -> None:
+    with load_eager(bundle, context=192, speculation="experts", draft_experts=2) as model:
+        assert same(model, "experts", max_tokens=30).drafted
+    with pytest.raises(UsageError, match="--draft-experts"):
+        edgeinfer.load(bundle, context=192, speculation="experts", draft_experts=TOP_K + 1)
+    with pytest.raises(UsageError, match=r"All experts .* in memory"):
+        edgeinfer.load(bundle, context=192, speculation="resident")
+
+
+def test_a_result_tells_how_its_tokens_used_experts(bundle: Path) -> None:
+    with edgeinfer.load(bundle, context=192) as model:
+        first = model.generate(PROMPT, max_tokens=20, ignore_eos=True)
+        again = model.generate(PROMPT, max_tokens=20, ignore_eos=True)
+        counts, whole = model.expert_counts, model.experts
+    assert first.experts is not None and again.experts is not None and whole is not None and counts is not None
+    assert first.experts.tokens == first.usage.total_tokens - 1
+    # What was held of the prompt is not computed again.
+    assert again.experts.tokens < first.experts.tokens
+    assert whole.tokens >= first.experts.tokens + again.experts.tokens
+    assert first.experts.token_sparsity == pytest.approx(1 - TOP_K / EXPERTS)
+    sparsity = first.experts.chunk_sparsity
+    assert sparsity[8] < sparsity[4] < sparsity[2] < first.experts.token_sparsity
+    assert counts.usage.shape == (LAYERS, EXPERTS)
+    assert (counts.usage.sum(axis=1) == TOP_K * counts.tokens).all()
+    assert json.loads(json.dumps(first.to_dict()))["experts"]["chunk_sparsity"]["8"] == sparsity[8]
+
+
+def test_what_drafts_tried_is_not_counted(bundle: Path) -> None:
+    with load_eager(bundle, context=192) as model:
+        expected = plain(model, max_tokens=30, ignore_eos=True).experts
+        model.generate("Something else entirely.", max_tokens=2)
+        found = model.generate(PROMPT, max_tokens=30, ignore_eos=True, speculation="experts,ngram").experts
+    assert found == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
+def test_plans_count_the_experts_that_stay(bundle: Path) -> None:
+    options: dict[str, Any] = {"context": 192, "kv": "float32", "prefill_chunk": 8, "speculation": "off"}
+    least = edgeinfer.plan(bundle, **options, weights="experts")
+    whole = edgeinfer.plan(bundle, **options)
+    assert whole.configuration.weights == "mapped"
+    assert least.configuration.weights == "experts"
+    assert least.terms["experts"] == least.configuration.expert_bytes > 0
+    assert 0 < least.terms["weights_mapped"] == whole.terms["weights_mapped"]
+    assert whole.terms["experts"] > 0
+    with pytest.raises(UsageError, match=r"too few experts .*--expert-memory"):
+        edgeinfer.plan(bundle, **options, expert_memory="1KB")
+    with pytest.raises(UsageError, match="expert_memory"):
+        edgeinfer.plan(bundle, **options, weights="streamed", expert_memory="1GB")
+    with pytest.raises(BudgetError):
+        edgeinfer.load(bundle, **options, memory="20MB")
+
+
+def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> None:
+    """Random tokens of a random model choose nearly independently; what they like in common only makes it fewer."""
+    backend = OnnxBackend(open_bundle(bundle), 256)
+    chance = np.random.default_rng(0)
+    for size in (1, 2, 4, 8, 16):
+        unions = []
+        for _ in range(12):
+            backend.truncate(0)
+            used = backend.forward(chance.integers(2, 320, size), np.arange(size), np.zeros(0, np.int64)).experts
+            assert used is not None
+            unions.append(active_experts(used, EXPERTS).any(axis=0).sum() / LAYERS)
+        predicted = expected_experts(EXPERTS, TOP_K, size)
+        assert 0.6 * predicted < np.mean(unions) < 1.05 * predicted
+    backend.close()
+
+
+def test_padding_uses_no_experts_of_its_own(bundle: Path) -> None:
+    backend = OnnxBackend(open_bundle(bundle), 64)
+    chance = np.random.default_rng(2)
+    for start in range(30):
+        backend.forward(chance.integers(2, 320, 1), np.array([start]), np.array([0]))
+        (step,) = (each for key, each in backend._passes.items() if key[0] == 2)
+        assert step.experts is not None
+        np.testing.assert_array_equal(np.sort(step.experts[:, 1]), np.sort(step.experts[:, 0]))
+    backend.close()

@@ -1,0 +1,122 @@
+"""Drafting with fewer experts, and with those in memory: what the cheaper pass chooses, and plain decoding's text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.contracts import Backend, ExpertChoice
+from edgeinfer.runtime.experts.resident_backend import ResidentBackend
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter, fewer_experts
+from tests.runtime.speculation.drafters.models import (
+    Plain,
+    assert_same_cache,
+    context,
+    export,
+    make_backend,
+    speculate,
+    take_in,
+)
+
+PROMPT = np.random.default_rng(5).integers(0, 320, 12).tolist()
+SIZES: dict[str, Any] = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "num_experts": 8}
+TOP_K = 3
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """A model with experts for each backend, made once."""
+    return cache(lambda kind: export(tmp_path_factory.mktemp(kind), kind, "qwen3-moe", **SIZES))
+
+
+@pytest.fixture(scope="module", params=["reference", "native", "portable"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def target(kind: str, bundles: Callable[[str], Bundle]) -> Iterator[Backend]:
+    backend = make_backend(kind, bundles(kind))
+    yield backend
+    backend.close()
+
+
+def guesses(target: Backend, drafter: ExpertsDrafter, count: int) -> list[int]:
+    target.truncate(0)
+    take_in(target, PROMPT[:-1])
+    drafter.begin(PROMPT)
+    drafted: list[int] = []
+    for _ in range(count):
+        drafted.append(drafter.guesses(context(PROMPT), drafted, 1)[0].token)
+    return drafted
+
+
+def test_guesses_are_what_fewer_experts_choose(target: Backend) -> None:
+    count = fewer_experts(target)
+    assert count == TOP_K // 2
+    drafted = guesses(target, ExpertsDrafter(target), 6)
+    target.truncate(0)
+    take_in(target, PROMPT[:-1])
+    tokens = [PROMPT[-1], *drafted]
+    for at, token in enumerate(drafted):
+        logits = take_in(target, tokens[at : at + 1], experts=ExpertChoice(count))
+        assert token == logits[0].argmax()
+    # All experts would choose otherwise.
+    target.truncate(0)
+    assert take_in(target, [*PROMPT, *drafted])[len(PROMPT) - 1 : -1].argmax(axis=1).tolist() != drafted
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("count", [None, 1])
+def test_drafting_leaves_no_trace(kind: str, target: Backend, seed: int, count: int | None) -> None:
+    if not target.capabilities.exact:
+        pytest.skip("rows of this backend depend on each other's experts")
+    plain = Plain.decode(target, PROMPT, 25)
+    assert speculate(target, ExpertsDrafter(target, count), plain, seed) == list(plain.reply)
+    assert_same_cache(kind, target.snapshot(), plain.cache)
+
+
+def test_numbers_of_experts_that_are_not_there_are_refused(target: Backend) -> None:
+    for count in (TOP_K + 1, 0):
+        with pytest.raises(UsageError, match=r"cannot draft with \d experts .*Choose one of 1, "):
+            ExpertsDrafter(target, count)
+
+
+def test_a_model_without_experts_cannot_draft_by_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = make_backend("reference", export(tmp_path_factory.mktemp("dense"), "reference"))
+    with pytest.raises(CapabilityError, match=r"cannot use fewer experts .*another drafter"):
+        ExpertsDrafter(target)
+    with pytest.raises(CapabilityError, match="choose experts"):
+        take_in(target, PROMPT, experts=ExpertChoice(1))
+
+
+def test_only_experts_in_memory_draft(bundles: Callable[[str], Bundle]) -> None:
+    bundle = bundles("native")
+    inner = make_backend("native", bundle)
+    assert isinstance(inner, OnnxBackend)
+    decoder = bundle.manifest.decoder
+    assert decoder is not None
+    target = ResidentBackend(inner, decoder, 10_000_000)
+    residency = target.residency
+    drafter = ResidentDrafter(target, residency.bias)
+    plain = Plain.decode(target, PROMPT, 12)
+    assert speculate(target, drafter, plain, 0) == list(plain.reply)
+    assert_same_cache("native", target.snapshot(), plain.cache)
+    # One token's experts are there, so drafts use no others.
+    residency.forget()
+    target.truncate(0)
+    take_in(target, PROMPT[:1])
+    held = residency.resident.copy()
+    drafter.begin(PROMPT[:2])
+    now, drafted = context(PROMPT[:2]), [7, 8, 9]
+    assert drafter.guesses(now, drafted, 1)
+    assert held.any(axis=1).all()
+    np.testing.assert_array_equal(residency.resident, held)
+    target.close()
