@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from edgeinfer.bundle import LAYOUTS, NATIVE, Layout
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
+from edgeinfer.quant.budget import Limits
+from edgeinfer.quant.calibration import default_tokens
+from edgeinfer.quant.methods import METHODS
+from edgeinfer.quant.policy import FLOAT_BITS
 
 __all__ = ["EXPORTERS", "ExportConfig"]
 
 EXPORTERS = ("native", "optimum")
 _BITS = (2, 4, 8, 32)
 _GROUP_SIZES = (32, 64, 128)
+# Fewer say little of a model; more cost hours and change nothing.
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
+_UNRECORDED = ("name", "layout", "force", "calibration", "calibration_tokens")
 
 
 @dataclass(frozen=True)
@@ -21,12 +30,22 @@ class ExportConfig:
     """How a checkpoint becomes a bundle.
 
     Attributes:
-        bits: of the linear layers; 32 keeps float32.
+        bits: of the linear layers; 32 keeps float32. Not used where there is a budget.
         group_size: values that share a scale; None decides by the model's size, see edgeinfer.quant.default_group_size.
             A layer whose width it does not divide takes the next smaller that does.
         symmetric: no stored zero points: a tenth smaller, a little less exact.
         head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
         keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
+        method: how values are found, of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else
+            "rtn".
+        calibration: UTF-8 text the model is run on to learn which weights matter; None quantizes without.
+        calibration_tokens: of it that are run; None decides by the model's size, see
+            edgeinfer.quant.calibration.default_tokens.
+        budget_bits: stored bits per parameter, over everything in weights.bin, that an integer programme spends as the
+            model loses least by; None gives every matrix the bits asked for.
+        target_size: the same as bytes of weights.bin.
+        bits_for: bits of the matrices whose name matches a glob pattern, of which the last match wins; they hold in any
+            case, also where there is a budget.
         layout: "native" stores weights as our own kernel reads them, "portable" as MatMulNBits does; either is
             converted to the other by `edgeinfer convert`, or on the device that needs it.
         exporter: "native" builds the graph itself, "optimum" goes through optimum-onnx.
@@ -39,6 +58,12 @@ class ExportConfig:
     symmetric: bool = False
     head_bits: int | None = None
     keep_small: bool = True
+    method: str | None = None
+    calibration: Path | None = None
+    calibration_tokens: int | None = None
+    budget_bits: float | None = None
+    target_size: int | None = None
+    bits_for: tuple[tuple[str, int], ...] = ()
     layout: Layout = NATIVE
     exporter: str = "native"
     name: str | None = None
@@ -52,30 +77,95 @@ class ExportConfig:
         _choice("exporter", self.exporter, EXPORTERS)
         if self.name is not None and not self.name.strip():
             raise UsageError("The name is empty.", "Leave it out to take the folder's name.")
+        self._check_method()
+        self._check_budget()
+        for pattern, bits in self.bits_for:
+            _choice("bits_for", bits, _BITS)
+            if not pattern:
+                raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
+        if self.exporter != "native":
+            self._check_opaque()
+
+    def _check_method(self) -> None:
+        _choice("method", self.method, (None, *METHODS))
+        if self.method is not None and METHODS[self.method].needs != "nothing" and self.calibration is None:
+            hint = "Give it with --calibration FILE, or choose a method that needs none, as rtn."
+            raise UsageError(f"The method {self.method} needs a calibration text.", hint)
+        tokens = self.calibration_tokens
+        if tokens is not None and not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
+            hint = f"Choose {_FEWEST_TOKENS} to {_MOST_TOKENS}."
+            raise UsageError(f"calibration_tokens={tokens} is not possible.", hint)
+
+    def _check_budget(self) -> None:
+        if self.budget_bits is not None and self.target_size is not None:
+            raise UsageError("budget_bits and target_size are both given.", "Leave one of them out.")
+        if self.budget_bits is not None and not 1 <= self.budget_bits <= FLOAT_BITS:
+            raise UsageError(f"budget_bits={self.budget_bits} is not possible.", f"Choose 1 to {FLOAT_BITS}.")
+        if self.target_size is not None and self.target_size <= 0:
+            raise UsageError(f"target_size={self.target_size} is not possible.", "Give a number of bytes.")
+
+    def _check_opaque(self) -> None:
+        """What the optimum route, which knows no tensors by name and runs no layers, cannot do."""
+        asked = {
+            "method": self.method not in (None, "rtn"),
+            "calibration": self.calibration is not None,
+            "budget_bits": self.budget_bits is not None,
+            "target_size": self.target_size is not None,
+            "bits_for": bool(self.bits_for),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                message = f"{name} is not possible with the {self.exporter} exporter."
+                raise UsageError(message, "Leave it out, or use the native exporter.")
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether bits are chosen by an integer programme."""
+        return self.budget_bits is not None or self.target_size is not None
+
+    def budget_bytes(self, parameters: int) -> int | None:
+        """What weights.bin may take, for a model of so many parameters; None where bits are given."""
+        if self.budget_bits is not None:
+            return math.floor(self.budget_bits * parameters / 8)
+        return self.target_size
 
     def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
-        """The same with everything decided that was left to the model's size.
+        """The same with everything decided that was left to the model's size, and not to a budget.
 
         Args:
             weights: number of weights of the model.
             vocabulary_weights: number of weights of the embedding.
         """
+        method = self.method or ("rtn" if self.calibration is None else "gptq")
+        tokens = self.calibration_tokens or default_tokens(weights)
+        if self.has_budget:
+            return dataclasses.replace(self, method=method, calibration_tokens=tokens)
         return dataclasses.replace(
             self,
             head_bits=self.head_bits or default_head_bits(self.bits, vocabulary_weights),
             group_size=self.group_size or default_group_size(weights),
+            method=method,
+            calibration_tokens=tokens,
         )
 
     @property
     def policy(self) -> QuantPolicy:
-        """The bits each tensor of a model gets; of a resolved configuration only."""
+        """The bits each tensor of a model gets; of a resolved configuration without a budget only."""
         assert self.head_bits is not None and self.group_size is not None, "resolve first"
         return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small)
 
     @property
+    def limits(self) -> Limits:
+        """What a plan within a budget may choose."""
+        return Limits(self.head_bits, self.group_size, self.symmetric, self.bits_for)
+
+    @property
     def options(self) -> dict[str, str | int | float | bool | None]:
-        """What the manifest records: all but what it says elsewhere, and where the bundle was written."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("name", "layout", "force")}
+        """What the manifest records: all but what it says elsewhere, and where files lay."""
+        given = {k: v for k, v in dataclasses.asdict(self).items() if k not in _UNRECORDED}
+        if self.has_budget:
+            del given["bits"]
+        return given | {"bits_for": " ".join(f"{pattern}={bits}" for pattern, bits in self.bits_for) or None}
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

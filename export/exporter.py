@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from edgeinfer.bundle import (
     LAYOUTS,
@@ -25,17 +25,20 @@ from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
+from edgeinfer.export.calibrated import Progress, write_calibrated, write_plain
+from edgeinfer.export.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.config import ExportConfig
 from edgeinfer.export.decoder_graph import build_decoder_graph
 from edgeinfer.export.head_padding import pad_heads
 from edgeinfer.export.hf_config import HFConfig, read_config
-from edgeinfer.export.sidecar import read_sidecar
-from edgeinfer.export.weights import outline, write_tensors
+from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.planning import make_plan
+from edgeinfer.export.sidecar import Sidecar, read_sidecar
+from edgeinfer.export.weights import outline
+from edgeinfer.quant.plan import QuantPlan
 
 __all__ = ["Progress", "export_checkpoint", "export_native"]
-
-Progress = Callable[[str, int, int], None]
 
 
 def export_checkpoint(
@@ -66,29 +69,34 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
         spec = _read_spec(hf_config, family, checkpoint)
-        plans = family.tensors(spec)
+        plans = family.tensors(hf_config, spec, checkpoint.names)
         _check_tensors(checkpoint, family, plans)
         parameters = sum(plan.parameters for plan in plans)
         spec, plans = pad_heads(spec, plans)
         config = _resolve(config, plans)
-        tensors, layout = _table(spec, plans, config)
+        text = _read_text(config, sidecar, spec)
+        planned = PlannedTensors(checkpoint, plans)
+        quant = make_plan(config, spec, plans, planned, parameters, None if text is None else text.texts, progress)
+        tensors, layout = _table(spec, plans, quant, config.layout)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend="onnx",
             geometry=spec.geometry,
             parameters=parameters,
-            capabilities=capabilities_in(Capabilities(layer_skip=True, hidden=True, tree=True), tensors, layout),
+            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe),
             decoder=spec,
             tensors=tensors,
             layout=layout,
             layout_version=LAYOUT_VERSIONS[layout],
             exits=tuple(range(1, spec.num_layers + 1)),
             export=config.options,
+            plan=quant.record(*(() if text is None else (text.sha256, text.tokens))),
         )
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
-            _write_weights(work, checkpoint, plans, tensors, progress)
+            with (work / WEIGHTS).open("wb") as file:
+                _write_weights(file, spec, planned, tensors[: len(plans)], quant, text, progress)
             _write_graphs(work, spec, tensors, layout)
             seal(work, manifest)
     return out
@@ -116,7 +124,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
     used = set()
     for plan in plans:
         for source in plan.sources:
-            checkpoint.require(source.name, source.shape)
+            checkpoint.require(source.name, source.stored_shape)
             used.add(source.name)
     # A tied checkpoint may store the head's copy of the embedding.
     ignorable = (*family.ignorable, family.naming.head)
@@ -134,28 +142,38 @@ def _resolve(config: ExportConfig, plans: tuple[TensorPlan, ...]) -> ExportConfi
     return config.resolve(sum(math.prod(p.shape) for p in plans), math.prod(embedding.shape))
 
 
+def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
+    if config.calibration is None:
+        return None
+    assert config.calibration_tokens is not None, "resolve first"
+    tokenizer = sidecar.files["tokenizer.json"]
+    return read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, spec.max_positions)
+
+
 def _table(
-    spec: DecoderSpec, plans: tuple[TensorPlan, ...], config: ExportConfig
+    spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan, asked: Layout
 ) -> tuple[tuple[TensorEntry, ...], Layout]:
     """The tensor table and its layout; what is not quantized at all counts as portable."""
-    outlines = [outline(plan, config.policy) for plan in plans]
-    layout = config.layout if any(o.quantized for o in outlines) else PORTABLE
+    outlines = [outline(plan, quant.scheme(plan.name)) for plan in plans]
+    layout = asked if any(o.quantized for o in outlines) else PORTABLE
     if spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))
     return lay_out(outlines, layout), layout
 
 
 def _write_weights(
-    work: Path,
-    checkpoint: Checkpoint,
-    plans: tuple[TensorPlan, ...],
-    tensors: tuple[TensorEntry, ...],
+    file: BinaryIO,
+    spec: DecoderSpec,
+    tensors: PlannedTensors,
+    entries: tuple[TensorEntry, ...],
+    quant: QuantPlan,
+    text: CalibrationText | None,
     progress: Progress | None,
 ) -> None:
-    with (work / WEIGHTS).open("wb") as file:
-        for done, entry in enumerate(write_tensors(file, checkpoint, plans, tensors[: len(plans)]), 1):
-            if progress is not None:
-                progress(entry.name, done, len(plans))
+    if text is None or not any(quant.schemes.values()):
+        write_plain(file, tensors, entries, quant, progress)
+    else:
+        write_calibrated(file, spec, tensors, entries, quant, text.texts, progress)
 
 
 def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> None:

@@ -7,9 +7,24 @@ from dataclasses import dataclass
 
 from edgeinfer.quant.scheme import QuantScheme
 
-__all__ = ["FLOAT_BITS", "QuantPolicy", "default_group_size", "default_head_bits", "effective_block"]
+__all__ = [
+    "BITS_TRIED",
+    "FLOAT_BITS",
+    "PROTECTED_BITS",
+    "QuantPolicy",
+    "default_group_size",
+    "default_head_bits",
+    "effective_block",
+    "is_protected",
+    "is_quantizable",
+    "make_scheme",
+]
 
 FLOAT_BITS = 32
+# What an integer programme chooses among.
+BITS_TRIED = (2, 4, 8)
+# The fewest bits of a shared expert.
+PROTECTED_BITS = 8
 # A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which
 # lose most by quantization: at 4 bits throughout, models of 0.26M and 1.3M weights gain 8% and 18% of perplexity.
 _SMALL_WEIGHTS = 1 << 16
@@ -19,6 +34,35 @@ _LARGE_VOCABULARY = 1 << 24
 _LARGE_MODEL = 1 << 26
 # Zero points lower the error of 8 bits by a few percent and cost a third of the speed, which counts above this size.
 _LARGE_WEIGHTS = 1 << 20
+# A router decides which weights are read at all, and is tiny: it stays float32 whatever is asked for.
+_ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate")
+
+
+def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may be quantized: a matrix, and not one that chooses experts or weighs them.
+
+    Experts whose sizes are no multiples of 32 may not: ONNX Runtime's operator for them pads no blocks.
+    """
+    if len(shape) != 2 or name.endswith(_ALWAYS_FLOAT):
+        return False
+    halves = 2 if name.endswith(".gate_up") else 1
+    return ".mlp.experts." not in name or (shape[0] // halves % 32 == 0 and shape[1] % 32 == 0)
+
+
+def is_protected(name: str) -> bool:
+    """Whether a matrix is wider than others: every token reads the shared expert of a mixture."""
+    return ".mlp.shared." in name
+
+
+def make_scheme(shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool) -> QuantScheme | None:
+    """The scheme of a matrix (N, K) for bits and the largest block asked for; None at 32 bits.
+
+    Large 8-bit matrices never have zero points.
+    """
+    if bits == FLOAT_BITS:
+        return None
+    plain = symmetric or (bits == 8 and math.prod(shape) > _LARGE_WEIGHTS)
+    return QuantScheme(bits, effective_block(shape[1], block_size), plain)
 
 
 def effective_block(k: int, requested: int) -> int:
@@ -58,6 +102,7 @@ class QuantPolicy:
         block_size: largest block.
         symmetric: no stored zero points. Large 8-bit matrices never have any.
         keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
+            Those that a router chooses among never do; shared experts have at least 8 bits in any case.
     """
 
     bits: int
@@ -68,13 +113,15 @@ class QuantPolicy:
 
     def scheme(self, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
         """The scheme of a tensor by its canonical name; None keeps it float32."""
-        if len(shape) != 2:
+        if not is_quantizable(name, shape):
             return None
-        weights, vocabulary = math.prod(shape), name in ("embed", "head")
-        bits = self.head_bits if vocabulary else self.bits
-        if self.keep_small and not vocabulary and weights <= _SMALL_WEIGHTS:
-            bits = _WIDER.get(bits, bits)
-        if bits == FLOAT_BITS:
-            return None
-        symmetric = self.symmetric or (bits == 8 and weights > _LARGE_WEIGHTS)
-        return QuantScheme(bits, effective_block(shape[1], self.block_size), symmetric)
+        return make_scheme(shape, self._bits(name, shape), self.block_size, symmetric=self.symmetric)
+
+    def _bits(self, name: str, shape: tuple[int, ...]) -> int:
+        if name in ("embed", "head"):
+            return self.head_bits
+        # Small experts are many, so that keeping them wider would not be free.
+        small = self.keep_small and math.prod(shape) <= _SMALL_WEIGHTS and ".mlp.experts." not in name
+        if small:
+            return _WIDER.get(self.bits, self.bits)
+        return max(self.bits, PROTECTED_BITS) if is_protected(name) else self.bits

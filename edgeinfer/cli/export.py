@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.bundle import PORTABLE
+from edgeinfer.bundle import PORTABLE, open_bundle
+from edgeinfer.cli.extras import missing_extra
 from edgeinfer.cli.options import add_command, add_json_option, read_paragraphs
-from edgeinfer.cli.output import Progress, print_json, print_note, progress_bar
-from edgeinfer.config import format_size
+from edgeinfer.cli.output import Progress, print_json, print_note, print_table, progress_bar
+from edgeinfer.cli.plan_table import PLAN_HEADER, plan_facts, plan_rows
+from edgeinfer.config import format_size, parse_size
 from edgeinfer.errors import EdgeInferError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.cli.options import Subparsers
+    from edgeinfer.cli.options import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 
@@ -28,15 +30,11 @@ example:
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
   edgeinfer run -m qwen -p "What is a quark?" --chat
 """
-# What `edgeinfer[export]` and `edgeinfer[optimum]` bring.
-_EXTRAS = {
-    "onnx": "export",
-    "safetensors": "export",
-    "ml_dtypes": "export",
-    "optimum": "optimum",
-    "torch": "optimum",
-    "transformers": "optimum",
-}
+# Options that are fields of ExportConfig under the same name.
+_OPTIONS = (
+    *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),
+    *("group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name"),
+)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -45,8 +43,46 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or hub id ORG/NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
     parser.add_argument("--format", choices=("onnx",), default="onnx", help="model file in the bundle")
+    _add_quantization(parser)
+    text = (
+        "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
+    )
+    parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
+    text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
+    parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
+    text = "UTF-8 text, paragraphs parted by empty lines, to fit int8 and int4 caches to (default: the model's own)"
+    parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
+    text = "do not run the model afterwards to fit int8 and int4 caches to it; edgeinfer tune can do it later"
+    parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
+    text = "print the bits that each kind of matrix got; edgeinfer inspect does it later"
+    parser.add_argument("--show-plan", action="store_true", help=text)
+    parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
+    add_json_option(parser)
+
+
+def _add_quantization(parser: Parser) -> None:
+    size = parser.add_mutually_exclusive_group()
     text = "bits of each weight: fewer are smaller and faster, more are closer to the original (default: 4)"
-    parser.add_argument("--bits", type=int, choices=(2, 4, 8, 32), help=text)
+    size.add_argument("--bits", type=int, choices=(2, 4, 8, 32), help=text)
+    text = (
+        "instead: mean bits per parameter of the whole weights.bin, with scales, zero points and what stays float32; "
+        "each matrix gets the bits that the model loses least by"
+    )
+    size.add_argument("--budget-bits", type=float, metavar="BITS", help=text)
+    text = "instead: bytes of the whole weights.bin, as 350MB"
+    size.add_argument("--target-size", type=parse_size, metavar="SIZE", help=text)
+    text = (
+        "bits of the matrices whose name matches a glob pattern, as 'layers.*.mlp.down=8'; may be repeated, the last "
+        "match wins (names: edgeinfer inspect --tensors)"
+    )
+    parser.add_argument("--bits-for", type=_pattern, action="append", default=[], metavar="PATTERN=BITS", help=text)
+    text = "UTF-8 text like what the model will read: weights that matter there are kept closest"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
+    text = "tokens of it that are run (default: by size, 16384 or 8192)"
+    parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
+    text = "how values are found: rtn, hqq; with a calibration text also gptq, awq (default: gptq with one, else rtn)"
+    parser.add_argument("--method", metavar="NAME", help=text)
     text = "weights that share a scale: fewer are more exact, more are smaller (default: by size)"
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help=text)
     sign = parser.add_mutually_exclusive_group()
@@ -58,19 +94,14 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--head-bits", type=int, choices=(2, 4, 8, 32), help=text)
     text = "give layers of at most 65536 weights these bits too, instead of more"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
-    text = (
-        "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
-    )
-    parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
-    text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
-    parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
-    text = "UTF-8 text, paragraphs parted by empty lines, to fit int8 and int4 caches to (default: the model's own)"
-    parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
-    text = "do not run the model afterwards to fit int8 and int4 caches to it; edgeinfer tune can do it later"
-    parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
-    parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
-    add_json_option(parser)
+
+
+def _pattern(text: str) -> tuple[str, int]:
+    """A pattern and its bits."""
+    pattern, sign, bits = text.rpartition("=")
+    if not sign or not pattern or not bits.isdecimal():
+        raise UsageError(f"{text!r} is not a pattern with bits.", "Write it like layers.*.mlp.down=8.")
+    return pattern, int(bits)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -78,10 +109,9 @@ def execute(args: argparse.Namespace) -> int:
     try:
         from edgeinfer.export import ExportConfig, export_checkpoint
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
-    names = ("bits", "group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name")
-    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    config = ExportConfig(**given, force=args.force)
+        raise missing_extra(error) from error
+    given: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    config = ExportConfig(**given, bits_for=tuple(args.bits_for), force=args.force)
     texts = None if args.kv_calibration is None else read_paragraphs(args.kv_calibration)
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
@@ -89,14 +119,18 @@ def execute(args: argparse.Namespace) -> int:
         try:
             bundle = export_checkpoint(source, args.out, config, progress)
         except ModuleNotFoundError as error:
-            raise _missing(error) from error
+            raise missing_extra(error) from error
         if args.kv_scales and config.exporter == "native":
             _calibrate(bundle, texts, progress)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    manifest = open_bundle(bundle).manifest if args.show_plan else None
     if args.json:
-        print_json({"bundle": str(bundle), "bytes": size, "seconds": round(seconds, 3)})
+        plan = {} if manifest is None else {"plan": plan_facts(manifest)}
+        print_json({"bundle": str(bundle), "bytes": size, "seconds": round(seconds, 3)} | plan)
     else:
+        if manifest is not None:
+            print_table(plan_rows(manifest), header=PLAN_HEADER)
         print_note(f"{format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} -p TEXT")
     return 0
 
@@ -107,11 +141,3 @@ def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None)
         edgeinfer.calibrate_kv(bundle, texts, progress=progress)
     except EdgeInferError as error:
         print_note(f"No scales for int8 and int4 caches: {error.message} {error.hint}")
-
-
-def _missing(error: ModuleNotFoundError) -> Exception:
-    """The error to raise for a module that is not there: a missing extra is the user's to add, any other is our bug."""
-    extra = _EXTRAS.get((error.name or "").partition(".")[0])
-    if extra is None:
-        return error
-    return UsageError(f"Exporting needs {error.name}, which is not installed.", f"pip install 'edgeinfer[{extra}]'")

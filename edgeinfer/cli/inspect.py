@@ -10,6 +10,7 @@ from edgeinfer import hub
 from edgeinfer.bundle import Bundle, Manifest, TensorEntry, open_bundle
 from edgeinfer.cli.options import add_command, add_json_option
 from edgeinfer.cli.output import print_json, print_note, print_table, progress_bar
+from edgeinfer.cli.plan_table import PLAN_HEADER, plan_rows
 from edgeinfer.config import format_size
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def execute(args: argparse.Namespace) -> int:
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
     _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
     _section("quality", [(name, f"{value:.6g}") for name, value in bundle.manifest.quality.items()])
+    _section("bits", list(plan_rows(bundle.manifest)), header=PLAN_HEADER)
     if args.tensors:
         rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
@@ -77,6 +79,12 @@ def _summary(manifest: Manifest) -> list[tuple[str, str]]:
         ("context", f"up to {geometry.max_positions:,} tokens"),
         ("capabilities", ", ".join(name for name, has in abilities.items() if has) or "plain decoding"),
     ]
+    plan = manifest.plan
+    if plan is not None:
+        calibrated = f", calibrated on {plan.calibration_tokens:,} tokens" if plan.calibration_tokens else ""
+        rows.append(("quantized by", f"{plan.method}{calibrated}"))
+    if plan is not None and plan.budget_bytes is not None:
+        rows.append(("budget", f"{format_size(plan.budget_bytes)} of weights"))
     if manifest.exits:
         rows.append(("exit layers", ", ".join(map(str, manifest.exits))))
     if manifest.drafters:

@@ -87,9 +87,17 @@ def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
 
 def _show_bar(shown: contextlib.ExitStack) -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = shown.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
     task = bar.add_task("")
     return lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)

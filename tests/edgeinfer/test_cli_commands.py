@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.bundle import Capabilities, Geometry, Manifest, seal
+from edgeinfer.bundle import Capabilities, Geometry, Manifest, open_bundle, seal
+from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.cli.main import main
 from edgeinfer.config import drafters_in
 from edgeinfer.errors import CheckpointError, HubError
@@ -46,6 +48,25 @@ def bundle(tmp_path: Path) -> Path:
     )
     seal(root, manifest)
     return root
+
+
+def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle)]) == 0
+    assert "predicted KL" not in capsys.readouterr().out
+    manifest = open_bundle(bundle).manifest
+    planned = (
+        PlannedTensor("layers.0.mlp.down", 4, 32, predicted_kl=0.25),
+        PlannedTensor("layers.1.mlp.down", 8, 64, predicted_kl=0.125),
+        PlannedTensor("embed", 32),
+    )
+    record = PlanRecord("gptq", planned, "0" * 64, 4096, 2_000_000)
+    (bundle / "edgeinfer.json").write_text(dataclasses.replace(manifest, plan=record).to_json())
+    assert main(["inspect", str(bundle)]) == 0
+    out = capsys.readouterr().out
+    for fact in ("layers.*.mlp.down", "4 (1), 8 (1)", "0.375", "gptq, calibrated on 4,096 tokens", "2.0 MB"):
+        assert fact in out
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["tensors"][1]["bits"] == 8
 
 
 def test_inspect_prints_the_facts(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +232,13 @@ class FakeExportConfig:
     exporter: str = "native"
     name: str | None = None
     force: bool = False
+    keep_small: bool = True
+    method: str | None = None
+    calibration: Path | None = None
+    calibration_tokens: int = 0
+    budget_bits: float | None = None
+    target_size: int | None = None
+    bits_for: tuple[tuple[str, int], ...] = ()
 
 
 class FakeExport(ModuleType):
@@ -265,6 +293,31 @@ def test_export_options(
     data = json.loads(capsys.readouterr().out)
     assert data["bytes"] == 1500
     assert data["bundle"] == str(tmp_path / "out")
+
+
+def test_export_options_of_bits(export: FakeExport, checkpoint: Path, tmp_path: Path) -> None:
+    line = "--budget-bits 3.5 --bits-for layers.*.down=8 --bits-for head=4 --method gptq --calibration a.txt"
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), *line.split(), "--calibration-tokens", "512"]) == 0
+    config = export.calls[0][2]
+    assert (config.budget_bits, config.method, config.calibration_tokens) == (3.5, "gptq", 512)
+    assert config.calibration == Path("a.txt")
+    assert config.bits_for == (("layers.*.down", 8), ("head", 4))
+
+
+def test_export_to_a_size(export: FakeExport, checkpoint: Path, tmp_path: Path) -> None:
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--target-size", "350MB"]) == 0
+    assert export.calls[0][2].target_size == 350_000_000
+
+
+@pytest.mark.parametrize(
+    "options", ["--bits-for head", "--bits-for =4", "--bits-for head=many", "--bits 4 --target-size 3MB", "--bits 3"]
+)
+def test_export_options_that_say_nothing(
+    export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str
+) -> None:
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), *options.split()]) == 2
+    assert export.calls == []
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from edgeinfer.bundle import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, bfloat16, graph, open_bundle, other_layout
 from edgeinfer.bundle.codecs import NativeCodec
 from edgeinfer.errors import (
+    BudgetError,
     BundleError,
     CheckpointError,
     EdgeInferError,
@@ -63,8 +64,10 @@ def test_a_bundle_says_what_it_holds(checkpoint: Path, tmp_path: Path) -> None:
     assert (bits["embed"], bits["head"], bits["final_norm"]) == (8, 8, 32)
     assert manifest.tensor("head").data == manifest.tensor("embed").data
     assert manifest.export["bits"] == 4 and manifest.export["head_bits"] == 8
-    assert [step[1] for step in seen] == list(range(1, len(manifest.tensors)))
-    assert {step[2] for step in seen} == {len(manifest.tensors) - 1}
+    # In weights; a tied head is done with its embedding.
+    assert [step[0] for step in seen] == [t.name for t in manifest.tensors if t.name != "head"]
+    assert np.diff([step[1] for step in seen]).min() > 0
+    assert {step[2] for step in seen} == {seen[-1][1]} == {manifest.parameters}
     assert all(t.data.offset % 64 == 0 for t in manifest.tensors)
 
 
@@ -309,11 +312,41 @@ def test_an_existing_bundle_is_replaced_only_when_told(checkpoint: Path, tmp_pat
         {"exporter": "other"},
         {"name": " "},
         {"bits": True},
+        {"method": "magic"},
+        {"method": "gptq"},
+        {"calibration_tokens": 1},
+        {"budget_bits": 3.5, "target_size": 10**6},
+        {"budget_bits": 0.5},
+        {"budget_bits": float("nan")},
+        {"target_size": 0},
+        {"bits_for": (("head", 3),)},
+        {"bits_for": (("", 4),)},
+        {"exporter": "optimum", "budget_bits": 4.0},
     ],
 )
 def test_impossible_options_are_usage_errors(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         ExportConfig(**options)
+
+
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+def test_a_budget_is_kept_and_recorded(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
+    config = ExportConfig(target_size=90_000, bits_for=(("layers.1.mlp.down", 8),), layout=layout)
+    bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", config))
+    assert (bundle.path / WEIGHTS).stat().st_size <= 90_000
+    plan = bundle.manifest.plan
+    assert plan is not None and plan.predicted_kl is not None
+    assert plan.budget_bytes == 90_000
+    bits = {tensor.name: tensor.bits for tensor in bundle.manifest.tensors}
+    assert {tensor.name: tensor.bits for tensor in plan.tensors}.items() <= bits.items()
+    assert bits["layers.1.mlp.down"] == 8
+
+
+def test_an_impossible_budget_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as caught:
+        export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(budget_bits=1))
+    assert caught.value.minimum_bytes > 0
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_onnx_the_import_says_what_to_install() -> None:

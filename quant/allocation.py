@@ -1,0 +1,237 @@
+"""Which option each of many things gets so that their cost is least within a budget of bytes; knows no tensors.
+
+A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution beside it for when time
+runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from edgeinfer.config import format_size
+from edgeinfer.errors import BudgetError
+
+__all__ = ["Allocation", "Choice", "Option", "allocate", "allocate_exactly"]
+
+# A plan this close to the best is the best for all that predictions are worth, and found in a second.
+_GAP = 1e-4
+_SECONDS = 20.0
+# What HiGHS lets a constraint be exceeded by.
+_TOLERANCE = 1e-6
+# Each solution tells better what padding takes; two or three do as a rule, and the best that fits counts.
+_ROUNDS = 12
+_FULL = 0.998
+
+
+@dataclass(frozen=True)
+class Option:
+    """Something a choice may be: what it takes and what it costs, 0 or more."""
+
+    nbytes: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several options must be taken, as often as there are things that share the decision."""
+
+    options: tuple[Option, ...]
+
+    @property
+    def least(self) -> int:
+        """Bytes of its smallest option."""
+        return min(option.nbytes for option in self.options)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What was chosen: indices of options, one per choice, and their sums."""
+
+    chosen: tuple[int, ...]
+    nbytes: int
+    cost: float
+
+
+def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
+    """The options of least total cost within `budget` bytes; more budget never costs more.
+
+    Raises:
+        BudgetError: not even the smallest options fit.
+    """
+    least = sum(choice.least for choice in choices)
+    if least > budget:
+        raise _too_small(least, budget)
+    kept = [_undominated(choice) for choice in choices]
+    relaxed, bound = _lagrangian(choices, kept, budget)
+    if relaxed.cost - bound <= _GAP * relaxed.cost:
+        return relaxed
+    for share in (1.0, 1 - 2 * _TOLERANCE):
+        exact = _programme(choices, kept, budget, share)
+        if exact is None or exact.nbytes <= budget:
+            break
+    fits = exact is not None and exact.nbytes <= budget and exact.cost <= relaxed.cost
+    return exact if exact is not None and fits else relaxed
+
+
+def allocate_exactly(
+    choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
+) -> tuple[Allocation, int]:
+    """`allocate` where things laid out take more than their sum: padding between them.
+
+    Args:
+        measure: bytes of the chosen options, by index, as they will lie.
+
+    Returns:
+        The allocation and its measured bytes, at most `budget`.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    least = sum(choice.least for choice in choices)
+    allowed, best = budget, None
+    tried = set()
+    for _ in range(_ROUNDS):
+        if allowed < least or allowed in tried:
+            break
+        tried.add(allowed)
+        found = allocate(choices, allowed)
+        measured = measure(found.chosen)
+        if measured <= budget and (best is None or found.cost < best[0].cost):
+            best = found, measured
+        if best is not None and best[1] >= _FULL * budget:
+            break
+        allowed = budget - (measured - found.nbytes)
+        if measured > budget:
+            # The same padding may not do for a smaller solution: one step below this one at least.
+            allowed = min(allowed, found.nbytes - 1)
+    return best or _smallest(choices, budget, measure)
+
+
+def _smallest(
+    choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
+) -> tuple[Allocation, int]:
+    """The smallest options, or an error that says what they take."""
+    chosen = [min(range(len(c.options)), key=_Sized(c.options)) for c in choices]
+    measured = measure(chosen)
+    if measured > budget:
+        raise _too_small(measured, budget)
+    return _summed(choices, chosen), measured
+
+
+def _too_small(least: int, budget: int) -> BudgetError:
+    message = f"The weights cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
+    hint = f"The smallest possible take {format_size(least)} ({least:,} bytes): allow as much."
+    return BudgetError(message, hint, minimum_bytes=least)
+
+
+def _undominated(choice: Choice) -> list[int]:
+    """Indices of the options that no smaller or equal one undercuts, by rising size and falling cost."""
+    kept: list[int] = []
+    for index in sorted(range(len(choice.options)), key=_Sized(choice.options)):
+        if not kept or choice.options[index].cost < choice.options[kept[-1]].cost:
+            kept.append(index)
+    return kept
+
+
+def _summed(choices: Sequence[Choice], chosen: Sequence[int]) -> Allocation:
+    options = [choice.options[index] for choice, index in zip(choices, chosen, strict=True)]
+    return Allocation(tuple(chosen), sum(o.nbytes for o in options), sum(o.cost for o in options))
+
+
+def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, share: float) -> Allocation | None:
+    """The solution of the integer programme for a share of the budget; None where the solver found none in time.
+
+    It may exceed that by the solver's tolerance, a millionth.
+    """
+    columns = [choices[i].options[index] for i, indices in enumerate(kept) for index in indices]
+    costs = np.array([option.cost for option in columns])
+    sizes = np.array([option.nbytes for option in columns], np.float64)
+    counts = [len(indices) for indices in kept]
+    owners = np.repeat(np.arange(len(kept)), counts)
+    one_each = sparse.csr_array((np.ones(len(owners)), (owners, np.arange(len(owners)))))
+    result = milp(
+        costs / max(costs.max(), 1e-300),
+        integrality=np.ones(len(columns)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(sizes[None] / budget, 0, share)],
+        options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
+    )
+    if result.x is None:
+        return None
+    starts = np.cumsum([0, *counts])
+    picks = [int(np.argmax(result.x[starts[i] : starts[i + 1]])) for i in range(len(kept))]
+    return _summed(choices, [indices[pick] for indices, pick in zip(kept, picks, strict=True)])
+
+
+def _lagrangian(choices: Sequence[Choice], kept: list[list[int]], budget: int) -> tuple[Allocation, float]:
+    """The solution by a price per byte, the lowest that fits; what is left goes where it helps most per byte.
+
+    Returns:
+        The solution, and a cost that none can go below.
+    """
+    low, high = 0.0, 1.0
+    free = _priced(choices, kept, low)
+    if free.nbytes <= budget:
+        return free, free.cost
+    while _priced(choices, kept, high).nbytes > budget:
+        high *= 16
+    for _ in range(100):
+        price = (low + high) / 2
+        if _priced(choices, kept, price).nbytes > budget:
+            low = price
+        else:
+            high = price
+    priced = _priced(choices, kept, high)
+    return _filled(choices, kept, priced, budget), priced.cost + high * (priced.nbytes - budget)
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """The order of options, by index, by size; of equal ones the cheapest is first."""
+
+    options: tuple[Option, ...]
+
+    def __call__(self, index: int) -> tuple[int, float]:
+        return self.options[index].nbytes, self.options[index].cost
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """The order of options, by index, at a price per byte; of equal ones the smallest is first."""
+
+    options: tuple[Option, ...]
+    price: float
+
+    def __call__(self, index: int) -> tuple[float, int]:
+        option = self.options[index]
+        return option.cost + self.price * option.nbytes, option.nbytes
+
+
+def _priced(choices: Sequence[Choice], kept: list[list[int]], price: float) -> Allocation:
+    chosen = [min(indices, key=_Priced(choice.options, price)) for choice, indices in zip(choices, kept, strict=True)]
+    return _summed(choices, chosen)
+
+
+def _filled(choices: Sequence[Choice], kept: list[list[int]], start: Allocation, budget: int) -> Allocation:
+    """Spends what is left of the budget, the best gain per byte first."""
+    chosen, left = list(start.chosen), budget - start.nbytes
+    gains = []
+    for place, indices in enumerate(kept):
+        held = choices[place].options[chosen[place]]
+        for index in indices:
+            option = choices[place].options[index]
+            if option.nbytes > held.nbytes:
+                gain = (held.cost - option.cost) / (option.nbytes - held.nbytes)
+                gains.append((gain, place, index, option.nbytes - held.nbytes))
+    moved: set[int] = set()
+    for _, place, index, more in sorted(gains, reverse=True):
+        if place not in moved and more <= left:
+            chosen[place] = index
+            moved.add(place)
+            left -= more
+    return _summed(choices, chosen)

@@ -1,0 +1,190 @@
+"""From what each scheme of each matrix costs to the plan that fits a budget; knows nothing of how that is measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from edgeinfer.bundle.layouts import PORTABLE, Layout
+from edgeinfer.bundle.manifest import Blob
+from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
+from edgeinfer.errors import BudgetError
+from edgeinfer.quant.allocation import Allocation, Choice, Option, allocate_exactly
+from edgeinfer.quant.patterns import match_patterns
+from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.quant.policy import BITS_TRIED, PROTECTED_BITS, is_protected, is_quantizable, make_scheme
+from edgeinfer.quant.scheme import QuantScheme
+
+__all__ = ["Candidate", "Draw", "Limits", "candidate_schemes", "plan_within"]
+
+# What a tensor of a name is stored as when it has a scheme.
+Draw = Callable[[str, QuantScheme | None], Outline]
+
+_BLOCK_SIZES = (32, 64, 128)
+_EXPERTS = re.compile(r"(layers\.\d+\.mlp\.experts)\.")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme, None for float32, and what it is predicted to cost in nats of KL divergence per token."""
+
+    scheme: QuantScheme | None
+    cost: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan within a budget may choose.
+
+    Attributes:
+        head_bits: of embedding and head; None leaves them to the programme too.
+        block_size: of all matrices, where it fits; None leaves it to the programme.
+        symmetric: no zero points anywhere.
+        bits_for: bits by ordered patterns of names, of which the last match wins.
+    """
+
+    head_bits: int | None = None
+    block_size: int | None = None
+    symmetric: bool = False
+    bits_for: tuple[tuple[str, int], ...] = ()
+
+
+def candidate_schemes(
+    shapes: Mapping[str, tuple[int, ...]], limits: Limits | None = None
+) -> dict[str, list[QuantScheme | None]]:
+    """Every scheme that each matrix that can be quantized may get.
+
+    Args:
+        shapes: of every tensor by its canonical name.
+
+    Raises:
+        UsageError: a pattern matches no matrix that can be quantized.
+    """
+    limits = limits or Limits()
+    names = [name for name, shape in shapes.items() if is_quantizable(name, shape)]
+    given = match_patterns(limits.bits_for, names)
+    sizes = _BLOCK_SIZES if limits.block_size is None else (limits.block_size,)
+    signs = (True,) if limits.symmetric else (True, False)
+    found = {}
+    for name in names:
+        tried = tuple(b for b in BITS_TRIED if b >= PROTECTED_BITS) if is_protected(name) else BITS_TRIED
+        if name in ("embed", "head") and limits.head_bits is not None:
+            tried = (limits.head_bits,)
+        bits = (given[name],) if name in given else tried
+        schemes = [make_scheme(shapes[name], b, size, symmetric=sign) for b in bits for size in sizes for sign in signs]
+        found[name] = list(dict.fromkeys(schemes))
+    return found
+
+
+def plan_within(
+    budget: int,
+    candidates: Mapping[str, Sequence[Candidate]],
+    names: Iterable[str],
+    outline: Draw,
+    layout: Layout,
+    method: str = "rtn",
+) -> QuantPlan:
+    """The plan whose weights file takes at most `budget` bytes, padding included, and costs least.
+
+    Args:
+        candidates: what each matrix may be.
+        names: of every tensor with bytes of its own, in the order of the file; those without candidates stay float32.
+        outline: what a tensor of a name is stored as.
+        layout: it is stored in. Experts of one layer share a scheme in the portable one, which holds no other.
+
+    Raises:
+        BudgetError: not even the smallest candidates fit.
+    """
+    names = list(names)
+    options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
+
+    def schemes(chosen: Sequence[int]) -> dict[str, QuantScheme | None]:
+        return {
+            name: found[index].scheme
+            for members, index in zip(options, chosen, strict=True)
+            for name, found in members.items()
+        }
+
+    def measure(chosen: Sequence[int]) -> int:
+        by_name = schemes(chosen)
+        return file_bytes(lay_out([outline(name, by_name[name]) for name in names], layout))
+
+    allocation = _best(options, budget, measure, outline, layout)
+    by_name = schemes(allocation.chosen)
+    predicted = {
+        name: found[index].cost
+        for members, index in zip(options, allocation.chosen, strict=True)
+        for name, found in members.items()
+        if name in candidates
+    }
+    matrices = {name: by_name[name] for name in names if len(outline(name, None).shape) == 2}
+    return QuantPlan(matrices, method, predicted, budget)
+
+
+def _grouped(candidates: Mapping[str, Sequence[Candidate]], layout: Layout) -> list[dict[str, Sequence[Candidate]]]:
+    """Tensors that share a decision, with their candidates in one order."""
+    groups: dict[str, dict[str, Sequence[Candidate]]] = {}
+    for name, found in candidates.items():
+        expert = _EXPERTS.match(name) if layout == PORTABLE else None
+        groups.setdefault(expert[1] if expert else name, {})[name] = found
+    return [_aligned(members) for members in groups.values()]
+
+
+def _aligned(members: dict[str, Sequence[Candidate]]) -> dict[str, Sequence[Candidate]]:
+    """Candidates that all have, in the order of the first."""
+    if len(members) == 1:
+        return members
+    costs = {name: {c.scheme: c for c in found} for name, found in members.items()}
+    common = [s for s in next(iter(costs.values())) if all(s in by_scheme for by_scheme in costs.values())]
+    return {name: [by_scheme[s] for s in common] for name, by_scheme in costs.items()}
+
+
+def _best(
+    options: Sequence[Mapping[str, Sequence[Candidate]]],
+    budget: int,
+    measure: Callable[[Sequence[int]], int],
+    outline: Draw,
+    layout: Layout,
+) -> Allocation:
+    """The better of two solutions: one counts each tensor's padding in full, the other none.
+
+    What padding a tensor brings depends on its neighbours; small models and many experts are full of it.
+    """
+    found: list[Allocation] = []
+    errors: list[BudgetError] = []
+    for size in (_padded_bytes, _plain_bytes):
+        try:
+            choices = [_choice(members, partial(size, layout=layout), outline) for members in options]
+            found.append(allocate_exactly(choices, budget, measure)[0])
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.minimum_bytes)
+    return min(found, key=lambda allocation: allocation.cost)
+
+
+def _choice(members: Mapping[str, Sequence[Candidate]], size: Callable[[Outline], int], outline: Draw) -> Choice:
+    count = len(next(iter(members.values())))
+    return Choice(
+        tuple(
+            Option(
+                sum(size(outline(name, found[i].scheme)) for name, found in members.items()),
+                sum(found[i].cost for found in members.values()),
+            )
+            for i in range(count)
+        )
+    )
+
+
+def _padded_bytes(outline: Outline, layout: Layout) -> int:
+    """Bytes of a tensor where it begins a file, up to where another of its kind may begin."""
+    end = file_bytes(lay_out([outline], layout))
+    align = PAGE_BYTES if end >= PAGE_BYTES else LINE_BYTES
+    return end + -end % align
+
+
+def _plain_bytes(outline: Outline, layout: Layout) -> int:
+    """Bytes of a tensor's parts."""
+    return sum(Blob(0, dtype, shape).nbytes for dtype, shape in outline.parts(layout).values())

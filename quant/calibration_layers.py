@@ -1,0 +1,145 @@
+"""One layer of a decoder over whole texts, in one or two versions at once; knows nothing of quantizers or files.
+
+A version, a stream, computes with the weights as they are or with what quantizing made of them, layer after layer.
+Every matrix is shown, with the statistics of what enters it, before it is multiplied by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.arithmetic import attend, rms_norm
+from edgeinfer.bundle.rope import rope_tables, rotate
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.quant.calibration_experts import ExpertUse, mix_experts
+from edgeinfer.quant.calibration_products import Signal, activate, multiply
+from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
+
+__all__ = ["LayerWalk", "Tensors", "Visit"]
+
+Floats = NDArray[np.float32]
+# A whole tensor by its canonical name.
+Tensors = Callable[[str], Floats]
+# What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
+Visit = Callable[[str, Floats, InputStatistics | None], Floats]
+
+
+class LayerWalk:
+    """Runs the layers of a decoder, one after the other, over texts.
+
+    Args:
+        tensors: gives a weight; asked for once per layer and weight.
+        lengths: tokens of each text. Texts do not see each other.
+        visit: called for every matrix of a layer, in the order they are multiplied by; returns what stands for it in
+            the streams that are quantized.
+        quantized: for each stream, whether it computes with what `visit` returns. Statistics are of the last stream;
+            with two streams they relate it to the first.
+        hessian: whether statistics hold second moments between inputs, not only of each.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tensors: Tensors,
+        lengths: Sequence[int],
+        visit: Visit,
+        quantized: tuple[bool, ...],
+        *,
+        hessian: bool,
+    ) -> None:
+        self.spec = spec
+        self.tensors = tensors
+        self.visit = visit
+        self.quantized = quantized
+        self.uses: list[ExpertUse] = []
+        self._hessian = hessian
+        ends = np.cumsum([0, *lengths])
+        self._texts = [slice(int(start), int(stop)) for start, stop in pairwise(ends)]
+        longest = max(lengths)
+        self._cos, self._sin = rope_tables(spec.rope, longest, longest)
+
+    def run(self, layer: int, states: Signal) -> Signal:
+        """The hidden states after a layer, of those before it, which are overwritten."""
+        for part in (self._attention, self._mlp):
+            for state, change in zip(states, part(layer, states), strict=True):
+                state += change
+        return states
+
+    def norm(self, name: str, states: Signal) -> Signal:
+        """The states normed by a weight of this name."""
+        weight = self.tensors(name)
+        return tuple(rms_norm(x, weight, self.spec.norm_eps) for x in states)
+
+    def statistics(self, inputs: Signal) -> InputStatistics | None:
+        """Statistics of what enters a matrix; None where nothing does.
+
+        Raises:
+            UsageError: it is not finite.
+        """
+        if not len(inputs[-1]):
+            return None
+        *float_inputs, x = inputs
+        gathered = StatisticsAccumulator(x.shape[1], self._hessian, self._hessian and bool(float_inputs))
+        gathered.add(x, *float_inputs)
+        return gathered.result()
+
+    def weights(self, name: str, inputs: Signal) -> Signal:
+        """Shows a matrix and what enters it; returns it as each stream multiplies by it, (R, C) each."""
+        weight = self.tensors(name)
+        replacement = self.visit(name, weight, self.statistics(inputs))
+        return tuple(replacement if quantized else weight for quantized in self.quantized)
+
+    def linear(self, name: str, inputs: Signal, bias: bool) -> Signal:
+        """The products of a matrix with what enters it."""
+        weights = self.weights(name, inputs)
+        added = self.tensors(f"{name}_bias") if bias else None
+        return tuple(multiply(x, w, added) for x, w in zip(inputs, weights, strict=True))
+
+    def _attention(self, layer: int, states: Signal) -> Signal:
+        spec, prefix = self.spec, f"layers.{layer}."
+        products = self.linear(f"{prefix}attn.qkv", self.norm(f"{prefix}attn_norm", states), spec.qkv_bias)
+        norms = [self.tensors(f"{prefix}attn.{n}_norm") for n in "qk"] if spec.qk_norm else None
+        mixed = tuple(self._attend(layer, qkv, norms) for qkv in products)
+        return self.linear(f"{prefix}attn.out", mixed, spec.output_bias)
+
+    def _attend(self, layer: int, qkv: Floats, norms: list[Floats] | None) -> Floats:  # (N, q + 2 kv) -> (N, q)
+        spec = self.spec
+        mixed = np.empty((len(qkv), spec.q_size), np.float32)
+        group, width = spec.num_heads // spec.num_kv_heads, spec.head_dim
+        for text in self._texts:
+            q, k, v = np.split(qkv[text], [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+            if norms is not None:
+                q, k = (self._head_norm(x, weight) for x, weight in zip((q, k), norms, strict=True))
+            size = len(q)
+            cos, sin = self._cos[:size], self._sin[:size]
+            queries = rotate(q.reshape(size, -1, width), cos, sin).swapaxes(0, 1)
+            keys = rotate(k.reshape(size, -1, width), cos, sin).swapaxes(0, 1)
+            values = v.reshape(size, -1, width).swapaxes(0, 1)
+            grouped = queries.reshape(spec.num_kv_heads, group, size, width)
+            heads = attend(grouped, keys, values, self._visible(layer, size))  # (H, g, S, h)
+            mixed[text] = heads.transpose(2, 0, 1, 3).reshape(size, -1)
+        return mixed
+
+    def _head_norm(self, x: Floats, weight: Floats) -> Floats:  # (S, H h) -> (S, H h)
+        width = x.shape[1] if self.spec.whole_norm else self.spec.head_dim
+        return rms_norm(x.reshape(len(x), -1, width), weight, self.spec.norm_eps).reshape(x.shape)
+
+    def _visible(self, layer: int, size: int) -> NDArray[np.bool_]:  # (S, S)
+        causal = np.tri(size, dtype=np.bool_)
+        window = self.spec.window(layer)
+        return causal & ~np.tri(size, k=-window, dtype=np.bool_) if window else causal
+
+    def _mlp(self, layer: int, states: Signal) -> Signal:
+        prefix = f"layers.{layer}.mlp"
+        normed = self.norm(f"{prefix}_norm", states)
+        moe = self.spec.experts_of(layer)
+        if moe is not None:
+            return mix_experts(self, layer, moe, normed)
+        weights = self.weights(f"{prefix}.gate_up", normed)
+        bias = self.tensors(f"{prefix}.gate_up_bias") if self.spec.mlp_bias else None
+        inner = tuple(activate(x, w, bias) for x, w in zip(normed, weights, strict=True))
+        return self.linear(f"{prefix}.down", inner, self.spec.mlp_bias)

@@ -1,0 +1,77 @@
+"""What every matrix of a model is quantized to, as data that is printed and recorded; knows nothing of why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
+from edgeinfer.quant.patterns import match_patterns
+from edgeinfer.quant.policy import FLOAT_BITS, QuantPolicy, is_quantizable, make_scheme
+from edgeinfer.quant.scheme import QuantScheme
+
+__all__ = ["QuantPlan"]
+
+
+@dataclass(frozen=True)
+class QuantPlan:
+    """The scheme of each matrix, by its canonical name, and the method that finds the values.
+
+    Attributes:
+        schemes: of every matrix; None keeps it float32. Vectors are not listed and stay float32.
+        method: of edgeinfer.quant.methods, by name.
+        predicted: what quantizing a matrix is predicted to cost, in nats of KL divergence per token, where known.
+        budget_bytes: what the weights may take; None where bits were given.
+    """
+
+    schemes: Mapping[str, QuantScheme | None]
+    method: str = "rtn"
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    budget_bytes: int | None = None
+
+    @classmethod
+    def from_policy(
+        cls,
+        policy: QuantPolicy,
+        shapes: Mapping[str, tuple[int, ...]],
+        bits_for: Sequence[tuple[str, int]] = (),
+        method: str = "rtn",
+    ) -> QuantPlan:
+        """The plan of a policy, with the bits of some matrices given by ordered patterns of which the last match wins.
+
+        Args:
+            shapes: of every tensor of the model by its canonical name.
+
+        Raises:
+            UsageError: a pattern matches no matrix that can be quantized.
+        """
+        given = match_patterns(bits_for, [name for name, shape in shapes.items() if is_quantizable(name, shape)])
+        schemes = {name: policy.scheme(name, shape) for name, shape in shapes.items() if len(shape) == 2}
+        for name, bits in given.items():
+            schemes[name] = make_scheme(shapes[name], bits, policy.block_size, symmetric=policy.symmetric)
+        return cls(schemes, method)
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """The scheme of a tensor; None keeps it float32, as all that are no matrices."""
+        return self.schemes.get(name)
+
+    def record(self, calibration_sha256: str | None = None, calibration_tokens: int = 0) -> PlanRecord:
+        """The plan as a manifest holds it."""
+        tensors = tuple(self._entry(name, scheme) for name, scheme in self.schemes.items())
+        return PlanRecord(self.method, tensors, calibration_sha256, calibration_tokens, self.budget_bytes)
+
+    def _entry(self, name: str, scheme: QuantScheme | None) -> PlannedTensor:
+        cost = self.predicted.get(name)
+        if scheme is None:
+            return PlannedTensor(name, FLOAT_BITS, predicted_kl=cost)
+        return PlannedTensor(name, scheme.bits, scheme.block_size, scheme.symmetric, cost)
+
+    @classmethod
+    def from_record(cls, record: PlanRecord) -> QuantPlan:
+        """The plan that a manifest holds."""
+        schemes = {
+            t.name: None if t.bits == FLOAT_BITS else QuantScheme(t.bits, t.block_size, t.symmetric)
+            for t in record.tensors
+        }
+        predicted = {t.name: t.predicted_kl for t in record.tensors if t.predicted_kl is not None}
+        return cls(schemes, record.method, predicted, record.budget_bytes)

@@ -1,0 +1,129 @@
+"""What each way to quantize each matrix is predicted to cost the model; knows nothing of budgets or files.
+
+The cost of a scheme is the KL divergence that the matrix's probe caused, times how much smaller the scheme's error is
+than the probe's: both measured at the matrix's output, on the inputs that a text gives it. Costs add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.quant.blocks import Grid
+from edgeinfer.quant.budget import Candidate
+from edgeinfer.quant.calibration_layers import Tensors
+from edgeinfer.quant.methods import approximate
+from edgeinfer.quant.probing import Probe, expert_group, probe_decoder, rounded
+from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.statistics import StatisticsAccumulator
+
+__all__ = ["choose_texts", "measure_costs"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+# Weights of a matrix whose errors stand for all: schemes and probe are compared on the same rows. Experts of one layer
+# share them out.
+_SAMPLE, _LEAST_SAMPLE = 1 << 16, 1 << 13
+# Of a text that probes read; with more of them for as many tokens, more of the subject matter is there.
+_TEXT_TOKENS = 192
+
+
+def measure_costs(
+    spec: DecoderSpec,
+    tensors: Tensors,
+    texts: Sequence[Ints],
+    candidates: Mapping[str, Sequence[QuantScheme | None]],
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, list[Candidate]]:
+    """What each candidate of each matrix costs; takes one walk of all probes through the model.
+
+    Args:
+        tensors: gives a whole weight by its canonical name.
+        texts: token ids; texts do not see each other.
+        candidates: schemes by canonical name, of every matrix that may be quantized.
+
+    Raises:
+        UsageError: activations are not finite.
+        CheckpointError: weights are not.
+    """
+    shared = _sizes(candidates)
+    ratios: dict[str, list[float]] = {}
+
+    def look(name: str, weight: Floats, x: Floats | None) -> None:
+        sample = max(_SAMPLE // shared[expert_group(name)], _LEAST_SAMPLE)
+        ratios[name] = _error_ratios(_spread_rows(weight, sample), x, candidates[name])
+
+    probes = probe_decoder(spec, tensors, texts, look, progress)
+    return {
+        name: [
+            Candidate(scheme, _share(probes[expert_group(name)], name) * ratio)
+            for scheme, ratio in zip(candidates[name], ratios[name], strict=True)
+        ]
+        for name in candidates
+    }
+
+
+def _sizes(names: Mapping[str, object]) -> dict[str, int]:
+    """Matrices of each group."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        group = expert_group(name)
+        sizes[group] = sizes.get(group, 0) + 1
+    return sizes
+
+
+def _share(probe: Probe, name: str) -> float:
+    """The part of a probe's divergence that comes from one of its matrices."""
+    total = sum(probe.errors.values())
+    return probe.kl * probe.errors[name] / total if total else 0.0
+
+
+def _spread_rows(weight: Floats, sample: int) -> Floats:  # (N, K) -> (n, K)
+    """Rows evenly spread over a matrix, about `sample` weights of it."""
+    count = min(max(sample // weight.shape[1], 1), len(weight))
+    rows: Floats = weight[np.linspace(0, len(weight) - 1, count).round().astype(np.int64)]
+    return rows
+
+
+def _error_ratios(
+    rows: Floats,  # (n, K)
+    x: Floats | None,  # (T, K)
+    schemes: Sequence[QuantScheme | None],
+) -> list[float]:
+    """Squared output error of each scheme in units of the probe's."""
+    seen = x is not None and len(x) > 0
+    statistics = None
+    if seen:
+        assert x is not None
+        gathered = StatisticsAccumulator(x.shape[1], hessian=False)
+        gathered.add(x)
+        statistics = gathered.result()
+
+    def energy(error: Floats) -> float:
+        output = error if x is None or not seen else x @ error.T
+        return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
+
+    whole = max(energy(rounded(rows) - rows), 1e-30)
+    return [
+        0.0 if scheme is None else energy(approximate(rows, Grid.of(scheme), statistics) - rows) / whole
+        for scheme in schemes
+    ]
+
+
+def choose_texts(texts: Sequence[Ints] | None, tokens: int, vocabulary: int) -> list[Ints]:
+    """What probes read: parts of texts from all over them, or random tokens where there are none.
+
+    On three small models random tokens lead to plans whose divergence is 0 to 30% above those of real text, and well
+    below what errors of weights alone lead to.
+    """
+    if texts is None:
+        chance = np.random.default_rng(0)
+        count = max(tokens // _TEXT_TOKENS, 1)
+        return [chance.integers(0, vocabulary, min(_TEXT_TOKENS, tokens)) for _ in range(count)]
+    count = min(max(tokens // _TEXT_TOKENS, 1), len(texts))
+    places = np.linspace(0, len(texts) - 1, count).round().astype(int)
+    return [texts[place][: max(tokens // count, 1)] for place in places]

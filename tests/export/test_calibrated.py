@@ -1,0 +1,311 @@
+"""Exports that run the model over a text first: what they write, what they refuse, and that they leave nothing."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, open_bundle
+from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.calibration_text import read_calibration_text
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.folding import fold_head, fold_layer
+from edgeinfer.export.head_padding import pad_heads
+from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.quant import METHODS, InputStatistics, QuantPolicy
+from edgeinfer.quant.calibration import CalibrationOptions, calibrate
+from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.runtime.reference import ReferenceBackend
+from tests.factories import make_checkpoint
+
+WORDS = ["cat", "dog", "sun", "moon", "tree", "house", "runs", "sleeps", "sees", "the", "a", "red", "big"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chance = np.random.default_rng(0)
+    lines = (" ".join(chance.choice(WORDS, 12)) + ".\n" for _ in range(300))
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(lines))
+    return path
+
+
+def export(checkpoint: Path, text: Path | None, **options: Any) -> Bundle:
+    out = checkpoint.parent / "out"
+    usual = {"bits": 4, "keep_small": False, "force": True, "calibration_tokens": 2048}
+    config = ExportConfig(**usual | {"calibration": text} | options)
+    return open_bundle(export_checkpoint(checkpoint, out, config))
+
+
+def logits_error(model: Any, bundle: Bundle, tokens: NDArray[np.int64]) -> float:
+    """Mean square of the difference of a bundle's logits from a model's."""
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    places = np.arange(len(tokens))
+    ours = ReferenceBackend(bundle, len(tokens)).forward(tokens, places, places).logits
+    return float(np.mean((ours - theirs) ** 2))
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied-biases", "phi3", "mistral", "llama-mha-odd-sizes"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_family_and_method_writes_what_it_says(tmp_path: Path, text: Path, name: str, method: str) -> None:
+    make_checkpoint(tmp_path / "in", name)
+    bundle = export(tmp_path / "in", text, method=method, calibration_tokens=512)
+    bundle.verify()
+    manifest = bundle.manifest
+    assert manifest.plan is not None and manifest.plan.method == method
+    assert manifest.plan.calibration_tokens == 512 and manifest.plan.calibration_sha256 is not None
+    plain = export(tmp_path / "in", None, method="rtn")
+    for entry in manifest.tensors:
+        ours, theirs = bundle.tensor(entry.name), plain.tensor(entry.name)
+        assert np.isfinite(ours).all()
+        if entry.bits < 32 and not METHODS[method].folds:
+            # One step of four bits is about a seventh of a block's largest value.
+            assert np.abs(ours - theirs).max() < 0.6 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mha-odd-sizes", "qwen3-moe"])
+def test_calibrating_lowers_the_error_on_such_texts(tmp_path: Path, text: Path, name: str) -> None:
+    model = make_checkpoint(tmp_path / "in", name)
+    tokenizer = (tmp_path / "in" / "tokenizer.json").read_bytes()
+    # Not the places that calibration takes.
+    (tokens,) = read_calibration_text(text, tokenizer, 100, 128).texts
+    errors = {
+        method: logits_error(model, export(tmp_path / "in", given, method=method, layout=PORTABLE), tokens)
+        for method, given in (("rtn", None), ("gptq", text))
+    }
+    assert errors["gptq"] < 0.8 * errors["rtn"]
+
+
+def test_both_layouts_hold_the_same_numbers(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama-tied")
+    found = {}
+    for layout in (NATIVE, PORTABLE):
+        bundle = export(tmp_path / "in", text, layout=layout, calibration_tokens=128)
+        found[layout] = {t.name: bundle.tensor(t.name).copy() for t in bundle.manifest.tensors}
+    for name, values in found[NATIVE].items():
+        np.testing.assert_array_equal(values, found[PORTABLE][name])
+
+
+def test_exporting_twice_gives_the_same_bytes(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama-tied")
+    first, second = ((export(tmp_path / "in", text).path / "weights.bin").read_bytes() for _ in range(2))
+    assert first == second
+
+
+def test_what_is_not_quantized_is_as_it_was(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama-biases")
+    bundle, plain = (export(tmp_path / "in", text, bits=32).path, export(tmp_path / "in", None, bits=32).path)
+    assert (bundle / "weights.bin").read_bytes() == (plain / "weights.bin").read_bytes()
+
+
+def test_progress_counts_weights_to_the_end(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama-tied")
+    seen: list[tuple[str, int, int]] = []
+    config = ExportConfig(calibration=text, calibration_tokens=64)
+    out = export_checkpoint(tmp_path / "in", tmp_path / "out", config, lambda *step: seen.append(step))
+    names = {t.name for t in open_bundle(out).manifest.tensors} - {"head"}
+    assert {name for name, _, _ in seen} >= names
+    assert np.diff([done for _, done, _ in seen]).min() >= 0 and seen[-1][1] == seen[-1][2]
+
+
+def test_a_constant_text(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    (tmp_path / "constant.txt").write_text("a" * 20000)
+    bundle = export(tmp_path / "in", tmp_path / "constant.txt", calibration_tokens=512)
+    assert all(np.isfinite(bundle.tensor(t.name)).all() for t in bundle.manifest.tensors)
+
+
+def refused(checkpoint: Path, text: Path, error: type[Exception], says: str, **options: Any) -> None:
+    """Exports, and checks that the right error came and nothing was written."""
+    before = sorted(checkpoint.parent.iterdir())
+    with pytest.raises(error, match=says):
+        export_checkpoint(checkpoint, checkpoint.parent / "out", ExportConfig(calibration=text, **options))
+    assert sorted(checkpoint.parent.iterdir()) == before
+
+
+def test_a_text_that_is_too_short_says_how_much_is_needed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    short = tmp_path / "short.txt"
+    short.write_text("the cat sees the dog. " * 3)
+    refused(tmp_path / "in", short, UsageError, r"short.txt has \d+ tokens, and 16384 are needed")
+    short.write_text("")
+    refused(tmp_path / "in", short, UsageError, "0 tokens", calibration_tokens=64)
+
+
+def test_a_text_that_cannot_be_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    refused(tmp_path / "in", tmp_path / "none.txt", UsageError, "Cannot read")
+    (tmp_path / "bytes.txt").write_bytes(b"caf\xe9 " * 500)
+    refused(tmp_path / "in", tmp_path / "bytes.txt", UsageError, "not UTF-8")
+
+
+def edit(checkpoint: Path, name: str, value: float) -> None:
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[7] = value
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named(tmp_path: Path, text: Path, value: float) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit(tmp_path / "in", name, value)
+    refused(tmp_path / "in", text, CheckpointError, name, calibration_tokens=64)
+
+
+def test_activations_that_are_not_finite(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    edit(tmp_path / "in", "model.layers.1.input_layernorm.weight", 3e38)
+    with np.errstate(all="ignore"):
+        refused(tmp_path / "in", text, UsageError, "not finite", calibration_tokens=64)
+
+
+def test_all_zero_weights(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    path = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.down_proj.weight"].zero_()
+    tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
+    save_file(tensors, path)
+    bundle = export(tmp_path / "in", text, calibration_tokens=128)
+    assert not bundle.tensor("layers.1.mlp.down").any()
+    assert all(np.isfinite(bundle.tensor(t.name)).all() for t in bundle.manifest.tensors)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "phi3", "llama-mha-odd-sizes", "qwen2-moe", "granite-moe"])
+def test_folded_scales_change_no_result(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path, name)
+    config = read_config(tmp_path)
+    family = find_architecture(config)
+    tokens = [np.random.default_rng(2).integers(0, 320, 60)]
+    with Checkpoint(tmp_path) as checkpoint:
+        spec = family.read(config, False)
+        plans = family.tensors(config, spec, checkpoint.names)
+        spec, plans = pad_heads(spec, plans)
+        plan = QuantPlan.from_policy(QuantPolicy(4, 4, 32, keep_small=False), {p.name: p.shape for p in plans})
+        plain, folded = PlannedTensors(checkpoint, plans), PlannedTensors(checkpoint, plans)
+        visitor = Folding(spec, folded, plan)
+        before = calibrate(spec, plain, tokens, visitor, CalibrationOptions("float", preview=True))
+        assert visitor.layers == spec.num_layers
+        last = fold_head(folded, plan, before.head)
+        after = calibrate(spec, folded, tokens, visitor, CalibrationOptions("float"))
+        changed = {p.name for p in plans if not np.array_equal(plain.tensor(p.name), folded.tensor(p.name))}
+        assert {name.rpartition(".")[2] for name in changed} >= {"qkv", "out", "attn_norm", "gate_up", "down"}
+    assert before.head.hessian is not None and last.hessian is not None and after.head.hessian is not None
+    scale = np.abs(last.hessian).max()
+    np.testing.assert_allclose(after.head.hessian, last.hessian, atol=1e-4 * scale)
+
+
+class Folding:
+    """A visitor that folds and changes nothing else."""
+
+    def __init__(self, spec: DecoderSpec, tensors: PlannedTensors, plan: QuantPlan) -> None:
+        self.spec, self.tensors, self.plan = spec, tensors, plan
+        self.layers = 0
+
+    def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
+        fold_layer(self.spec, self.tensors, self.plan, layer, statistics)
+        self.layers += 1
+
+    def embedding(self, rows: Any) -> Any:
+        return rows
+
+    def matrix(self, name: str, weight: Any, statistics: InputStatistics | None) -> Any:
+        return weight
+
+
+_INTERRUPTED = """
+import sys, time
+from pathlib import Path
+from edgeinfer.export import ExportConfig, export_checkpoint
+def progress(name, done, total):
+    print(name, flush=True)
+    time.sleep(0.2)
+config = ExportConfig(calibration=Path(sys.argv[3]), calibration_tokens=512)
+export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), config, progress)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no signals to send")
+def test_ctrl_c_leaves_nothing(tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    command = [sys.executable, "-c", _INTERRUPTED, str(tmp_path / "in"), str(tmp_path / "out"), str(text)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip()
+        assert len(list(tmp_path.iterdir())) == 2, "there is a temporary folder while it runs"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "KeyboardInterrupt" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def make_tokenizer_bytes(tmp_path: Path) -> bytes:
+    make_checkpoint(tmp_path / "tokenizer", "llama")
+    return (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+
+
+def test_texts_come_from_all_over_the_file(tmp_path: Path, text: Path) -> None:
+    found = read_calibration_text(text, make_tokenizer_bytes(tmp_path), 500, 128)
+    assert [len(t) for t in found.texts] == [128, 128, 128, 116] and found.tokens == 500
+    assert len({t.tobytes() for t in found.texts}) == 4
+
+
+def test_a_text_of_just_enough_tokens_is_taken_whole(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "text.txt", make_tokenizer_bytes(tmp_path)
+    path.write_text("the cat sees a dog. " * 40)
+    with pytest.raises(UsageError, match=r"has (\d+) tokens") as caught:
+        read_calibration_text(path, tokenizer, 10000, 128)
+    count = int(caught.value.message.split(" has ")[1].split()[0])
+    whole = np.concatenate(read_calibration_text(path, tokenizer, count, 128).texts)
+    (alone,) = read_calibration_text(path, tokenizer, count, 1 << 20).texts if count <= 512 else (whole,)
+    np.testing.assert_array_equal(whole, alone)
+    assert len(whole) == count
+
+
+def test_a_long_file_is_looked_at_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"línea número {i} — ünïcode\n" for i in range(20000)), "utf-8")
+    monkeypatch.setattr("edgeinfer.export.calibration_text._MOST_BYTES", 1 << 16)
+    found = read_calibration_text(path, make_tokenizer_bytes(tmp_path), 1024, 512)
+    assert found.tokens == 1024
+
+
+def test_a_broken_tokenizer(text: Path) -> None:
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        read_calibration_text(text, b"{}", 64, 64)
+
+
+def test_unreached_experts_are_reported(caplog: pytest.LogCaptureFixture, tmp_path: Path, text: Path) -> None:
+    make_checkpoint(tmp_path / "in", "qwen3-moe")
+    path = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensor.fill_(1)
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, 0] = 50
+        if name.endswith("layers.0.mlp.gate.weight"):
+            tensor[:, 0], tensor[1, 0] = 5, -5
+    save_file(tensors, path)
+    with caplog.at_level(logging.WARNING, "edgeinfer"):
+        bundle = export(tmp_path / "in", text, calibration_tokens=128)
+    assert "layers.0.mlp.experts.1" in caplog.text
+    assert np.isfinite(bundle.tensor("layers.0.mlp.experts.1.down")).all()

@@ -1,0 +1,98 @@
+"""Plans within a budget: never above it in the bytes of the file, better with more, and as patterns say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.packing import QuantizedShape
+from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
+from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.quant import QuantScheme
+from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (300, 64),
+    "layers.0.attn_norm": (64,),
+    "layers.0.attn.qkv": (128, 64),
+    "layers.0.mlp.router": (3, 64),
+    **{f"layers.0.mlp.experts.{e}.gate_up": (192, 64) for e in range(3)},
+    **{f"layers.0.mlp.experts.{e}.down": (64, 96) for e in range(3)},
+    "layers.0.mlp.shared.down": (64, 96),
+    "final_norm": (64,),
+}
+
+
+def draw(name: str, scheme: QuantScheme | None) -> Outline:
+    shape = SHAPES[name]
+    if scheme is None:
+        return Outline(name, shape)
+    zeros, paired = not scheme.symmetric, name.endswith("gate_up")
+    return Outline(name, shape, QuantizedShape(shape[0], shape[1], scheme.bits, scheme.block_size, zeros, paired))
+
+
+def stored(schemes: dict[str, QuantScheme | None], layout: Layout) -> int:
+    return file_bytes(lay_out([draw(name, schemes.get(name)) for name in SHAPES], layout))
+
+
+def candidates(limits: Limits | None = None) -> dict[str, list[Candidate]]:
+    """Costs as quantization has them: a quarter with each bit, more for larger blocks and no zero points."""
+    weights = {name: 1 + len(name) % 5 for name in SHAPES}
+    return {
+        name: [
+            Candidate(s, weights[name] * 4.0**-s.bits * (1 + s.block_size / 128) * (1.2 if s.symmetric else 1))
+            if s is not None
+            else Candidate(s, 0.0)
+            for s in schemes
+        ]
+        for name, schemes in candidate_schemes(SHAPES, limits).items()
+    }
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(60_000, 160_000), st.sampled_from([NATIVE, PORTABLE]))
+def test_the_file_never_exceeds_the_budget(budget: int, layout: Layout) -> None:
+    plan = plan_within(budget, candidates(), SHAPES, draw, layout)
+    assert stored(dict(plan.schemes), layout) <= budget
+    assert plan.budget_bytes == budget
+    assert plan.scheme("layers.0.mlp.router") is None
+    shared = plan.scheme("layers.0.mlp.shared.down")
+    assert shared is not None and shared.bits == 8
+    assert set(plan.predicted) == set(candidates())
+
+
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+def test_more_budget_predicts_no_worse(layout: Layout) -> None:
+    costs = [
+        sum(plan_within(budget, candidates(), SHAPES, draw, layout).predicted.values())
+        for budget in range(60_000, 150_000, 15_000)
+    ]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < costs[0]
+
+
+def test_experts_of_the_portable_layout_share_a_scheme() -> None:
+    plan = plan_within(70_000, candidates(), SHAPES, draw, PORTABLE)
+    assert len({plan.scheme(name) for name in SHAPES if ".experts." in name}) == 1
+
+
+def test_an_impossible_budget_names_a_possible_one() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_within(20_000, candidates(), SHAPES, draw, NATIVE)
+    least = caught.value.minimum_bytes
+    assert f"{least:,}" in caught.value.hint
+    assert stored(dict(plan_within(least, candidates(), SHAPES, draw, NATIVE).schemes), NATIVE) <= least
+
+
+def test_limits_are_kept() -> None:
+    limits = Limits(head_bits=8, block_size=32, symmetric=True, bits_for=(("*.down", 4), ("*.2.down", 32)))
+    found = candidate_schemes(SHAPES, limits)
+    assert found["embed"] == [QuantScheme(8, 32, symmetric=True)]
+    assert found["layers.0.mlp.experts.0.down"] == [QuantScheme(4, 32, symmetric=True)]
+    assert found["layers.0.mlp.experts.2.down"] == [None]
+    assert {s.bits for s in found["layers.0.attn.qkv"] if s} == {2, 4, 8}
+    assert "layers.0.mlp.router" not in found
+    with pytest.raises(UsageError):
+        candidate_schemes(SHAPES, Limits(bits_for=(("layers.9.*", 4),)))

@@ -1,0 +1,132 @@
+"""What probes measure, against models whose weights are rounded for real; and plans made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.arithmetic import rms_norm
+from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.quant import QuantScheme
+from edgeinfer.quant.calibration_layers import LayerWalk
+from edgeinfer.quant.probing import expert_group, probe_decoder, probe_tokens, rounded
+from edgeinfer.quant.sensitivity import choose_texts, measure_costs
+from tests.factories import make_checkpoint
+
+Floats = NDArray[np.float32]
+Tensors = Callable[[str], Floats]
+
+TEXTS = [np.array(ids, np.int64) for ids in ([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], [8, 1, 2, 319])]
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[DecoderSpec, Tensors, list[str]]]:
+    config = read_config(folder)
+    family = find_architecture(config)
+    with Checkpoint(folder) as checkpoint:
+        spec = family.read(config, config.flag("tie_word_embeddings"))
+        plans = family.tensors(config, spec, checkpoint.names)
+        yield spec, PlannedTensors(checkpoint, plans).tensor, [plan.name for plan in plans]
+
+
+def log_probabilities(logits: Any) -> NDArray[np.float64]:
+    shifted = np.asarray(logits, np.float64) - np.max(logits, axis=-1, keepdims=True)
+    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return found
+
+
+def divergence(reference: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    return float((np.exp(reference) * (reference - other)).sum(axis=-1).mean())
+
+
+def walked(spec: DecoderSpec, tensors: Tensors) -> NDArray[np.float64]:
+    """Log probabilities after every token, computed with given weights one matrix after the other."""
+    walk = LayerWalk(spec, tensors, [len(text) for text in TEXTS], lambda _, w, __: w, (False,), hessian=False)
+    states: tuple[Floats, ...] = (tensors("embed")[np.concatenate(TEXTS)].copy(),)
+    for layer in range(spec.num_layers):
+        states = walk.run(layer, states)
+    final = rms_norm(states[0], tensors("final_norm"), spec.norm_eps)
+    return log_probabilities(final @ tensors("embed" if spec.tied else "head").T)
+
+
+@pytest.mark.parametrize("arch", ["llama-tied", "qwen2", "qwen2-moe", "qwen3-moe-tied-odd"])
+def test_probes_measure_what_rounding_does(tmp_path: Path, arch: str) -> None:
+    make_checkpoint(tmp_path / "tiny", arch)
+    with opened(tmp_path / "tiny") as (spec, tensors, names):
+        probes = probe_decoder(spec, tensors, TEXTS, lambda *_: None)
+        reference = walked(spec, tensors)
+        for group, probe in probes.items():
+
+            def coarse(name: str, group: str = group) -> Floats:
+                weight = tensors(name)
+                return rounded(weight) if expert_group(name) == group else weight
+
+            assert probe.kl == pytest.approx(divergence(reference, walked(spec, coarse)), rel=2e-3, abs=1e-7), group
+        assert {name for probe in probes.values() for name in probe.errors} <= set(names)
+        assert ("head" in probes) is not spec.tied
+
+
+def test_probes_agree_with_transformers(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "tiny", "llama-tied")
+    with opened(tmp_path / "tiny") as (spec, tensors, _):
+        probe = probe_decoder(spec, tensors, TEXTS, lambda *_: None)["layers.1.mlp.down"]
+
+    def logits() -> NDArray[np.float64]:
+        with torch.no_grad():
+            return np.concatenate([model(torch.from_numpy(text)[None]).logits[0].numpy() for text in TEXTS])
+
+    before = log_probabilities(logits())
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = torch.from_numpy(rounded(weight.detach().numpy()))
+    assert probe.kl == pytest.approx(divergence(before, log_probabilities(logits())), rel=2e-3)
+
+
+def test_costs_fall_with_bits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "tiny", "llama-tied", hidden_size=128, intermediate_size=160)
+    schemes = [QuantScheme(2, 32), QuantScheme(4, 32), QuantScheme(8, 32), None]
+    steps: list[tuple[str, int, int]] = []
+    with opened(tmp_path / "tiny") as (spec, tensors, names):
+        matrices = [name for name in names if tensors(name).ndim == 2]
+        costs = measure_costs(spec, tensors, TEXTS, dict.fromkeys(matrices, schemes), lambda *step: steps.append(step))
+    for found in costs.values():
+        assert [c.scheme for c in found] == schemes
+        assert found[0].cost > found[1].cost > found[2].cost > found[3].cost == 0
+    assert [(done, total) for _, done, total in steps] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_an_expert_that_no_token_reaches_costs_nothing(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "tiny", "qwen3-moe")
+    with opened(tmp_path / "tiny") as (spec, tensors, names):
+        matrices = [name for name in names if tensors(name).ndim == 2 and not name.endswith(".router")]
+        # One token at the most reaches some of six experts only.
+        costs = measure_costs(spec, tensors, [TEXTS[0][:1]], {name: [QuantScheme(2, 32)] for name in matrices})
+    experts = [found[0].cost for name, found in costs.items() if ".experts." in name]
+    assert 0 < sum(cost == 0 for cost in experts) < len(experts)
+
+
+def test_the_same_texts_are_chosen_each_time() -> None:
+    assert [len(text) for text in choose_texts(None, 400, 50)] == [192, 192]
+    again = zip(choose_texts(None, 400, 50), choose_texts(None, 400, 50), strict=True)
+    assert all(np.array_equal(a, b) for a, b in again)
+    texts = [np.full(500, i) for i in range(9)]
+    chosen = choose_texts(texts, 400, 50)
+    assert [(int(text[0]), len(text)) for text in chosen] == [(0, 200), (8, 200)]
+
+
+def test_large_models_are_probed_with_fewer_tokens(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "tiny", "qwen2")
+    with opened(tmp_path / "tiny") as (spec, _, __):
+        found = [probe_tokens(spec, parameters) for parameters in (10**5, 10**9, 10**11)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1] >= 64
