@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from edgeinfer.config import GenerationConfig, LoadConfig
     from edgeinfer.device import measure_device
     from edgeinfer.errors import EdgeInferError
+    from edgeinfer.evaluation import evaluate
     from edgeinfer.kv_calibration import calibrate_kv, measure_kv, tune_kv
+    from edgeinfer.predictions import Divergence, Evaluation
     from edgeinfer.results import Chunk, Result
 
 __all__ = [
     "Chat",
     "Chunk",
+    "Divergence",
     "EdgeInferError",
+    "Evaluation",
     "GenerationConfig",
     "LoadConfig",
     "MemoryPlan",
@@ -29,6 +33,7 @@ __all__ = [
     "TokenStream",
     "TuneResult",
     "calibrate_kv",
+    "evaluate",
     "load",
     "measure_device",
     "measure_kv",
@@ -44,7 +49,9 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _HOMES = {
     "Chat": "chat",
     "Chunk": "results",
+    "Divergence": "predictions",
     "EdgeInferError": "errors",
+    "Evaluation": "predictions",
     "GenerationConfig": "config",
     "LoadConfig": "config",
     "MemoryPlan": "api",
@@ -53,6 +60,7 @@ _HOMES = {
     "TokenStream": "api",
     "TuneResult": "api",
     "calibrate_kv": "kv_calibration",
+    "evaluate": "evaluation",
     "load": "api",
     "measure_device": "device",
     "measure_kv": "kv_calibration",

@@ -16,7 +16,7 @@ from typing import Any
 from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
 from edgeinfer.errors import BundleError, HubError, ModelError, StorageError
 
-__all__ = ["BUILTIN", "find_checkpoint", "is_bundle", "pull", "resolve"]
+__all__ = ["BUILTIN", "find", "find_checkpoint", "is_bundle", "pull", "resolve"]
 
 BUILTIN = "tales"
 
@@ -75,6 +75,16 @@ def resolve(model: str | Path | None) -> Path:
     return path
 
 
+def find(source: str | Path) -> Path:
+    """The local directory of a bundle or checkpoint: an existing path, or a hub id, fetched unless it is cached.
+
+    Raises:
+        ModelError: no such path.
+        HubError: the repository could not be fetched.
+    """
+    return _existing(source) or _cached(_hub_id(source)) or pull(_hub_id(source))
+
+
 def find_checkpoint(source: str | Path) -> Path:
     """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached.
 
@@ -82,7 +92,7 @@ def find_checkpoint(source: str | Path) -> Path:
         ModelError: no such path, or the source is a bundle already.
         HubError: the repository could not be fetched.
     """
-    path = _existing(source) or _cached(_hub_id(source)) or pull(_hub_id(source))
+    path = find(source)
     if is_bundle(path):
         raise ModelError(f"{source} is a bundle already.", f"Run it: edgeinfer run -m {source}")
     return path

@@ -11,7 +11,7 @@ from edgeinfer.apps.bench.gguf_random import q4_0_writer
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.errors import UsageError
 
-__all__ = ["write_gguf"]
+__all__ = ["interleaved", "write_gguf"]
 
 _ROWS_AT_ONCE = 8192
 
@@ -36,12 +36,12 @@ def write_gguf(path: Path, checkpoint: Path) -> None:
             writer.write_tensor_data(tensor)
             continue
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = _interleaved(tensor, shape.head_dim)
+            tensor = interleaved(tensor, shape.head_dim)
         writer.write_tensor_data(_quantized(tensor))
     writer.close()
 
 
-def _interleaved(weights: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:  # (heads x head_dim, K)
+def interleaved(weights: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:  # (heads x head_dim, K)
     """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves."""
     halves = weights.reshape(-1, 2, head_dim // 2, weights.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weights.shape)

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ __all__ = [
     "layout_differences",
     "main",
     "read_stories",
+    "story_ids",
 ]
 
 SEPARATOR = "<|endoftext|>"
@@ -130,15 +131,6 @@ class Difference:
     error: float
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a story: what both models say after each token. The last row has no target."""
-
-    divergence: NDArray[np.float64]  # (R,)
-    same: NDArray[np.bool_]  # (R,)
-    logprobs: NDArray[np.float64]  # (2, R') of the tokens that follow, under the reference and the candidate
-
-
 def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
     """The last `count` stories of a text file, without the `skip` that come after them.
 
@@ -195,44 +187,23 @@ def _export(checkpoint: Path, out: Path, variant: Variant) -> None:
 
 def _compare(name: str, variant: Variant, reference: Path, bundle: Path, stories: Sequence[str]) -> Quality:
     with edgeinfer.load(reference) as theirs, edgeinfer.load(bundle, native=variant.native) as ours:
-        rows = [row for story in stories for row in _read(theirs, ours, story)]
-        logprobs = np.concatenate([row.logprobs for row in rows], axis=1)
-        base, perplexity = np.exp(-logprobs.mean(axis=1))
+        found = edgeinfer.evaluate(ours, [story_ids(theirs, story) for story in stories], reference=theirs)
+        assert found.divergence is not None
         return Quality(
             model=name,
             variant=variant,
             bits_per_weight=ours.info.bits_per_weight,
-            divergences=np.concatenate([row.divergence for row in rows]),
-            perplexity=float(perplexity),
-            change=float(perplexity / base - 1),
-            agreement=float(np.concatenate([row.same for row in rows]).mean()),
+            divergences=found.divergence.values,
+            perplexity=found.perplexity,
+            change=found.perplexity / found.divergence.reference_perplexity - 1,
+            agreement=found.divergence.agreement,
         )
 
 
-def _read(theirs: edgeinfer.Model, ours: edgeinfer.Model, story: str) -> Iterator[_Rows]:
-    """Reads a story with both models at once, as the logits of a whole one are more than memory should hold."""
-    begin, ids = theirs.begin_ids, theirs.tokenize(story)
-    # A story begins with the begin token; most tokenizers put it there themselves.
-    ids = (ids if ids[: len(begin)] == begin else begin + ids)[: theirs.context]
-    start = 0
-    for pair in zip(theirs.logits(ids), ours.logits(ids), strict=True):
-        reference, candidate = (_log_softmax(logits) for logits in pair)  # (R, V)
-        # The last token of a story has no target, and may be alone in its array.
-        targets = np.array(ids[start + 1 : start + 1 + len(reference)], np.int64)
-        chosen = np.arange(len(targets)), targets
-        yield _Rows(
-            divergence=(np.exp(reference) * (reference - candidate)).sum(axis=1),
-            same=pair[0].argmax(axis=1) == pair[1].argmax(axis=1),
-            logprobs=np.stack([reference[chosen], candidate[chosen]]),
-        )
-        start += len(reference)
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:  # (R, V)
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return shifted
+def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
+    """A story after the begin token, which most tokenizers put there themselves, cut at the model's context."""
+    begin, ids = model.begin_ids, model.tokenize(story)
+    return (ids if ids[: len(begin)] == begin else begin + ids)[: model.context]
 
 
 def _parser() -> argparse.ArgumentParser:
