@@ -1,6 +1,6 @@
 """Tokens per second of a mixture of experts against the share of its experts in memory, each within an enforced budget.
 
-python -m edgeinfer.apps.bench.moe_residency BUNDLE [--shares 0.75 0.5 0.25] [--tokens 128] [--rounds 2] [--json OUT]
+python -m edgeinfer.apps.bench.moe_residency BUNDLE [--shares 0.75 0.5 0.25] [--rounds 2] [--json OUT] [--svg OUT]
 
 Every share is a process of its own in a control group whose limit is the plan's own bytes, so pages that are dropped
 are gone from the system's cache too where memory is short. Text is drawn at temperature 1, as random models repeat
@@ -20,6 +20,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.enforced import drop_cached, enclosure, set_limit
+from edgeinfer.apps.bench.plots import Chart, Line, chart_svg
 from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.vocabulary import pseudo_text
 from edgeinfer.apps.bench.watch import watch
@@ -147,6 +148,18 @@ def _print(points: Sequence[ResidencyPoint]) -> None:
     print_table("Experts in memory", header, rows)
 
 
+def _chart(points: Sequence[ResidencyPoint]) -> str:
+    """Speed against the share in memory, as SVG."""
+    mapped = sorted((100 * p.share, p.tokens_per_second) for p in points if p.share > 0 and not p.reason)
+    lines = [Line("experts in memory, the others in their file", tuple(mapped))]
+    lines += [
+        Line("all weights dropped behind every pass", ((0.0, p.tokens_per_second),))
+        for p in points
+        if p.share == 0 and not p.reason
+    ]
+    return chart_svg(Chart("Decoding against experts in memory", "experts in memory, %", "tokens/s", tuple(lines)))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,6 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--spec", default="off")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path, help="draw the speeds there")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.job is not None:
@@ -165,6 +179,8 @@ def main(arguments: list[str] | None = None) -> None:
     _print(points)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n", encoding="utf-8")
+    if args.svg is not None:
+        args.svg.write_text(_chart(points), encoding="utf-8")
 
 
 if __name__ == "__main__":
