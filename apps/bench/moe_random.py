@@ -22,6 +22,7 @@ import numpy.typing as npt
 from edgeinfer.apps.bench.safetensors_file import encode, write_header
 from edgeinfer.apps.bench.shapes import SLAB_ELEMENTS, STANDARD_DEVIATION
 from edgeinfer.apps.bench.vocabulary import write_tokenizer
+from edgeinfer.errors import UsageError
 
 __all__ = ["MoEShape", "main", "write_random_moe"]
 
@@ -47,6 +48,11 @@ class MoEShape:
     vocabulary: int = 4096
     head_dim: int = 64
     skew: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.hidden <= 0 or self.hidden % (4 * self.head_dim):
+            message = f"A hidden size of {self.hidden} is not made."
+            raise UsageError(message, f"Choose a multiple of {4 * self.head_dim}: four query heads share a KV head.")
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint and its shape, in file order."""
