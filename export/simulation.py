@@ -32,7 +32,7 @@ from edgeinfer.quant import METHODS, Grid, InputStatistics, approximate
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate
 from edgeinfer.quant.codebook import CODEBOOK_BITS, quantize_codebook
 
-__all__ = ["FORMS", "Form", "main", "simulate"]
+__all__ = ["FORMS", "Form", "grid_bytes", "main", "simulate"]
 
 FORMS = ("uniform", "codebook")
 _VOCABULARY = ("embed", "head")
@@ -73,15 +73,15 @@ class Form:
         """A matrix in this form, as floats, and the bytes it would take.  # (N, K) -> (N, K)"""
         if name in _VOCABULARY:
             grid = Grid(self.head_bits, _HEAD_BLOCK, self.symmetric)
-            return approximate(weight, grid), _grid_bytes(weight.shape, grid)
+            return approximate(weight, grid), grid_bytes(weight.shape, grid)
         if self.kind == "codebook":
             matrix = quantize_codebook(weight, self.bits, self.group, statistics)
             return matrix.dequantize(), matrix.nbytes
         grid = Grid(self.bits, self.group, self.symmetric)
-        return approximate(weight, grid, statistics, self.method), _grid_bytes(weight.shape, grid)
+        return approximate(weight, grid, statistics, self.method), grid_bytes(weight.shape, grid)
 
 
-def _grid_bytes(shape: tuple[int, ...], grid: Grid) -> int:
+def grid_bytes(shape: tuple[int, ...], grid: Grid) -> int:
     """Packed codes, and a bfloat16 scale and a zero point of a byte per block, as our own layout has them."""
     rows, columns = shape
     blocks = -(-columns // grid.size)

@@ -76,7 +76,11 @@ class _Gptq:
         # The target of a row w is w + w (C - H) H^-1: what gives, on the quantized model's inputs, the output that
         # the float model's inputs give.
         self._shift = None if statistics.cross is None else padded_square(statistics.cross - hessian, grid.size)
-        self.solver = Solver(_ROWS, self._solve)
+
+    @property
+    def solver(self) -> Solver:
+        """Made when asked for: kept, it would keep its owner, whose matrices are large, until a garbage collection."""
+        return Solver(_ROWS, self._solve)
 
     def _solve(self, weight: Floats) -> Codes:  # (n, K)
         grid = self._grid

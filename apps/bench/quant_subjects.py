@@ -23,7 +23,7 @@ class BundleSubject:
         method: a quantizer of edgeinfer.quant.
         bits: of the layers; None where a budget decides.
         budget: mean bits per weight over everything; None where bits are given.
-        group_size, head_bits: None is the exporter's choice.
+        group_size, symmetric, head_bits: None is the exporter's choice, for each matrix where it has a budget.
         calibrated: whether it is given the calibration text.
     """
 
@@ -31,7 +31,7 @@ class BundleSubject:
     bits: int | None = None
     budget: float | None = None
     group_size: int | None = None
-    symmetric: bool = False
+    symmetric: bool | None = None
     head_bits: int | None = None
     calibrated: bool = False
 
@@ -54,7 +54,8 @@ class BundleSubject:
 
     def options(self, calibration: Sequence[str]) -> list[str]:
         """Of the export command; `calibration` are those that name the calibration text."""
-        options = ["--method", self.method, "--no-kv-scales", "--symmetric" if self.symmetric else "--asymmetric"]
+        options = ["--method", self.method, "--no-kv-scales"]
+        options += [] if self.symmetric is None else ["--symmetric" if self.symmetric else "--asymmetric"]
         # Every layer of a small model is small: its bits are meant.
         options += ["--bits", str(self.bits), "--no-keep-small"] if self.budget is None else []
         options += [] if self.budget is None else ["--budget-bits", str(self.budget)]
@@ -143,10 +144,10 @@ def uniform(
         yield BundleSubject(method, width, None, group, symmetric, head, method not in _DATA_FREE)
 
 
-def budgeted(methods: Sequence[str], budgets: Sequence[float], group_sizes: Sequence[int]) -> Iterator[BundleSubject]:
-    """Bits that the integer programme spends by what the calibration text says."""
-    for method, budget, group in itertools.product(methods, budgets, group_sizes):
-        yield BundleSubject(method, None, budget, group, calibrated=True)
+def budgeted(methods: Sequence[str], budgets: Sequence[float]) -> Iterator[BundleSubject]:
+    """Bits and blocks that the integer programme chooses by what the calibration text says."""
+    for method, budget in itertools.product(methods, budgets):
+        yield BundleSubject(method, None, budget, calibrated=True)
 
 
 def gguf_subjects(kinds: Sequence[str]) -> Iterator[GgufSubject]:

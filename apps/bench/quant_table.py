@@ -241,7 +241,7 @@ def _subjects(args: argparse.Namespace) -> list[Subject]:
     return [
         *gguf_subjects(types),
         *uniform(_listed(args.methods), bits, groups, [_SIGNS[sign] for sign in signs], heads),
-        *budgeted(_listed(args.budget_methods), budgets, groups),
+        *budgeted(_listed(args.budget_methods), budgets),
         *map(SimulatedSubject.parse, _listed(args.simulate)),
     ]
 

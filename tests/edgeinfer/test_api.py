@@ -67,6 +67,7 @@ FIELDS: dict[str, set[str] | None] = {
         "speedup_vs_plain",
     },
     "overflow": {"policy", "events", "dropped", "merged", "lossless"},
+    "experts": None,
     "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel"},
 }
 

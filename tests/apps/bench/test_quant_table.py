@@ -83,7 +83,7 @@ def test_subjects_say_what_the_export_is_to_do() -> None:
     first = subjects[0].options(text)
     assert first[: first.index("--bits")][-1] == "--asymmetric" and "--no-keep-small" in first and text[0] not in first
     assert subjects[-1].options(text)[-2:] == text and "--symmetric" in subjects[-1].options(text)
-    (budget,) = budgeted(["rtn"], [3.5], [64])
+    (budget,) = budgeted(["rtn"], [3.5])
     options = budget.options(text)
     assert options[-2:] == text and options[options.index("--budget-bits") + 1] == "3.5" and "--bits" not in options
     kinds = list(gguf_subjects(["Q4_0", "IQ2_XS"]))
