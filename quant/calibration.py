@@ -112,13 +112,11 @@ class Calibration:
 
     Attributes:
         tokens: that were run.
-        token_counts: how often each token of the vocabulary occurred.
         head: statistics of what enters the LM head.
         experts: how much each layer's experts were used, ascending by layer; empty without a mixture of experts.
     """
 
     tokens: int
-    token_counts: Ints  # (V,)
     head: InputStatistics
     experts: tuple[ExpertUse, ...] = ()
 
@@ -163,8 +161,7 @@ def calibrate(
         states = walk.run(layer, states)
     head = walk.statistics(walk.norm("final_norm", states))
     assert head is not None, "there are tokens"
-    counts = np.bincount(tokens, minlength=spec.vocab_size)
-    return Calibration(len(tokens), counts, head, tuple(walk.uses))
+    return Calibration(len(tokens), head, tuple(walk.uses))
 
 
 def _check(spec: DecoderSpec, texts: Sequence[Ints]) -> None:

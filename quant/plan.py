@@ -65,13 +65,3 @@ class QuantPlan:
         if scheme is None:
             return PlannedTensor(name, FLOAT_BITS, predicted_kl=cost)
         return PlannedTensor(name, scheme.bits, scheme.block_size, scheme.symmetric, cost)
-
-    @classmethod
-    def from_record(cls, record: PlanRecord) -> QuantPlan:
-        """The plan that a manifest holds."""
-        schemes = {
-            t.name: None if t.bits == FLOAT_BITS else QuantScheme(t.bits, t.block_size, t.symmetric)
-            for t in record.tensors
-        }
-        predicted = {t.name: t.predicted_kl for t in record.tensors if t.predicted_kl is not None}
-        return cls(schemes, record.method, predicted, record.budget_bytes)

@@ -124,7 +124,7 @@ def test_statistics_are_of_what_enters_transformers_matrices(tmp_path: Path, nam
     assert seen.keys() == theirs.keys()
     for matrix, inputs in theirs.items():
         assert_close(seen[matrix], inputs)
-    assert found.tokens == 16 and found.token_counts[[5, 42, 318, 319]].tolist() == [2, 2, 0, 1]
+    assert found.tokens == 16
 
 
 def round_weights(model: Any) -> None:

@@ -62,7 +62,13 @@ def test_a_plan_survives_the_manifest() -> None:
     plan = dataclasses.replace(plan, predicted={"embed": 0.25, "layers.1.mlp.down": 0.5}, budget_bytes=1000)
     record = plan.record("0" * 64, 4096)
     assert (record.predicted_kl, record.calibration_tokens) == (0.75, 4096)
-    assert QuantPlan.from_record(record) == plan
+    assert (record.method, record.budget_bytes) == ("gptq", 1000)
+    assert [t.name for t in record.tensors] == list(plan.schemes)
+    for tensor in record.tensors:
+        scheme = plan.scheme(tensor.name)
+        kept = (32, 0, False) if scheme is None else (scheme.bits, scheme.block_size, scheme.symmetric)
+        assert (tensor.bits, tensor.block_size, tensor.symmetric) == kept
+        assert tensor.predicted_kl == plan.predicted.get(tensor.name)
 
 
 def test_nothing_predicted_is_not_zero() -> None:
