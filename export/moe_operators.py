@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_EXPERTS",
     "Experts",
+    "Mixing",
     "Routing",
     "declare_choice",
     "float_experts",
@@ -107,6 +108,25 @@ class Experts:
         return graph.weight(f"layers.{self.layer}.mlp.experts.{part}{suffix}", whole)
 
 
+@dataclass(frozen=True)
+class Mixing:
+    """What an operator of experts adds to what.
+
+    Attributes:
+        count: most experts of a token.
+        value: what enters them, normalised.
+        residual: what the results of the chosen experts, times their weights, are added to.
+        result: name of the sum.
+    """
+
+    experts: Experts
+    count: int
+    value: str
+    routing: Routing
+    residual: str
+    result: str
+
+
 def declare_choice(graph: GraphBuilder, spec: DecoderSpec, moe: MoESpec, *, by_count: bool) -> None:
     """Declares the inputs that a caller chooses experts by, and makes what all layers need of them.
 
@@ -147,7 +167,8 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, h
     residual = hidden
     if moe.shared_size:
         residual = _shared(ops, graph, experts, hidden, normed)
-    return ops.experts(graph, experts, count, normed, routing, residual, f"{prefix}.added"), routing.ids
+    mixing = Mixing(experts, count, normed, routing, residual, f"{prefix}.added")
+    return ops.experts(graph, mixing), routing.ids
 
 
 def _shared(ops: Operators, graph: GraphBuilder, experts: Experts, hidden: str, normed: str) -> str:
@@ -190,26 +211,25 @@ def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -
     return Routing(ids, chosen, weights, scores)
 
 
-def float_experts(
-    graph: GraphBuilder, experts: Experts, count: int, value: str, routing: Routing, residual: str, result: str
-) -> str:
+def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
     """Experts of float32: ONNX Runtime's MoE where they are gated, else all of them, multiplied by their weights.
 
     MoE takes what its own softmax makes weights of: their logarithms, which give them divided by their sum.
     """
+    experts, routing = mixing.experts, mixing.routing
     prefix = f"layers.{experts.layer}.mlp.experts"
     dense = _dense_weights(graph, routing, prefix)
     if not experts.moe.gated:
-        mixed = _all_experts(graph, experts, value, dense)
+        mixed = _all_experts(graph, experts, mixing.value, dense)
     else:
         logarithms = graph.op("Log", [dense], f"{prefix}.logarithms")
-        inputs = [value, logarithms, experts.stacked(graph, "gate_up"), "", experts.stacked(graph, "down")]
-        sizes = {"k": count, "normalize_routing_weights": 1}
+        inputs = [mixing.value, logarithms, experts.stacked(graph, "gate_up"), "", experts.stacked(graph, "down")]
+        sizes = {"k": mixing.count, "normalize_routing_weights": 1}
         mixed = graph.op("MoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, **sizes, **_SWIGLU)
         if not experts.moe.renormalize:
             total = graph.op("ReduceSum", [routing.weights, graph.constant([-1])], f"{prefix}.total", keepdims=1)
             mixed = graph.op("Mul", [mixed, total], f"{prefix}.weighted")
-    return graph.op("Add", [residual, mixed], result)
+    return graph.op("Add", [mixing.residual, mixed], mixing.result)
 
 
 def _dense_weights(graph: GraphBuilder, routing: Routing, prefix: str) -> str:
@@ -237,21 +257,20 @@ def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) 
     return graph.op("Transpose", [total], f"{prefix}.mixed", perm=[0, 2, 1])
 
 
-def quantized_experts(
-    graph: GraphBuilder, experts: Experts, count: int, value: str, routing: Routing, residual: str, result: str
-) -> str:
+def quantized_experts(graph: GraphBuilder, mixing: Mixing) -> str:
     """Experts of the portable layout: QMoE, whose weights are handed to it.
 
     Experts that are not gated are all computed by the whole model: their router may choose any number of them.
     """
+    experts, routing = mixing.experts, mixing.routing
     prefix, into = f"layers.{experts.layer}.mlp.experts", experts.into
     dense = _dense_weights(graph, routing, prefix)
     # Weights of a norm may be negative: not the highest are chosen then, but those farthest from zero.
     judged = dense if experts.moe.router == "softmax" else graph.op("Abs", [dense], f"{prefix}.distances")
     first, last = ([experts.stacked(graph, p, b) for b in ("data", "scales", "zero_points")] for p in (into, "down"))
-    inputs = [value, judged, *first[:2], "", *last[:2], "", "", "", "", first[2], last[2], "", dense]
+    inputs = [mixing.value, judged, *first[:2], "", *last[:2], "", "", "", "", first[2], last[2], "", dense]
     entry = experts.entry(0, into)
     activation = _SWIGLU if experts.moe.gated else {"activation_type": "silu"}
     formats = {"expert_weight_bits": entry.bits, "block_size": entry.block_size, "accuracy_level": _INT8_ACTIVATIONS}
-    mixed = graph.op("QMoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, k=count, **formats, **activation)
-    return graph.op("Add", [residual, mixed], result)
+    mixed = graph.op("QMoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, k=mixing.count, **formats, **activation)
+    return graph.op("Add", [mixing.residual, mixed], mixing.result)

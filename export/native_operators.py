@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from edgeinfer.bundle import Blob, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph_builder import GraphBuilder
-from edgeinfer.export.moe_operators import Experts, Routing
+from edgeinfer.export.moe_operators import Experts, Mixing
 from edgeinfer.export.operators import Operators
 
 __all__ = ["NativeOperators"]
@@ -69,31 +69,23 @@ class NativeOperators(Operators):
         """See `Operators.expert_counts`: ours takes any."""
         return (experts.moe.top_k,) if experts.quantized else super().expert_counts(experts)
 
-    def experts(
-        self,
-        graph: GraphBuilder,
-        experts: Experts,
-        count: int,
-        value: str,
-        routing: Routing,
-        residual: str,
-        result: str,
-    ) -> str:
+    def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
         """See `Operators.experts`."""
+        experts, routing = mixing.experts, mixing.routing
+        if not experts.quantized:
+            return super().experts(graph, mixing)
         moe, prefix = experts.moe, f"layers.{experts.layer}.mlp.experts"
         table = [(experts.entry(e, experts.into), experts.entry(e, "down")) for e in range(moe.experts)]
         entries = [entry for pair in table for entry in pair]
-        if not experts.quantized:
-            return super().experts(graph, experts, count, value, routing, residual, result)
         blobs = [blob for entry in entries for blob in entry.blobs]
         start, stop = min(b.offset for b in blobs), max(b.offset + b.nbytes for b in blobs)
         data = graph.weight(prefix, Blob(start, "uint8", (stop - start,)))
         rows = [[moe.expert_size, *_format(into, start), *_format(out, start)] for into, out in table]
         directory = graph.table(f"{prefix}.directory", rows)
         planes = io.PLANES if any(entry.name in self._elastic for entry in entries) else ""
-        inputs = [value, routing.ids, routing.weights, data, directory, residual, planes]
-        size = self._spec.hidden_size
-        return graph.op("MoELowBit", inputs, result, domain=io.NATIVE_DOMAIN, D=size, ungated=int(not moe.gated))
+        inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes]
+        sizes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
+        return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **sizes)
 
     def _fused(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph_builder import MICROSOFT, GraphBuilder
-from edgeinfer.export.moe_operators import Experts, Routing, float_experts
+from edgeinfer.export.moe_operators import Experts, Mixing, float_experts
 
 __all__ = ["Operators"]
 
@@ -70,24 +70,9 @@ class Operators:
         """Numbers of experts of a token that need an operator of their own, ascending."""
         return experts.counts
 
-    def experts(
-        self,
-        graph: GraphBuilder,
-        experts: Experts,
-        count: int,
-        value: str,
-        routing: Routing,
-        residual: str,
-        result: str,
-    ) -> str:
-        """Adds the results of the chosen experts, times their weights, to the residual.
-
-        Args:
-            count: most experts of a token.
-            value: what enters them, normalised.
-            result: name of the sum.
-        """
-        return float_experts(graph, experts, count, value, routing, residual, result)
+    def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
+        """Adds the results of the chosen experts, times their weights, to the residual."""
+        return float_experts(graph, mixing)
 
     def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:
         """Multiplies by a matrix and adds its bias."""

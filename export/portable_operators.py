@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph_builder import MICROSOFT, GraphBuilder
-from edgeinfer.export.moe_operators import Experts, Routing, float_experts, quantized_experts
+from edgeinfer.export.moe_operators import Mixing, quantized_experts
 from edgeinfer.export.operators import Operators
 
 __all__ = ["PortableOperators"]
@@ -34,19 +34,9 @@ class PortableOperators(Operators):
         bounds = [graph.constant([0]), graph.constant([hidden_size]), graph.constant([2])]
         return graph.op("Slice", [name, *bounds], "embedded")
 
-    def experts(
-        self,
-        graph: GraphBuilder,
-        experts: Experts,
-        count: int,
-        value: str,
-        routing: Routing,
-        residual: str,
-        result: str,
-    ) -> str:
+    def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
         """See `Operators.experts`."""
-        add = quantized_experts if experts.quantized else float_experts
-        return add(graph, experts, count, value, routing, residual, result)
+        return quantized_experts(graph, mixing) if mixing.experts.quantized else super().experts(graph, mixing)
 
     def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:
         entry = self._tensors[name]
