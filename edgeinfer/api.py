@@ -129,6 +129,11 @@ class Model(Measured):
         """The begin token, in a list; empty where the model has none."""
         return list(self._residence.facts.begin_ids)
 
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end a reply, ascending."""
+        return sorted(self._residence.facts.end_ids)
+
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TokenStream:
         """Continues a prompt, chunk by chunk.
 

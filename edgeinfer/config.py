@@ -16,7 +16,9 @@ from edgeinfer.errors import UsageError
 __all__ = [
     "COUNTED",
     "DRAFTERS",
+    "GGUF_KV_TYPES",
     "KV_TYPES",
+    "ONNX_KV_TYPES",
     "OVERFLOWS",
     "VERIFICATIONS",
     "WEIGHTS_MODES",
@@ -34,7 +36,9 @@ DRAFTERS = (
 # How drafts can be verified; runtime/speculation/verification has them.
 VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
-KV_TYPES = ("float32", "int8", "int4")
+ONNX_KV_TYPES = ("float32", "int8", "int4")
+GGUF_KV_TYPES = ("float32", "float16", "q8_0", "q4_0")
+KV_TYPES = tuple(dict.fromkeys((*ONNX_KV_TYPES, *GGUF_KV_TYPES)))
 # What happens when a conversation outgrows the context; runtime/overflow has them. All but "stop" are lossy.
 OVERFLOWS = ("stop", "window", "merge", "cluster")
 # Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
@@ -74,6 +78,8 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
+# What the reply must be; one at most.
+_FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -118,17 +124,18 @@ class LoadConfig:
         threads: threads of the linear algebra; None takes the physical cores.
         exact: pad passes so that text never depends on how it was chunked or speculated (DESIGN section 4).
         prefill_chunk: tokens of a prompt evaluated per pass; None takes 64, or fewer where the budget needs it.
-        backend: "onnx" or "reference"; None takes the bundle's own.
+        backend: "onnx", "llamacpp" or "reference"; None takes the bundle's own.
         native: whether the native kernel multiplies: None where it works and the bundle stores its layout, False never,
             True always, converting the weights if need be.
         speculation: who may draft: "auto" for all that pay, "off", or names of DRAFTERS separated by commas.
-        draft_model: bundle directory or hub id of a small model with the same tokenizer that drafts.
+        draft_model: bundle directory, GGUF file or hub id of a small model with the same tokenizer that drafts.
         draft_max: tokens in a draft at most, for which memory is planned; None takes 15, or fewer where the budget
             needs it and `speculation` is "auto".
-        draft_experts: experts of a layer that a token of a draft uses where the model itself drafts with fewer; None is
-            half of the model's own number.
+        draft_experts: experts of a layer that a token of a draft uses where the model itself drafts with fewer, or a
+            draft model in a GGUF file has experts; None is half of the model's own number, and all of a draft model's.
         remember: keep what drafters learn (ids of tokens and counts) in the user's cache for the next session.
-        kv: one of KV_TYPES; None takes float32, or int8 where the budget needs it and the bundle has scales for it.
+        kv: one of ONNX_KV_TYPES, of a GGUF model one of GGUF_KV_TYPES; None takes float32, or int8 where the budget
+            needs it and the bundle has scales for it; of a GGUF model float16, or q8_0.
         overflow: one of OVERFLOWS.
         weights: one of WEIGHTS_MODES; None takes the fastest that fits.
         expert_memory: bytes of experts that may be in memory at once, for models with experts in the native layout;
@@ -232,6 +239,11 @@ class GenerationConfig:
         verification: "keyed" gives the text of plain decoding; "rejection" (Leviathan and Chen) and "k-seq" (SpecTr)
             give text of the same distribution; "typical" (Medusa) accepts more and is lossy.
         choices: the reply must be one of these texts; empty leaves it free.
+        json_schema: the reply must be a JSON document that this schema allows, given as a mapping or as its text.
+        json_object: the reply must be a JSON object.
+        regex: the reply must match this regular expression from its first character to its last.
+        grammar: the reply must be a text of this grammar, written in Lark's notation. Of these four and `choices`, one
+            at most.
     """
 
     max_tokens: int | None = None
@@ -252,6 +264,10 @@ class GenerationConfig:
     draft_width: int = 1
     verification: str = "keyed"
     choices: tuple[str, ...] = ()
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -272,6 +288,9 @@ class GenerationConfig:
         known = ", ".join(VERIFICATIONS)
         _require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
         _require(all(self.choices), "choices", self.choices, "free of empty texts")
+        forms = [name for name in _FORMS if getattr(self, name) not in (None, False, ())]
+        if len(forms) > 1:
+            raise UsageError(f"{' and '.join(forms)} cannot be asked for at once.", "Leave out all but one.")
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
@@ -283,6 +302,13 @@ class GenerationConfig:
             _require(_is_integer(value) or (value is None and optional), name, value, "a whole number")
         for name in ("speculation", "verification"):
             _require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
+        for name in ("regex", "grammar"):
+            _require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a text")
+        schema = self.json_schema
+        _require(
+            isinstance(schema, Mapping | str | None), "json_schema", schema, "a JSON Schema: an object or its text"
+        )
+        _require(isinstance(self.json_object, bool), "json_object", self.json_object, "true or false")
         choices = self.choices
         texts = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
         _require(texts, "choices", choices, "several texts")

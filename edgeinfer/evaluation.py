@@ -12,7 +12,7 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.predictions import Evaluation, Predictor, compare_predictions, read_predictions
-from edgeinfer.runtime.speculation.drafters.model import vocabulary_difference
+from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 
 __all__ = ["evaluate"]
 
@@ -89,7 +89,8 @@ def _loaded(
     opened: ExitStack, model: str | Path | Predictor | None, bundle: Bundle | None, options: dict[str, Any]
 ) -> Predictor:
     if bundle is not None:
-        return opened.enter_context(load(bundle.path, **options))
+        assert model is None or isinstance(model, str | Path), "only what is not loaded has one"
+        return opened.enter_context(load(model, **options))
     assert model is not None and not isinstance(model, str | Path), "only what is loaded has no bundle"
     return model
 

@@ -41,6 +41,12 @@ _CONFIG_PATTERNS = (
 )
 # What the hub itself accepts: two names of letters, digits, dot, dash and underscore.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+# One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
+_GGUF_ID = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)
+_GGUF = ".gguf"
+_GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Projectors of images beside a model, and data that was used to quantize it.
+_GGUF_OTHERS = ("mmproj", "imatrix")
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,7 +62,7 @@ def resolve(model: str | Path | None) -> Path:
     A cached copy is used as it is, so that loading needs no network; `pull` brings it up to date.
 
     Args:
-        model: None, a path, or ORG/NAME.
+        model: None, a path, ORG/NAME, or ORG/NAME:TYPE for one GGUF file of a repository, such as ORG/NAME:Q4_K_M.
 
     Raises:
         ModelError: no such path, or the repository holds a checkpoint that has to be exported first.
@@ -67,6 +73,8 @@ def resolve(model: str | Path | None) -> Path:
     local = _existing(model)
     if local is not None:
         return local
+    if (gguf := _gguf_id(model)) is not None:
+        return _cached_gguf(*gguf) or pull(str(model))
     repo_id = _hub_id(model)
     path = _cached(repo_id) or pull(repo_id)
     if not is_bundle(path):
@@ -111,13 +119,13 @@ def pull(
     Nothing fetched is executed.
 
     Args:
-        repo_id: ORG/NAME.
+        repo_id: ORG/NAME, or ORG/NAME:TYPE for one GGUF file.
         revision: branch, tag or commit; None takes the main branch.
         cache_dir: None takes the cache that Hugging Face libraries share.
         progress: True draws bars on stderr, False is silent, a callable gets (file, bytes done, bytes in all).
 
     Returns:
-        The local directory.
+        The local directory, or the GGUF file.
 
     Raises:
         HubError: offline, unknown, private or gated repository, or one that holds no model.
@@ -126,6 +134,8 @@ def pull(
     """
     hub = _library()
     options: dict[str, Any] = {"cache_dir": cache_dir, "library_name": "edgeinfer", "tqdm_class": _bar(hub, progress)}
+    if (gguf := _gguf_id(repo_id)) is not None:
+        return _pull_gguf(*gguf, revision, options)
     with _hub_errors(repo_id, revision):
         names = [f.rfilename for f in hub.HfApi().model_info(repo_id, revision=revision).siblings or ()]
         if MANIFEST in names:
@@ -134,6 +144,9 @@ def pull(
             revision, patterns = path.name, _literal(_listed(path / MANIFEST))
         elif "config.json" in names and any(fnmatch.fnmatchcase(n, p) for n in names for p in _WEIGHT_PATTERNS):
             patterns = [*_CONFIG_PATTERNS, *_WEIGHT_PATTERNS]
+        elif models := [name for name in names if _is_gguf_model(name)]:
+            hint = f"Name one by a part of its name, as {repo_id}:Q4_K_M. There are {', '.join(sorted(models))}."
+            raise HubError(f"{repo_id} holds GGUF files.", hint)
         else:
             hint = "edgeinfer reads bundles, and checkpoints in safetensors; pickled weights are never loaded."
             raise HubError(f"{repo_id} holds neither a bundle nor a checkpoint in safetensors.", hint)
@@ -182,6 +195,53 @@ def _cached(repo_id: str) -> Path | None:
     # Older releases of the library return what an interrupted download left.
     whole = all((path / name).is_file() for name in names) if names else _is_checkpoint(path)
     return path if whole else None
+
+
+def _gguf_id(model: str | Path) -> tuple[str, str] | None:
+    """Repository and part of a file's name, where that is what is meant."""
+    match = None if isinstance(model, Path) else _GGUF_ID.fullmatch(model)
+    return None if match is None else (match[1], match[2])
+
+
+def _is_gguf_model(name: str) -> bool:
+    return name.endswith(_GGUF) and not any(other in name.lower() for other in _GGUF_OTHERS)
+
+
+def _gguf_parts(repo_id: str, names: list[str], tag: str) -> list[str]:
+    """The parts of the one model that a tag means, the first one first.
+
+    Raises:
+        HubError: it means none, or several.
+    """
+    models = sorted(name for name in names if _is_gguf_model(name))
+    whole = re.compile(rf"(^|[-._/]){re.escape(tag)}([-._]|$)", re.IGNORECASE)
+    meant = [name for name in models if whole.search(name.removesuffix(_GGUF))]
+    if len({_GGUF_PART.sub("", name) for name in meant}) == 1:
+        return meant
+    shown = ", ".join(meant or models) or "none"
+    several = f"Several GGUF files of {repo_id} are named like {tag!r}." if meant else ""
+    raise HubError(several or f"{repo_id} has no GGUF file named like {tag!r}.", f"Choose among {shown}.")
+
+
+def _pull_gguf(repo_id: str, tag: str, revision: str | None, options: dict[str, Any]) -> Path:
+    hub = _library()
+    with _hub_errors(repo_id, revision):
+        names = [f.rfilename for f in hub.HfApi().model_info(repo_id, revision=revision).siblings or ()]
+        parts = _gguf_parts(repo_id, names, tag)
+        folder = hub.snapshot_download(repo_id, revision=revision, allow_patterns=_literal(parts), **options)
+    return Path(folder) / parts[0]
+
+
+def _cached_gguf(repo_id: str, tag: str) -> Path | None:
+    """The cached file of the main branch with all its parts, or None."""
+    hub = _library()
+    try:
+        folder = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=[f"*{_GGUF}"]))
+        parts = _gguf_parts(repo_id, [p.relative_to(folder).as_posix() for p in folder.rglob(f"*{_GGUF}")], tag)
+    except (hub.errors.LocalEntryNotFoundError, HubError):
+        return None
+    count = _GGUF_PART.search(parts[0])
+    return folder / parts[0] if count is None or len(parts) == int(count[2]) else None
 
 
 def _listed(manifest: Path) -> list[str]:

@@ -13,7 +13,7 @@ from edgeinfer.bundle.kv_scales import add_kv_scales
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends import thread_count
+from edgeinfer.runtime.kinds.contract import thread_count
 from edgeinfer.runtime.kv_calibration import calibrate
 from edgeinfer.runtime.kv_errors import AttentionError, attention_errors
 from edgeinfer.runtime.kv_profile import keep_kv_scales, kv_scales

@@ -16,23 +16,31 @@ from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.allocation import allocating
-from edgeinfer.runtime.backends import kernel_name, make_backend, run_layout, subject_of
+from edgeinfer.runtime.backends import (
+    engine_version,
+    kernel_name,
+    make_backend,
+    own_tokenizer,
+    run_layout,
+    subject_of,
+)
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.ledger import Ledger, Relief
 from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
 from edgeinfer.runtime.overflow.registry import make_overflow
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Subject
+from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.planning.make import Profiles, make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.replan import Replan, make_replanner
+from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.session_file import origin_of
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
 from edgeinfer.runtime.speculation.profile import Profile, profile_folder
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text import Tokenizer, TokenizerLike
 from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.text_files import boundary_ids
 
@@ -41,7 +49,7 @@ __all__ = ["Bundles", "make_parts"]
 # Freed memory worth another look at the process.
 _WORTH_BYTES = 256 * 1024
 
-_TOKENIZERS: dict[str, Callable[[Path], Tokenizer | TransientTokenizer]] = {
+_TOKENIZERS: dict[str, Callable[[Path], TokenizerLike]] = {
     "kept": Tokenizer.from_file,
     "transient": TransientTokenizer.from_file,
 }
@@ -73,7 +81,8 @@ class Bundles:
         drafter = None
         if self.drafter is not None:
             # The backend asked for is the target's; a draft model runs on its own.
-            drafter = self.drafter, run_layout(self.drafter, dataclasses.replace(config, backend=None))
+            own = dataclasses.replace(config, backend=None)
+            drafter = subject_of(self.drafter, run_layout(self.drafter, own), own)
         return subject_of(self.target, run_layout(self.target, config), config, drafter)
 
     def plan(self, config: LoadConfig, *, all_ways: bool = False) -> MemoryPlan:
@@ -89,8 +98,8 @@ def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
         if not config.remember:
             return Profile(None)
         bundle, layout = subject.bundle, subject.layout
-        drafter = None if subject.drafter is None else subject.drafter[0]
-        kernel = kernel_name(bundle, layout, config)
+        drafter = None if subject.drafter is None else subject.drafter.bundle
+        kernel = f"{kernel_name(bundle, layout, config)} of {engine_version(bundle, config)}"
         if config.draft_experts is not None:
             # What a guess costs, and how often it is right.
             variant += f" draft-experts {config.draft_experts}"
@@ -128,34 +137,50 @@ def make_parts(
     plan.require_fit()
     return_large_frees()
     bundle = bundles.target
-    # The tokenizer first: parsing it takes more than it keeps, and what it frees must be gone before the weights come.
-    parsing, before = time.perf_counter(), process_memory().anonymous
-    tokenizer = _TOKENIZERS[plan.configuration.tokenizer](bundle.file(TOKENIZER))
-    tokenizer.rest()
-    release_freed()
-    tokenizer_ms, tokenizer_bytes = (time.perf_counter() - parsing) * 1e3, process_memory().anonymous - before
+    keeping = plan.configuration.tokenizer
+    # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
+    # be gone before the weights come.
+    parsed = _parse(lambda: _TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in _TOKENIZERS else None
     backend = make_backend(bundle, plan.layout, config, plan.configuration, progress)
-    if isinstance(tokenizer, TransientTokenizer):
-        tokenizer.before_parsing = backend.drop_pages
+    parsed = parsed or _parse(lambda: own_tokenizer(bundle, config, backend))
+    if isinstance(parsed.tokenizer, TransientTokenizer):
+        parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_overflow(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
-    profile = profiles(plan.configuration.variant) if plan.draft_max else Profile(None)
+    profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else Profile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(
         engine=engine,
-        tokenizer=tokenizer,
+        tokenizer=parsed.tokenizer,
         info=_info(bundle, engine.backend),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
-        load=LoadCosts((time.perf_counter() - started) * 1e3, tokenizer_ms, tokenizer_bytes),
+        load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
         tensors=tensors_in(bundle.manifest, plan.layout),
-        origin=origin_of(bundle, plan.layout, backend.name, config.exact),
+        origin=origin_of(bundle, plan.layout, engine_version(bundle, config), config.exact),
         speculator=speculator,
-        ledger=_ledger(plan, engine, speculator, tokenizer_bytes, replan),
+        ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         watched=backend if isinstance(backend, WatchedBackend) else None,
     )
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """A tokenizer, with milliseconds and bytes that making it took."""
+
+    tokenizer: TokenizerLike
+    ms: float
+    bytes: int
+
+
+def _parse(make: Callable[[], TokenizerLike]) -> _Parsed:
+    begun, before = time.perf_counter(), process_memory().anonymous
+    tokenizer = make()
+    tokenizer.rest()
+    release_freed()
+    return _Parsed(tokenizer, (time.perf_counter() - begun) * 1e3, process_memory().anonymous - before)
 
 
 def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:

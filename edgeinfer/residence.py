@@ -44,6 +44,7 @@ class Facts:
     plan: MemoryPlan
     info: ModelInfo
     begin_ids: tuple[int, ...]
+    end_ids: frozenset[int]
     load: LoadCosts
     tensors: tuple[TensorEntry, ...]
 
@@ -174,7 +175,7 @@ class Residence:
 
     def _put_aside(self, parts: ModelParts) -> None:
         self._forget_aside()
-        if not self._puts_aside or not parts.engine.held:
+        if not (self._puts_aside and parts.engine.held and parts.engine.backend.capabilities.copies):
             return
         try:
             path = _place()
@@ -204,7 +205,7 @@ def _call(waiting: weakref.ref[Residence], timer: threading.Timer) -> None:
 
 
 def _facts(parts: ModelParts) -> Facts:
-    return Facts(parts.plan, parts.info, parts.begin_ids, parts.load, parts.tensors)
+    return Facts(parts.plan, parts.info, parts.begin_ids, parts.eos_ids, parts.load, parts.tensors)
 
 
 def _free(parts: ModelParts) -> None:

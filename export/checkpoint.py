@@ -80,6 +80,10 @@ class Checkpoint:
         """Names of all tensors."""
         return frozenset(self._tensors)
 
+    def dtype(self, name: str) -> str:
+        """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
+        return self._tensors[name].dtype
+
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Checks that a tensor is there with this shape and a floating-point type.
 

@@ -9,20 +9,27 @@ from pathlib import Path
 
 from edgeinfer.bundle import LAYOUTS, NATIVE, Layout
 from edgeinfer.errors import UsageError
+from edgeinfer.export.gguf.file_types import find_file_type, find_tensor_type
 from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
 from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.policy import FLOAT_BITS
 
-__all__ = ["EXPORTERS", "ExportConfig"]
+__all__ = ["EXPORTERS", "FORMATS", "ExportConfig"]
 
+FORMATS = ("onnx", "gguf")
 EXPORTERS = ("native", "optimum")
 _BITS = (2, 4, 8, 32)
+# llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
+_GGUF_TYPES = {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)
 # Fewer say little of a model; more cost hours and change nothing.
 _FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
-_UNRECORDED = ("name", "layout", "force", "calibration", "calibration_tokens")
+_UNRECORDED = (
+    *("name", "layout", "force", "calibration", "calibration_tokens"),
+    *("format", "gguf_type", "types_for", "prune_layers", "prune_count"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class ExportConfig:
     """How a checkpoint becomes a bundle.
 
     Attributes:
-        bits: of the linear layers; 32 keeps float32. Not used where there is a budget.
+        bits: of the linear layers; 32 keeps float32, and a GGUF file may have 16. Not used where there is a budget.
         group_size: values that share a scale; None decides by the model's size, see edgeinfer.quant.default_group_size.
             A layer whose width it does not divide takes the next smaller that does.
         symmetric: no stored zero points: a tenth smaller, a little less exact.
@@ -49,6 +56,11 @@ class ExportConfig:
         layout: "native" stores weights as our own kernel reads them, "portable" as MatMulNBits does; either is
             converted to the other by `edgeinfer convert`, or on the device that needs it.
         exporter: "native" builds the graph itself, "optimum" goes through optimum-onnx.
+        format: of the model file, "onnx" or "gguf"; the latter runs on llama.cpp.
+        gguf_type: of a GGUF file, by llama.cpp's name, as Q4_K_M; None decides by `bits`.
+        types_for: of a GGUF file, types of the tensors whose name matches a glob pattern, as `bits_for`.
+        prune_layers: of a GGUF file, layers to leave out, for a drafter.
+        prune_count: of a GGUF file, how many layers to leave out that the model misses least.
         name: name in the manifest; None takes the folder's.
         force: replace a bundle that is already there.
     """
@@ -66,11 +78,17 @@ class ExportConfig:
     bits_for: tuple[tuple[str, int], ...] = ()
     layout: Layout = NATIVE
     exporter: str = "native"
+    format: str = "onnx"
+    gguf_type: str | None = None
+    types_for: tuple[tuple[str, str], ...] = ()
+    prune_layers: tuple[int, ...] = ()
+    prune_count: int = 0
     name: str | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
-        _choice("bits", self.bits, _BITS)
+        _choice("format", self.format, FORMATS)
+        _choice("bits", self.bits, _BITS if self.format == "onnx" else tuple(_GGUF_TYPES))
         _choice("group_size", self.group_size, (None, *_GROUP_SIZES))
         _choice("head_bits", self.head_bits, (None, *_BITS))
         _choice("layout", self.layout, LAYOUTS)
@@ -85,6 +103,10 @@ class ExportConfig:
                 raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
         if self.exporter != "native":
             self._check_opaque()
+        if self.format == "gguf":
+            self._check_gguf()
+        else:
+            self._check_onnx()
 
     def _check_method(self) -> None:
         _choice("method", self.method, (None, *METHODS))
@@ -117,6 +139,57 @@ class ExportConfig:
             if is_asked:
                 message = f"{name} is not possible with the {self.exporter} exporter."
                 raise UsageError(message, "Leave it out, or use the native exporter.")
+
+    def _check_gguf(self) -> None:
+        """What llama.cpp's types decide by themselves."""
+        asked = {
+            "exporter": self.exporter != "native",
+            "layout": self.layout != NATIVE,
+            "method": self.method is not None,
+            "group_size": self.group_size is not None,
+            "symmetric": self.symmetric,
+            "head_bits": self.head_bits is not None,
+            "keep_small": not self.keep_small,
+            "bits_for": bool(self.bits_for),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                hint = "Leave it out, and choose a type, as --type Q4_K_M."
+                raise UsageError(f"{name} is not possible with a GGUF model.", hint)
+        if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
+            message = f"{self.gguf_kind} needs a calibration text, which tells what to keep."
+            raise UsageError(message, "Give it with --calibration FILE, or choose a larger type.")
+        if self.has_budget and self.gguf_type is not None:
+            raise UsageError("A type and a size are both given.", "Leave one of them out.")
+        if self.prune_layers and self.prune_count:
+            raise UsageError("prune_layers and prune_count are both given.", "Leave one of them out.")
+        if self.prune_count < 0 or min(self.prune_layers, default=0) < 0:
+            raise UsageError("A negative layer cannot be left out.", "Layers are numbered from 0.")
+        for pattern, kind in self.types_for:
+            find_tensor_type(kind)
+            if not pattern:
+                raise UsageError("A pattern of types_for is empty.", "Write it like blk.*.ffn_down.weight=Q8_0.")
+
+    def _check_onnx(self) -> None:
+        """What only llama.cpp's files have."""
+        asked = {
+            "A GGUF type": self.gguf_type is not None or bool(self.types_for),
+            "Leaving layers out": bool(self.prune_layers or self.prune_count),
+        }
+        for what, is_asked in asked.items():
+            if is_asked:
+                hint = "Add --format gguf, or leave it out: ONNX models skip layers and choose bits by themselves."
+                raise UsageError(f"{what} is not possible with an ONNX model.", hint)
+
+    @property
+    def is_reworked(self) -> bool:
+        """Whether a GGUF file is more than the checkpoint's tensors in one type."""
+        return self.has_budget or bool(self.types_for or self.prune_layers or self.prune_count)
+
+    @property
+    def gguf_kind(self) -> str:
+        """The type of a GGUF file, as asked for or by bits."""
+        return _GGUF_TYPES[self.bits] if self.gguf_type is None else find_file_type(self.gguf_type).name
 
     @property
     def has_budget(self) -> bool:
@@ -162,6 +235,10 @@ class ExportConfig:
     @property
     def options(self) -> dict[str, str | int | float | bool | None]:
         """What the manifest records: all but what it says elsewhere, and where files lay."""
+        if self.format == "gguf":
+            types = " ".join(f"{pattern}={kind}" for pattern, kind in self.types_for) or None
+            asked = {"budget_bits": self.budget_bits, "target_size": self.target_size, "types_for": types}
+            return {"format": self.format, "type": self.gguf_kind} | asked
         given = {k: v for k, v in dataclasses.asdict(self).items() if k not in _UNRECORDED}
         if self.has_budget:
             del given["bits"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from pathlib import Path
 from typing import BinaryIO
@@ -23,15 +22,15 @@ from edgeinfer.bundle.kv_types import KV
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
-from edgeinfer.errors import BundleError, CheckpointError
-from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
+from edgeinfer.export.architectures import TensorPlan, find_architecture
 from edgeinfer.export.calibrated import Progress, write_calibrated, write_plain
 from edgeinfer.export.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.config import ExportConfig
 from edgeinfer.export.decoder_graph import build_decoder_graph
+from edgeinfer.export.described import check_tensors, read_spec
 from edgeinfer.export.head_padding import pad_heads
-from edgeinfer.export.hf_config import HFConfig, read_config
+from edgeinfer.export.hf_config import read_config
 from edgeinfer.export.planned_tensors import PlannedTensors
 from edgeinfer.export.planning import make_plan
 from edgeinfer.export.sidecar import Sidecar, read_sidecar
@@ -55,6 +54,10 @@ def export_checkpoint(
         StorageError: `out` exists, or cannot be written.
     """
     config = config or ExportConfig()
+    if config.format == "gguf":
+        from edgeinfer.export.gguf.route import export_gguf
+
+        return export_gguf(source, out, config, progress)
     if config.exporter == "optimum":
         from edgeinfer.export.optimum_route import export_optimum
 
@@ -68,9 +71,9 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
-        spec = _read_spec(hf_config, family, checkpoint)
+        spec = read_spec(hf_config, family, checkpoint)
         plans = family.tensors(hf_config, spec, checkpoint.names)
-        _check_tensors(checkpoint, family, plans)
+        check_tensors(checkpoint, family, plans)
         parameters = sum(plan.parameters for plan in plans)
         spec, plans = pad_heads(spec, plans)
         config = _resolve(config, plans)
@@ -100,41 +103,6 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
             _write_graphs(work, spec, tensors, layout)
             seal(work, manifest)
     return out
-
-
-def _read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
-    """The decoder config.json describes; where it does not say whether it is tied, one without a head is."""
-    layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
-    if layers > count:
-        # Before anything is made for each of what may be any number of layers.
-        message = f"config.json: num_hidden_layers={layers}, but the checkpoint has only {count} tensors."
-        raise CheckpointError(message, "Check that config.json belongs to these weights.")
-    silent = hf_config.get("tie_word_embeddings") is None
-    tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
-    try:
-        return family.read(hf_config, tied)
-    except BundleError as error:
-        # The description's own checks speak of bundles; here the checkpoint is at fault.
-        hint = "Check that config.json is complete and belongs to this model."
-        raise CheckpointError(f"config.json: {error.message}", hint) from error
-
-
-def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
-    """Every planned tensor must be there, and nothing else: a dropped weight would make a wrong model silently."""
-    used = set()
-    for plan in plans:
-        for source in plan.sources:
-            checkpoint.require(source.name, source.stored_shape)
-            used.add(source.name)
-    # A tied checkpoint may store the head's copy of the embedding.
-    ignorable = (*family.ignorable, family.naming.head)
-    unused = sorted(
-        name for name in checkpoint.names - used if not any(fnmatch.fnmatchcase(name, p) for p in ignorable)
-    )
-    if unused:
-        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-        message = f"{checkpoint.folder} has tensors that the architecture does not use: {shown}."
-        raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
 
 
 def _resolve(config: ExportConfig, plans: tuple[TensorPlan, ...]) -> ExportConfig:

@@ -77,11 +77,13 @@ class CalibrationOptions:
             what they would have been (`InputStatistics.cross`).
         hessian: gather second moments between inputs, not only of each.
         preview: run each layer once more before, as floats, for `Visitor.layer`.
+        weigh_experts: what enters an expert counts by what its result is multiplied by, as its errors do.
     """
 
     streams: str = "quantized"
     hessian: bool = True
     preview: bool = False
+    weigh_experts: bool = True
 
     def __post_init__(self) -> None:
         if self.streams not in STREAMS:
@@ -151,6 +153,7 @@ def calibrate(
     tokens, lengths = np.concatenate(texts), [len(text) for text in texts]
     quantized = STREAMS[options.streams]
     walk = LayerWalk(spec, reader.tensor, lengths, visitor.matrix, quantized, hessian=options.hessian)
+    walk.weigh_experts = options.weigh_experts
     states = _embed(reader, visitor, tokens, quantized)
     for layer in range(spec.num_layers):
         if options.preview:

@@ -91,7 +91,7 @@ def _add_expert(
     # The statistics relate streams token by token, so each stream also computes the tokens of the last one.
     used = [(share != 0) | leading for share in shares]
     seen = [leading[rows] for rows in used]
-    weighing = shares[-1][leading, None]
+    weighing = shares[-1][leading, None] if walk.weigh_experts else np.float32(1)
     gated = inner_name == "gate_up"
     weights = walk.weights(f"{prefix}.{inner_name}", tuple(x[leading] * weighing for x in normed))
     inner = [activate(x[rows], w, gated=gated) for x, rows, w in zip(normed, used, weights, strict=True)]

@@ -31,6 +31,9 @@ Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 class LayerWalk:
     """Runs the layers of a decoder, one after the other, over texts.
 
+    Attributes:
+        weigh_experts: what enters an expert is shown multiplied by what its result will be.
+
     Args:
         tensors: gives a weight; asked for once per layer and weight.
         lengths: tokens of each text. Texts do not see each other.
@@ -56,6 +59,7 @@ class LayerWalk:
         self.visit = visit
         self.quantized = quantized
         self.uses: list[ExpertUse] = []
+        self.weigh_experts = True
         self._hessian = hessian
         ends = np.cumsum([0, *lengths])
         self._texts = [slice(int(start), int(stop)) for start, stop in pairwise(ends)]

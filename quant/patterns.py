@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from edgeinfer.errors import UsageError
 
 __all__ = ["match_patterns"]
 
+Said = TypeVar("Said")
 
-def match_patterns(patterns: Sequence[tuple[str, int]], names: Iterable[str]) -> dict[str, int]:
+
+def match_patterns(patterns: Sequence[tuple[str, Said]], names: Iterable[str]) -> dict[str, Said]:
     """What the last pattern that matches a name says of it; names that none matches are left out.
 
     Args:
@@ -20,7 +23,7 @@ def match_patterns(patterns: Sequence[tuple[str, int]], names: Iterable[str]) ->
         UsageError: a pattern matches no name.
     """
     names = list(names)
-    found: dict[str, int] = {}
+    found: dict[str, Said] = {}
     for pattern, value in patterns:
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:

@@ -20,7 +20,7 @@ from edgeinfer.quant.probing import Probe, expert_group, probe_decoder, rounded
 from edgeinfer.quant.scheme import QuantScheme
 from edgeinfer.quant.statistics import StatisticsAccumulator
 
-__all__ = ["choose_texts", "measure_costs"]
+__all__ = ["choose_texts", "measure_costs", "share_of", "spread_rows"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -55,12 +55,12 @@ def measure_costs(
 
     def look(name: str, weight: Floats, x: Floats | None) -> None:
         sample = max(_SAMPLE // shared[expert_group(name)], _LEAST_SAMPLE)
-        ratios[name] = _error_ratios(_spread_rows(weight, sample), x, candidates[name])
+        ratios[name] = _error_ratios(spread_rows(weight, sample), x, candidates[name])
 
     probes = probe_decoder(spec, tensors, texts, look, progress)
     return {
         name: [
-            Candidate(scheme, _share(probes[expert_group(name)], name) * ratio)
+            Candidate(scheme, share_of(probes[expert_group(name)], name) * ratio)
             for scheme, ratio in zip(candidates[name], ratios[name], strict=True)
         ]
         for name in candidates
@@ -76,13 +76,13 @@ def _sizes(names: Mapping[str, object]) -> dict[str, int]:
     return sizes
 
 
-def _share(probe: Probe, name: str) -> float:
+def share_of(probe: Probe, name: str) -> float:
     """The part of a probe's divergence that comes from one of its matrices."""
     total = sum(probe.errors.values())
     return probe.kl * probe.errors[name] / total if total else 0.0
 
 
-def _spread_rows(weight: Floats, sample: int) -> Floats:  # (N, K) -> (n, K)
+def spread_rows(weight: Floats, sample: int) -> Floats:  # (N, K) -> (n, K)
     """Rows evenly spread over a matrix, about `sample` weights of it."""
     count = min(max(sample // weight.shape[1], 1), len(weight))
     rows: Floats = weight[np.linspace(0, len(weight) - 1, count).round().astype(np.int64)]

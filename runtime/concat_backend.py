@@ -51,7 +51,7 @@ class ConcatBackend:
     kernel = "onnxruntime"
 
     def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1, kv: str = FLOAT32) -> None:
-        if find_kv_type(kv).quantized:
+        if find_kv_type(kv).name != FLOAT32:
             message = f"{bundle.path} was exported through optimum, so its cache cannot be {kv}."
             raise UsageError(message, "Load it with a float32 cache.")
         self.geometry = bundle.manifest.geometry

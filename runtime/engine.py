@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError, ContextLengthError, PromptError
+from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
 from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, PassCancelledError
 from edgeinfer.runtime.overflow.contracts import Lost, OverflowPolicy
 from edgeinfer.runtime.prefix_cache import PrefixCache
@@ -94,11 +94,17 @@ class Engine:
         chunk: prompt tokens per pass.
         overflow: makes room where a text outgrows the cache; None is not at all, the text ends there.
         prefix_bytes: kept at most of other conversations, to go back to them cheaply.
+
+    Raises:
+        CapabilityError: other conversations are to be kept, and the backend's cache cannot be copied.
     """
 
     def __init__(
         self, backend: Backend, chunk: int, overflow: OverflowPolicy | None = None, prefix_bytes: int = 0
     ) -> None:
+        if prefix_bytes and not backend.capabilities.copies:
+            message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
+            raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend = backend
         self.overflow = overflow
         self.prefill = Prefill(0, 0, 0.0)
@@ -309,7 +315,7 @@ class Engine:
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
         """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
         held = self.held
-        if len(held) - cached > _FEW:
+        if len(held) - cached > _FEW and self.backend.capabilities.copies:
             self._prefixes.offer(held, self.backend.snapshot, wanted=prompt)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:

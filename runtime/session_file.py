@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Layout
-from edgeinfer.bundle.kv_types import KV
+from edgeinfer.bundle.kv_types import KV, LLAMA_KV, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.store import new_file
 from edgeinfer.errors import UsageError
@@ -47,6 +46,7 @@ _PIECE_BYTES = 4 << 20
 _BLANK = "0" * 64
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
     "I32": np.dtype("<i4"),
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
@@ -69,18 +69,19 @@ class Origin:
     run: str
 
 
-def origin_of(bundle: Bundle, layout: Layout, backend: str, exact: bool) -> Origin:
+def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origin:
     """The origin of what a bundle makes as it runs here.
 
     Args:
-        backend: name of the backend.
+        engine: name and version of what runs it.
         exact: whether rows are independent of how passes were cut.
     """
     manifest = bundle.manifest
-    weights = [WEIGHTS] if manifest.tensors else [name for name in manifest.files if name.startswith("model")]
+    opaque = [name for name in manifest.files if name.startswith("model") or name.endswith(".gguf")]
+    weights = [WEIGHTS] if manifest.tensors else opaque
     spec = asdict(manifest.decoder or manifest.geometry)
     model = [{name: manifest.files[name].sha256 for name in weights}, spec]
-    run = [layout, backend, exact, VERSION, onnxruntime.__version__]
+    run = [layout, engine, exact, VERSION]
     return Origin(*(hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest() for each in (model, run)))
 
 
@@ -212,9 +213,9 @@ class SessionFile:
             hint = f"This edgeinfer reads version {_VERSION}: update edgeinfer."
             raise UsageError(f"{self.path} has version {metadata.get('version')!r}.", hint)
         strings = metadata.keys() == set(_FIELDS) and all(isinstance(value, str) for value in metadata.values())
-        self._require(strings and metadata["kv"] in KV, "its header lacks fields")
+        self._require(strings and metadata["kv"] in KV | LLAMA_KV, "its header lacks fields")
         tensors = sorted((_tensor(name, entry) for name, entry in header.items()), key=lambda t: (t.begin, t.end))
-        self._check_tensors(tensors, size, KV[metadata["kv"]].dtype)
+        self._check_tensors(tensors, size, find_kv_type(metadata["kv"]).dtype)
         return metadata, tensors
 
     def _check_tensors(self, tensors: list[_Tensor], size: int, dtype: str) -> None:

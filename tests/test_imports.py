@@ -30,6 +30,8 @@ ALLOWED = {
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},
     "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
     "edgeinfer.hub": CORE | {"edgeinfer.hub"},
+    # Benchmarks of what makes bundles, and of other engines on the same weights.
+    "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.apps"},
     "edgeinfer.cli": CORE | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export"},
 }

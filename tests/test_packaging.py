@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,3 +228,11 @@ def test_ci_script_is_valid_and_executable() -> None:
     subprocess.run([bash, "-n", str(script)], check=True)
     assert os.access(script, os.X_OK)
     assert shlex.split(script.read_text("utf-8").splitlines()[0].removeprefix("#!")) == ["/usr/bin/env", "bash"]
+
+
+def test_the_extra_asks_for_the_range_of_llama_cpp_that_is_checked() -> None:
+    from edgeinfer.bundle.gguf.library import SUPPORTED
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    first, end = SUPPORTED
+    assert f"llama-cpp-python>={first},<{end}" in extras["gguf"]

@@ -39,16 +39,19 @@ class Worker:
         engine: a key of worker.ENGINES.
         options: arguments of that engine.
         python: the interpreter that has the engine; None is this one.
+        script: that serves it.
 
     Raises:
         BackendError: the engine could not be loaded.
     """
 
-    def __init__(self, engine: str, options: Mapping[str, Any], python: str | None = None) -> None:
+    def __init__(
+        self, engine: str, options: Mapping[str, Any], python: str | None = None, script: Path = WORKER_SCRIPT
+    ) -> None:
         self._engine = engine
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
-            [python or sys.executable, str(WORKER_SCRIPT)],
+            [python or sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -88,6 +91,10 @@ class Worker:
         request = {"kind": "generate", "prompt": list(prompt), "tokens": tokens, "stop_ids": list(stop_ids)}
         answer: dict[str, Any] = self._ask({**request, "lookup": lookup})
         return answer
+
+    def ask(self, kind: str, **arguments: Any) -> Any:
+        """What a method of the engine answers."""
+        return self._ask({"kind": kind, **arguments})
 
     def close(self) -> None:
         """End the process."""

@@ -33,13 +33,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.gguf_weights import write_gguf
 from edgeinfer.apps.bench.safetensors_file import encode, write_header
 from edgeinfer.apps.bench.shapes import STANDARD_DEVIATION, Shape
 from edgeinfer.apps.bench.trained import EMBEDDING, FINAL_NORM, TrainedCheckpoint, final_norms
+from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import CheckpointError, UsageError
 
-__all__ = ["COST_EXPANDED", "TrainedArtifacts", "expand_checkpoint", "expanded_shape"]
+__all__ = ["COST_EXPANDED", "TrainedArtifacts", "expand_checkpoint", "expanded_shape", "write_q4_0"]
 
 COST_EXPANDED = "cost-expanded"
 # What a tokenizer and a chat need, besides config and weights.
@@ -293,4 +293,25 @@ class TrainedArtifacts(Artifacts):
 
     def gguf(self) -> Path:
         """A GGUF file of it with every matrix in Q4_0."""
-        return self._make("q4_0.gguf", lambda path: write_gguf(path, self.checkpoint()))
+        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
+
+
+def write_q4_0(checkpoint: Path, path: Path) -> None:
+    """Writes a GGUF file with every matrix and the embedding in Q4_0, and no vocabulary: it is fed token ids.
+
+    Raises:
+        CheckpointError, UnsupportedArchitectureError: as `edgeinfer.export.gguf.writer.write_gguf`.
+        UsageError: the gguf package or llama-cpp-python is not installed.
+    """
+    # Not at the top of the file: they need the extra.
+    from edgeinfer.export.gguf.quantize import quantize_gguf
+    from edgeinfer.export.gguf.writer import write_gguf
+
+    floats = path.with_suffix(".float")
+    try:
+        write_gguf(checkpoint, floats, vocabulary=False)
+        # Otherwise llama.cpp gives some of them more bits.
+        types = {tensor.name: "Q4_0" for tensor in read_gguf(floats).tensors if len(tensor.shape) > 1}
+        quantize_gguf(floats, path, "Q4_0", tensor_types=types, threads=1)
+    finally:
+        floats.unlink(missing_ok=True)

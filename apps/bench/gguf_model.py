@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.bundle.gguf.library import llama_library
+from edgeinfer.errors import BackendError
 
-__all__ = ["GgufModel", "llama_library"]
+__all__ = ["GgufModel"]
 
 _ROWS = 128
-
-
-def llama_library() -> Any:
-    """llama-cpp-python's low-level module, which says nothing on stderr from now on.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        lib = import_module("llama_cpp")
-    except ModuleNotFoundError as error:
-        raise UsageError("llama-cpp-python is not installed.", "Install the gguf extra: edgeinfer[gguf].") from error
-    lib.llama_log_set(_silence(lib), None)
-    return lib
-
-
-_SILENCE: list[Any] = []
-
-
-def _silence(lib: Any) -> Any:
-    """A callback that outlives the library's use of it."""
-    if not _SILENCE:
-        _SILENCE.append(lib.llama_log_callback(lambda level, text, data: None))
-    return _SILENCE[0]
 
 
 class GgufModel:
@@ -51,7 +27,6 @@ class GgufModel:
 
     def __init__(self, path: Path, context: int, threads: int = 1) -> None:
         self._lib = lib = llama_library()
-        lib.llama_backend_init()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
         self._model = lib.llama_model_load_from_file(str(path).encode(), params)

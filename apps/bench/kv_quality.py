@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.apps.bench.quality import SEPARATOR, read_stories
-from edgeinfer.config import KV_TYPES
+from edgeinfer.config import ONNX_KV_TYPES
 from edgeinfer.errors import EdgeInferError, UsageError
 
 __all__ = ["KVQuality", "compare_caches", "main"]
@@ -70,9 +70,9 @@ def compare_caches(model: str | None, stories: Sequence[str]) -> list[KVQuality]
         UsageError, ModelError: the model has no graphs or no scales for quantized caches, or cannot be loaded.
     """
     errors = {error.kv: error for error in edgeinfer.measure_kv(model, stories)}
-    readings = {kv: _read(model, kv, stories) for kv in KV_TYPES if kv == KV_TYPES[0] or kv in errors}
+    readings = {kv: _read(model, kv, stories) for kv in ONNX_KV_TYPES if kv == ONNX_KV_TYPES[0] or kv in errors}
     name = "tales" if model is None else Path(model).name
-    base, results = readings[KV_TYPES[0]], []
+    base, results = readings[ONNX_KV_TYPES[0]], []
     for kv, reading in readings.items():
         perplexity, plain = (float(np.exp(-each.logprobs.mean())) for each in (reading, base))
         result = KVQuality(

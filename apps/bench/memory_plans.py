@@ -17,7 +17,7 @@ from edgeinfer.apps.bench.enforced import drop_cached, enclosure
 from edgeinfer.apps.bench.memory_subjects import Subject
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.apps.bench.watch import watch
-from edgeinfer.config import KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.config import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 from edgeinfer.errors import UsageError
 
 __all__ = ["Case", "Outcome", "PlanRun", "PlansResults", "draw_cases", "in_child", "run_cases"]
@@ -180,7 +180,7 @@ def _draw_options(subject: Subject, drawing: random.Random) -> dict[str, Any]:
     options = {
         # Left open, the planner shrinks the context itself.
         "context": seldom((None,), context) if subject.parameters < _HALF_PARAMETERS else context,
-        "kv": drawing.choice((None, *KV_TYPES)),
+        "kv": drawing.choice((None, *ONNX_KV_TYPES)),
         "weights": seldom(WEIGHTS_MODES, None),
         "counted": drawing.choice(_COUNTED),
         "prefill_chunk": drawing.choice(_CHUNKS),

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edgeinfer.apps.bench.gguf_quantize import NEEDS_IMPORTANCE
 from edgeinfer.errors import UsageError
+from edgeinfer.export.gguf.file_types import NEEDS_IMPORTANCE
 
 __all__ = ["BundleSubject", "GgufSubject", "SimulatedSubject", "Subject", "budgeted", "gguf_subjects", "uniform"]
 
@@ -66,20 +66,25 @@ class BundleSubject:
 
 @dataclass(frozen=True)
 class GgufSubject:
-    """A file type of llama.cpp's, with or without importance data."""
+    """A file type of llama.cpp's, with or without importance data.
+
+    Attributes:
+        chosen: the types of tensors are edgeinfer's choice, for as many bytes as the type takes.
+    """
 
     kind: str
     importance: bool
+    chosen: bool = False
 
     @property
     def engine(self) -> str:
         """Whose it is."""
-        return "llama.cpp"
+        return "edgeinfer" if self.chosen else "llama.cpp"
 
     @property
     def label(self) -> str:
         """For people."""
-        return self.kind + (", imatrix" if self.importance else "")
+        return self.kind + ("'s size, types chosen" if self.chosen else ", imatrix" if self.importance else "")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 python -m edgeinfer.apps.bench.quant_table CHECKPOINT... --text FILE [--methods rtn,gptq] [--bits 2,4,8] [--json FILE]
     [--group-sizes 32,64] [--signs asymmetric,symmetric] [--heads auto,4] [--budgets 3,4,5] [--types Q4_K_M,...]
+    [--sizes Q4_K_M,...]
 
 Calibrates on the first stories of the text and reads the last ones with every result, each beside the checkpoint in
 float32: Kullback-Leibler divergence after every token. llama.cpp gets the same stories, as token ids, and importance
@@ -16,21 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 import edgeinfer
 from edgeinfer.apps.bench.artifacts import export_command
 from edgeinfer.apps.bench.driver import child_environment
-from edgeinfer.apps.bench.gguf_checkpoint import write_float_gguf
+from edgeinfer.apps.bench.gguf_candidates import GgufCandidates, tensor_sizes
 from edgeinfer.apps.bench.gguf_model import GgufModel
-from edgeinfer.apps.bench.gguf_quantize import FILE_TYPES, quantize_gguf, tensor_sizes
-from edgeinfer.apps.bench.importance import importance_of
 from edgeinfer.apps.bench.quality import SEPARATOR, story_ids
 from edgeinfer.apps.bench.quant_report import Failure, Figure, markdown, to_dict
 from edgeinfer.apps.bench.quant_subjects import (
@@ -43,6 +39,7 @@ from edgeinfer.apps.bench.quant_subjects import (
     uniform,
 )
 from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.export.gguf.file_types import FILE_TYPES
 
 __all__ = ["Texts", "main", "measure"]
 
@@ -89,8 +86,7 @@ class _Bench:
         # Paragraphs are texts of their own: a story must be one.
         paragraphs = ("\n".join(line for line in story.splitlines() if line.strip()) for story in texts.calibration)
         (folder / _CALIBRATION).write_text("\n\n".join(paragraphs) + "\n", "utf-8")
-        self._importance_data: dict[str, NDArray[np.float32]] | None = None
-        self._float_gguf: Path | None = None
+        self._candidates: GgufCandidates | None = None
 
     def figure(self, subject: Subject) -> Figure:
         """Makes what the subject says and reads the stories with it."""
@@ -120,29 +116,25 @@ class _Bench:
         return self._of(subject, found, size, 8 * size / self._reference.info.parameters, seconds)
 
     def _gguf(self, subject: GgufSubject) -> Figure:
-        if self._float_gguf is None:
-            write_float_gguf(self._folder / "float32.gguf", self._checkpoint)
-            self._float_gguf = self._folder / "float32.gguf"
-        importance = self._importance() if subject.importance else None
-        out, started = self._folder / "candidate.gguf", time.perf_counter()
-        quantize_gguf(self._float_gguf, out, subject.kind, importance)
+        if self._candidates is None:
+            self._candidates = GgufCandidates(self._checkpoint, self._folder, list(self._calibration_ids()))
+        started = time.perf_counter()
+        out = self._candidates.make(subject.kind, subject.importance, subject.chosen)
         seconds = time.perf_counter() - started
         weights, size, _ = tensor_sizes(out)
         with GgufModel(out, self._reference.context) as model:
             found = edgeinfer.evaluate(model, self.windows, reference=self._reference)
         return self._of(subject, found, size, 8 * size / weights, seconds)
 
-    def _importance(self) -> dict[str, NDArray[np.float32]]:
-        """Gathered once, from as many tokens as edgeinfer's quantizers are given."""
-        if self._importance_data is None:
-            left, texts = self._texts.tokens, []
-            for story in self._texts.calibration:
-                texts.append(story_ids(self._reference, story)[:left])
-                left -= len(texts[-1])
-                if left <= 0:
-                    break
-            self._importance_data = importance_of(self._checkpoint, texts)
-        return self._importance_data
+    def _calibration_ids(self) -> Iterator[list[int]]:
+        """As many tokens as edgeinfer's quantizers are given."""
+        left = self._texts.tokens
+        for story in self._texts.calibration:
+            ids = story_ids(self._reference, story)[:left]
+            yield ids
+            left -= len(ids)
+            if left <= 0:
+                return
 
     def _export(self, out: Path, options: Sequence[str]) -> None:
         _run(export_command(self._checkpoint, out, options))
@@ -221,6 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budgets", default="", help="bits per weight for the integer programme (default: none)")
     parser.add_argument("--budget-methods", default="gptq", help="default: %(default)s")
     parser.add_argument("--types", default=_TYPES, help="of llama.cpp's; may be empty (default: %(default)s)")
+    text = "choose the types of tensors, too, for the bytes that each of these types takes (default: none)"
+    parser.add_argument("--sizes", default="", metavar="TYPE,...", help=text)
     text = "forms without a backend, as codebook:BITS:ROWS or uniform:BITS:BLOCK:METHOD (default: %(default)s)"
     parser.add_argument("--simulate", default=_SIMULATED, metavar="FORM,...", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
@@ -228,8 +222,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _subjects(args: argparse.Namespace) -> list[Subject]:
-    signs, types = _listed(args.signs), _listed(args.types)
-    for name, chosen, known in (("sign", signs, [*_SIGNS]), ("file type", types, FILE_TYPES)):
+    signs, types, sizes = _listed(args.signs), _listed(args.types), _listed(args.sizes)
+    for name, chosen, known in (("sign", signs, [*_SIGNS]), ("file type", [*types, *sizes], [*FILE_TYPES])):
         for unknown in set(chosen) - set(known):
             raise UsageError(f"There is no {name} {unknown!r}.", f"Choose of {', '.join(known)}.")
     try:
@@ -240,6 +234,7 @@ def _subjects(args: argparse.Namespace) -> list[Subject]:
         raise UsageError(f"A list holds no number: {error}.", "Write numbers with commas between them.") from error
     return [
         *gguf_subjects(types),
+        *(GgufSubject(kind, True, chosen=True) for kind in sizes),
         *uniform(_listed(args.methods), bits, groups, [_SIGNS[sign] for sign in signs], heads),
         *budgeted(_listed(args.budget_methods), budgets),
         *map(SimulatedSubject.parse, _listed(args.simulate)),

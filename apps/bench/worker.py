@@ -79,13 +79,10 @@ class LlamaCppEngine:
     """llama.cpp on a GGUF file, through the low-level calls of llama-cpp-python; options not named are its defaults."""
 
     def __init__(self, path: str, threads: int, context: int) -> None:
-        lib = self._lib = import_module("llama_cpp")
+        # Silenced, and without the order of weights for AMX, with which builds of GCC end the process.
+        lib = self._lib = import_module("edgeinfer.bundle.gguf.library").llama_library()
         self._np = import_module("numpy")
         self.version = version("llama-cpp-python")
-        # The callback must outlive the library's use of it.
-        self._log = lib.llama_log_callback(lambda level, text, data: None)
-        lib.llama_log_set(self._log, None)
-        lib.llama_backend_init()
         model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         options = lib.llama_context_default_params()
         options.n_ctx = context

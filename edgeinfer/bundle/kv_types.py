@@ -3,6 +3,9 @@
 Quantized types are those of ONNX Runtime's GroupQueryAttention, to the last bit: a value is divided by the scale of its
 channel, rounded to the nearest integer, ties to even, and clipped to the range of the type. int8 stores that integer;
 int4 adds 8 and puts two channels into a byte, the first into the lower half.
+
+Those of llama.cpp keep no scales apart: float16, and blocks of 32 channels with a scale of their own in front, held as
+bytes (edgeinfer.bundle.kv_blocks).
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.kv_blocks import BLOCK, BLOCK_BYTES, from_blocks, to_blocks
 from edgeinfer.bundle.packing import pack, packed_bytes, unpack
 from edgeinfer.errors import UsageError
 
-__all__ = ["FLOAT32", "KV", "QUANTIZED_KV", "KVType", "find_kv_type", "load", "store"]
+__all__ = ["FLOAT16", "FLOAT32", "KV", "LLAMA_KV", "QUANTIZED_KV", "KVType", "find_kv_type", "load", "store"]
 
 Floats = NDArray[np.float32]
 
-FLOAT32 = "float32"
+FLOAT32, FLOAT16 = "float32", "float16"
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,19 @@ class KVType:
         dtype: name of the type of the stored array.
         bits: of a value.
         zero: the stored integer that stands for 0; int4 alone has another than 0.
+        blocks: the stored bytes are llama.cpp's blocks, which hold their own scales.
     """
 
     name: str
     dtype: str
     bits: int
     zero: int = 0
+    blocks: bool = False
 
     @property
     def quantized(self) -> bool:
-        """Whether values are integers times a scale."""
-        return self.bits < 32
+        """Whether values are integers times a scale that is kept apart."""
+        return self.bits < 16 and not self.blocks
 
     @property
     def largest(self) -> int:
@@ -49,11 +55,15 @@ class KVType:
         return (1 << (self.bits - 1)) - 1
 
     def width(self, head_dim: int) -> int:
-        """Items of the stored array that the channels of one head take."""
+        """Items of the stored array that the channels of one head take; of blocks, whole ones."""
+        if self.blocks:
+            return self.row_bytes(head_dim)
         return packed_bytes(head_dim, self.bits) if self.bits < 8 else head_dim
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one head's key or value."""
+        if self.blocks:
+            return -(-head_dim // BLOCK) * BLOCK_BYTES[self.bits]
         return packed_bytes(head_dim, self.bits)
 
 
@@ -63,6 +73,16 @@ KV: dict[str, KVType] = {
 }
 # Names of the types that need scales.
 QUANTIZED_KV = tuple(name for name, kind in KV.items() if kind.quantized)
+# Those of llama.cpp's caches; for these no ONNX graph is written.
+LLAMA_KV: dict[str, KVType] = {
+    kind.name: kind
+    for kind in (
+        KV[FLOAT32],
+        KVType(FLOAT16, "float16", 16),
+        KVType("q8_0", "uint8", 8, blocks=True),
+        KVType("q4_0", "uint8", 4, blocks=True),
+    )
+}
 
 
 def find_kv_type(name: str) -> KVType:
@@ -71,19 +91,22 @@ def find_kv_type(name: str) -> KVType:
     Raises:
         UsageError: there is none of this name.
     """
-    if name not in KV:
-        raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(KV)}.")
-    return KV[name]
+    known = KV | LLAMA_KV
+    if name not in known:
+        raise UsageError(f"There is no KV type {name!r}.", f"Choose one of {', '.join(known)}.")
+    return known[name]
 
 
 def store(kind: KVType, values: Floats, scales: Floats | None) -> NDArray[Any]:  # (H, n, h), (H h,) -> (H, n, width)
     """Rows as a cache holds them.
 
     Args:
-        scales: of every channel, positive; None for float32 only.
+        scales: of every channel, positive; None where none are kept apart.
     """
+    if kind.blocks:
+        return to_blocks(values, kind.bits)
     if not kind.quantized:
-        return values
+        return values.astype(kind.dtype, copy=False)
     assert scales is not None, "a quantized type needs scales"
     heads, _, channels = values.shape
     levels = np.rint(values / scales.reshape(heads, 1, channels))
@@ -94,8 +117,10 @@ def store(kind: KVType, values: Floats, scales: Floats | None) -> NDArray[Any]: 
 
 def load(kind: KVType, stored: NDArray[Any], scales: Floats | None) -> Floats:  # (H, n, width), (H h,) -> (H, n, h)
     """The numbers that cached rows stand for; of float32 the rows themselves, not a copy."""
+    if kind.blocks:
+        return from_blocks(stored, kind.bits)
     if not kind.quantized:
-        return stored
+        return stored.astype(np.float32, copy=False)
     assert scales is not None, "a quantized type needs scales"
     heads = stored.shape[0]
     channels = len(scales) // heads

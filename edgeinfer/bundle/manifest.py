@@ -179,6 +179,7 @@ class Capabilities:
         row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
         elastic: layers can be read by their high 4-bit plane alone (`planes`).
         exact: rows can be bit-identical at all.
+        copies: rows of the cache can be copied out and in.
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
             Empty for models without experts.
     """
@@ -190,6 +191,7 @@ class Capabilities:
     elastic: bool = False
     expert_counts: tuple[int, ...] = ()
     exact: bool = True
+    copies: bool = True
 
     def __post_init__(self) -> None:
         _require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")
@@ -225,9 +227,9 @@ class Manifest:
     """Everything `edgeinfer.json` holds.
 
     Attributes:
-        backend: runtime backend that runs the model file: "onnx" or "onnx-optimum".
+        backend: runtime backend that runs the model file: "onnx", "onnx-optimum" or "llamacpp".
         geometry: sizes the runtime drives the model by.
-        decoder: the model's full description; None where the model file is opaque (`onnx-optimum`).
+        decoder: the model's full description; None where the model file is opaque (`onnx-optimum`, `llamacpp`).
         tensors: the weights in `weights.bin`; empty for backends with opaque weights.
         layout, layout_version: how the quantized tensors lie in `weights.bin` (edgeinfer.bundle.layouts).
         exits: layers after which an early exit is meaningful, ascending, the last is num_layers.
@@ -283,7 +285,7 @@ class Manifest:
         """Bytes of all weights, blobs shared by two tensors counted once."""
         blobs = {(b.offset, b.nbytes) for t in self.tensors for b in t.blobs}
         if not blobs:
-            return sum(f.bytes for path, f in self.files.items() if path.startswith("model."))
+            return sum(f.bytes for path, f in self.files.items() if path.startswith("model.") or path.endswith(".gguf"))
         return sum(size for _, size in blobs)
 
     @property

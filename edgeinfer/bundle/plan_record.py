@@ -21,21 +21,24 @@ class PlannedTensor:
     """What was planned for one matrix.
 
     Attributes:
-        bits: of each value; 32 keeps float32.
+        bits: of each value; 32 keeps float32. Of a tensor of a GGUF file with its scales, 4.5 for Q4_K.
         block_size: values that share a scale; 0 at 32 bits.
         symmetric: without zero points.
         predicted_kl: what quantizing it was predicted to cost, in nats per token; None where nothing was predicted.
+        type: of a tensor of a GGUF file, by llama.cpp's name.
     """
 
     name: str
-    bits: int
+    bits: int | float
     block_size: int = 0
     symmetric: bool = False
     predicted_kl: float | None = None
+    type: str = ""
 
     def __post_init__(self) -> None:
-        _require(self.bits in _BITS, f"{self.name} has {self.bits} bits")
-        _require((self.block_size > 0) == (self.bits < 32), f"{self.name} has a block of {self.block_size}")
+        _require(self.bits in _BITS or (self.type != "" and 0 < self.bits <= 32), f"{self.name} has {self.bits} bits")
+        blocks = self.block_size > 0 if self.bits < 32 else self.block_size == 0
+        _require(blocks or (self.type != "" and self.block_size > 0), f"{self.name} has a block of {self.block_size}")
         _require(self.predicted_kl is None or self.predicted_kl >= 0, f"{self.name} has a negative prediction")
 
 

@@ -1,17 +1,16 @@
-"""A bundle directory on disk: opening, checking and writing it whole or not at all; knows nothing of what runs it."""
+"""Bundles on disk: opening and checking them, and writing one whole or not at all; knows nothing of what runs them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -19,16 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
-from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
-from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.bundle.tables import file_bytes
-from edgeinfer.errors import BundleError, StorageError
+from edgeinfer.bundle.tensor_checks import check_tensors
+from edgeinfer.errors import BundleError, StorageError, UsageError
 
 __all__ = [
+    "GGUF_MODEL",
+    "GGUF_SUFFIX",
     "MANIFEST",
     "Bundle",
     "new_file",
@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 MANIFEST = "edgeinfer.json"
+# The model file of a GGUF bundle, and what plain ones' names end in.
+GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
 # A manifest lists a few hundred bytes per tensor; 64 MB would be a hundred thousand tensors.
 _MAX_MANIFEST_BYTES = 64 * 1000**2
 # Larger files hold weights, whose digests are left to `Bundle.verify`: hashing this much takes some 50 ms.
@@ -50,10 +52,20 @@ _AGAIN = "Export or download the bundle again."
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its manifest is valid and every file is there with the right size."""
+    """An opened bundle: its manifest is valid and every file is there with the right size.
+
+    Attributes:
+        path: the folder that its files lie in.
+        texts: contents of small files that are not there, by their names.
+        header: of a GGUF model file.
+        digests: the manifest has the sha256 of every file; of a plain GGUF file it has a fingerprint only.
+    """
 
     path: Path
     manifest: Manifest
+    texts: Mapping[str, str] = field(default_factory=dict)
+    header: GgufFile | None = field(default=None, repr=False, compare=False)
+    digests: bool = True
 
     def file(self, name: str) -> Path:
         """Path of a listed file, compared with its digest; those of weights are left to `verify`.
@@ -62,9 +74,20 @@ class Bundle:
             BundleError: the bundle does not list it, or it differs.
         """
         entry = self._entry(name)
-        if name != WEIGHTS and entry.bytes <= _MOST_HASHED_BYTES:
+        if self.digests and name != WEIGHTS and entry.bytes <= _MOST_HASHED_BYTES:
             self.check(name)
         return self.path / name
+
+    @property
+    def gguf(self) -> GgufFile:
+        """The header of the model file, wherever that lies.
+
+        Raises:
+            BundleError: the bundle has no GGUF file.
+        """
+        if self.header is None:
+            raise BundleError(f"{self.path} holds no GGUF file.", f"Its backend is {self.manifest.backend}.")
+        return self.header
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -98,8 +121,8 @@ class Bundle:
         return self.path / weights_name(self.manifest.layout, layout)
 
     def has(self, name: str) -> bool:
-        """Whether the bundle lists a file."""
-        return name in self.manifest.files
+        """Whether the bundle lists a file or has its text."""
+        return name in self.texts or name in self.manifest.files
 
     def read_text(self, name: str) -> str:
         """Contents of a small text file, checked against its digest.
@@ -107,6 +130,8 @@ class Bundle:
         Raises:
             BundleError: the bundle does not list it, it differs, or is not UTF-8.
         """
+        if name in self.texts:
+            return self.texts[name]
         self._entry(name)
         with _reading(self.path / name):
             data = (self.path / name).read_bytes()
@@ -132,7 +157,11 @@ class Bundle:
 
         Raises:
             BundleError: it differs, or cannot be read.
+            UsageError: there is no digest of it.
         """
+        if not self.digests:
+            hint = "Compare its sha256 with the one that its publisher states."
+            raise UsageError(f"{self.path / name} is no bundle of edgeinfer's and comes without a digest.", hint)
         with _reading(self.path / name):
             self._compare(name, _digest(self.path / name))
 
@@ -141,6 +170,7 @@ class Bundle:
 
         Raises:
             BundleError: a file differs.
+            UsageError: the bundle is a plain GGUF file, which comes without a digest.
         """
         for index, name in enumerate(self.manifest.files):
             if progress is not None:
@@ -174,20 +204,26 @@ class Bundle:
 def open_bundle(path: Path | str) -> Bundle:
     """Opens a bundle: reads the manifest and checks that every file stays inside and has its size.
 
-    Digests of small files are compared when they are read; `Bundle.verify` compares all.
+    A plain GGUF file is a bundle too; of one that was split, the first part stands for all. Digests of small files are
+    compared when they are read; `Bundle.verify` compares all.
 
     Raises:
         BundleError: anything is missing, malformed or out of place.
     """
     root = Path(path)
     with _reading(root):
+        if root.suffix.lower() == GGUF_SUFFIX and not root.is_dir():
+            # Not at the top of the file: the bundle of a plain file is made of this module's own.
+            from edgeinfer.bundle.gguf.model import open_gguf
+
+            return open_gguf(root)
         return _open(root, _roots(root))
 
 
 def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
     source = root / MANIFEST
     if not root.is_dir() or not source.is_file():
-        hint = "Point to a directory made by edgeinfer export, or pull one with edgeinfer pull."
+        hint = "Point to a directory made by edgeinfer export or to a .gguf file, or pull one with edgeinfer pull."
         raise BundleError(f"{root} is not a bundle: it has no {MANIFEST}.", hint)
     if _inside(root, MANIFEST, roots).stat().st_size > _MAX_MANIFEST_BYTES:
         raise BundleError(f"{source} is larger than any manifest.", _AGAIN)
@@ -196,12 +232,25 @@ def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
     manifest = Manifest.from_json(text)
     for name, entry in manifest.files.items():
         _check_file(_inside(root, name, roots), name, entry)
-    _check_blobs(manifest)
-    bundle = Bundle(root, manifest)
+    check_tensors(manifest)
+    bundle = Bundle(root, manifest, header=_gguf_header(root, manifest))
     for name in manifest.drafters:
         # The digest of its manifest, which lists its files' own, ties the drafter to this bundle.
         _open(bundle.file(f"{name}/{MANIFEST}").parent, roots)
     return bundle
+
+
+def _gguf_header(root: Path, manifest: Manifest) -> GgufFile | None:
+    """The header of a bundle's GGUF file, which must be of the model that the manifest describes."""
+    if manifest.backend == "llamacpp" and GGUF_MODEL not in manifest.files:
+        raise BundleError(f"{root} has no {GGUF_MODEL}.", _AGAIN)
+    if GGUF_MODEL not in manifest.files:
+        return None
+    from edgeinfer.bundle.gguf.model import check_model
+
+    header = read_gguf(root / GGUF_MODEL)
+    check_model(header, manifest)
+    return header
 
 
 def _roots(root: Path) -> tuple[Path, ...]:
@@ -227,43 +276,6 @@ def _check_file(target: Path, name: str, entry: FileEntry) -> None:
     if size != entry.bytes:
         message = f"{name} has {size} bytes, the manifest says {entry.bytes}."
         raise BundleError(message, _AGAIN)
-
-
-def _check_blobs(manifest: Manifest) -> None:
-    """Every weight must lie in the weights file, and the decoder be no larger than its weights."""
-    if not manifest.tensors:
-        return
-    if WEIGHTS not in manifest.files:
-        raise BundleError(f"The manifest lists tensors but no {WEIGHTS}.", _AGAIN)
-    size = manifest.files[WEIGHTS].bytes
-    for tensor in manifest.tensors:
-        if file_bytes([tensor]) > size:
-            raise BundleError(f"{tensor.name} reaches past the end of {WEIGHTS}.", _AGAIN)
-    decoder = manifest.decoder
-    if decoder is None:
-        raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
-    vocabulary, qkv = (decoder.vocab_size, decoder.hidden_size), decoder.q_size + 2 * decoder.kv_size
-    wanted = itertools.chain(
-        (("embed", vocabulary), ("head", vocabulary)),
-        ((f"layers.{i}.attn.qkv", (qkv, decoder.hidden_size)) for i in range(decoder.num_layers)),
-        itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
-    )
-    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
-    for name, shape in wanted:
-        if shapes.get(name) != shape:
-            raise BundleError(f"{name} has shape {shapes.get(name)}, the decoder needs {shape}.", _AGAIN)
-
-
-def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names and shapes of a layer's router and experts, where it has any."""
-    moe, hidden = decoder.experts_of(layer), decoder.hidden_size
-    if moe is None:
-        return
-    yield f"layers.{layer}.mlp.router", (moe.experts, hidden)
-    part, rows = ("gate_up", 2 * moe.expert_size) if moe.gated else ("up", moe.expert_size)
-    for expert in range(moe.experts):
-        yield expert_tensor(layer, expert, part), (rows, hidden)
-        yield expert_tensor(layer, expert, "down"), (hidden, moe.expert_size)
 
 
 @contextlib.contextmanager

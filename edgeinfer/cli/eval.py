@@ -58,7 +58,7 @@ def add_parser(commands: Subparsers) -> None:
     group = parser.add_argument_group("resources")
     text = "plan the model for this budget, such as 600MB; the reference comes on top of it"
     group.add_argument("--memory", type=parse_size, metavar="SIZE", help=text)
-    group.add_argument("--kv", choices=KV_TYPES, help="numbers of the model's cache (default: float32)")
+    group.add_argument("--kv", choices=KV_TYPES, help="numbers of the model's cache (default: floats)")
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: the physical cores)")
     group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
     add_native_option(group)

@@ -24,17 +24,21 @@ __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
-Needs the extra: pip install 'edgeinfer[export]'
+Needs the extra: pip install 'edgeinfer[export]', or 'edgeinfer[export,gguf]' for --format gguf (llama.cpp's).
 
-example:
+examples:
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-gguf --format gguf --type Q4_K_M --calibration text.txt
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct drafter --format gguf --prune-layers auto:8
   edgeinfer run -m qwen -p "What is a quark?" --chat
 """
 # Options that are fields of ExportConfig under the same name.
 _OPTIONS = (
     *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),
-    *("group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name"),
+    *("group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name", "gguf_type"),
 )
+# What bits of single tensors mean in a GGUF model.
+_BITS_TYPES = {"2": "Q2_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -42,8 +46,11 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "export", execute, "make a bundle from a checkpoint", _DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or hub id ORG/NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
-    parser.add_argument("--format", choices=("onnx",), default="onnx", help="model file in the bundle")
+    text = "model file in the bundle; gguf runs on llama.cpp, and cannot skip layers of itself (default: onnx)"
+    parser.add_argument("--format", choices=("onnx", "gguf"), default="onnx", help=text)
     _add_quantization(parser)
+    text = "of a GGUF model, layers to leave out, as 3,4,5, or auto:N for the N it misses least: for a drafter"
+    parser.add_argument("--prune-layers", type=_layers, default={}, metavar="LAYERS", help=text)
     text = (
         "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
     )
@@ -64,17 +71,19 @@ def add_parser(commands: Subparsers) -> None:
 def _add_quantization(parser: Parser) -> None:
     size = parser.add_mutually_exclusive_group()
     text = "bits of each weight: fewer are smaller and faster, more are closer to the original (default: 4)"
-    size.add_argument("--bits", type=int, choices=(2, 4, 8, 32), help=text)
+    size.add_argument("--bits", type=int, choices=(2, 4, 8, 16, 32), help=text)
+    text = "instead, of a GGUF model: its type by llama.cpp's name, as Q4_K_M (default: Q4_0, the fastest)"
+    size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
     text = (
-        "instead: mean bits per parameter of the whole weights.bin, with scales, zero points and what stays float32; "
-        "each matrix gets the bits that the model loses least by"
+        "instead: mean bits per parameter of all weights, with scales, zero points and what stays float32; each matrix "
+        "gets the bits that the model loses least by"
     )
     size.add_argument("--budget-bits", type=float, metavar="BITS", help=text)
-    text = "instead: bytes of the whole weights.bin, as 350MB"
+    text = "instead: bytes of the whole weights.bin or model.gguf, as 350MB"
     size.add_argument("--target-size", type=parse_size, metavar="SIZE", help=text)
     text = (
-        "bits of the matrices whose name matches a glob pattern, as 'layers.*.mlp.down=8'; may be repeated, the last "
-        "match wins (names: edgeinfer inspect --tensors)"
+        "bits of the matrices whose name matches a glob pattern, as 'layers.*.mlp.down=8'; of a GGUF model types, as "
+        "'blk.*.ffn_down.weight=Q8_0'; may be repeated, the last match wins (names: edgeinfer inspect --tensors)"
     )
     parser.add_argument("--bits-for", type=_pattern, action="append", default=[], metavar="PATTERN=BITS", help=text)
     text = "UTF-8 text like what the model will read: weights that matter there are kept closest"
@@ -96,12 +105,44 @@ def _add_quantization(parser: Parser) -> None:
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
 
 
-def _pattern(text: str) -> tuple[str, int]:
-    """A pattern and its bits."""
-    pattern, sign, bits = text.rpartition("=")
-    if not sign or not pattern or not bits.isdecimal():
+def _pattern(text: str) -> tuple[str, str]:
+    """A pattern and what it says."""
+    pattern, sign, said = text.rpartition("=")
+    if not sign or not pattern or not said:
         raise UsageError(f"{text!r} is not a pattern with bits.", "Write it like layers.*.mlp.down=8.")
-    return pattern, int(bits)
+    return pattern, said
+
+
+def _layers(text: str) -> dict[str, Any]:
+    """Layers to leave out, by their numbers or by how many."""
+    way, sign, count = text.partition(":")
+    try:
+        if sign and way == "auto" and int(count) > 0:
+            return {"prune_count": int(count)}
+        return {"prune_layers": tuple(sorted({int(each) for each in text.split(",")}))}
+    except ValueError:
+        hint = "Write them like 3,4,5, or auto:2 for the two that the model misses least."
+        raise UsageError(f"{text!r} are no layers.", hint) from None
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of ExportConfig that the user gave.
+
+    Raises:
+        UsageError: an option is of the other format.
+    """
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    given |= args.prune_layers
+    if args.format == "gguf":
+        if args.kv_calibration is not None:
+            raise UsageError("--kv-calibration is not possible with a GGUF model.", "Its caches need no scales.")
+        types = tuple((pattern, _BITS_TYPES.get(said, said)) for pattern, said in args.bits_for)
+        return given | {"format": args.format} | ({"types_for": types} if types else {})
+    for pattern, said in args.bits_for:
+        if not said.isdecimal():
+            hint = "Write it like layers.*.mlp.down=8, or add --format gguf for types."
+            raise UsageError(f"'{pattern}={said}' is not a pattern with bits.", hint)
+    return given | {"bits_for": tuple((pattern, int(said)) for pattern, said in args.bits_for)}
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -110,8 +151,7 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.export import ExportConfig, export_checkpoint
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
-    given: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    config = ExportConfig(**given, bits_for=tuple(args.bits_for), force=args.force)
+    config = ExportConfig(**_options(args), force=args.force)
     texts = None if args.kv_calibration is None else read_paragraphs(args.kv_calibration)
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
@@ -120,7 +160,7 @@ def execute(args: argparse.Namespace) -> int:
             bundle = export_checkpoint(source, args.out, config, progress)
         except ModuleNotFoundError as error:
             raise missing_extra(error) from error
-        if args.kv_scales and config.exporter == "native":
+        if args.kv_scales and args.format == "onnx" and config.exporter == "native":
             _calibrate(bundle, texts, progress)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())

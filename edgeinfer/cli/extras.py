@@ -6,12 +6,14 @@ from edgeinfer.errors import UsageError
 
 __all__ = ["missing_extra"]
 
-# What `edgeinfer[export]` and `edgeinfer[optimum]` bring.
+# What the extras bring.
 _EXTRAS = {
     "onnx": "export",
     "safetensors": "export",
     "ml_dtypes": "export",
     "scipy": "export",
+    "gguf": "gguf",
+    "llama_cpp": "gguf",
     "optimum": "optimum",
     "torch": "optimum",
     "transformers": "optimum",

@@ -1,13 +1,24 @@
-"""`edgeinfer inspect`: prints what a bundle says of itself; knows nothing of how it is run."""
+"""`edgeinfer inspect`: prints what a bundle or GGUF file says of itself; knows nothing of how it is run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer import hub
-from edgeinfer.bundle import Bundle, Manifest, TensorEntry, open_bundle
+from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
+from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.cli.gguf_table import (
+    TENSOR_HEADER,
+    TYPE_HEADER,
+    gguf_facts,
+    memory_rows,
+    metadata_rows,
+    tensor_rows,
+    type_rows,
+)
 from edgeinfer.cli.options import add_command, add_json_option
 from edgeinfer.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.cli.plan_table import PLAN_HEADER, plan_rows
@@ -19,19 +30,20 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Show what is in a bundle: sizes, bits, memory per token, how it was made, how good it is.
+Show what is in a bundle: sizes, bits, memory per token, how it was made, how good it is; of a GGUF file its metadata.
 
-example:
+examples:
   edgeinfer inspect my-bundle --verify
+  edgeinfer inspect model.gguf --tensors
 """
 
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "inspect", execute, "show what is in a bundle", _DESCRIPTION)
-    text = "bundle directory or hub id ORG/NAME (default: the built-in model)"
+    text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"
     parser.add_argument("path", metavar="PATH", nargs="?", help=text)
-    parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and bits")
+    parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and type")
     parser.add_argument("--verify", action="store_true", help="compare every file with its recorded sha256")
     add_json_option(parser)
 
@@ -45,12 +57,14 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_facts(bundle, with_tensors=args.tensors) | ({"verified": True} if args.verify else {}))
         return 0
-    print_table(_summary(bundle.manifest), title=str(bundle.path))
+    print_table(_summary(bundle), title=str(_path(bundle)))
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
     _section("made with", [(name, _plain(value)) for name, value in bundle.manifest.export.items()])
     _section("quality", [(name, f"{value:.6g}") for name, value in bundle.manifest.quality.items()])
     _section("bits", list(plan_rows(bundle.manifest)), header=PLAN_HEADER)
-    if args.tensors:
+    if bundle.header is not None:
+        _print_gguf(bundle.header, bundle.manifest.geometry.max_positions, with_tensors=args.tensors)
+    elif args.tensors:
         rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
     if args.verify:
@@ -58,12 +72,27 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
+    """What only GGUF files have."""
+    _section("metadata", list(metadata_rows(gguf)))
+    _section("types", list(type_rows(gguf)), header=TYPE_HEADER)
+    if with_tensors:
+        _section("tensors", tensor_rows(gguf), header=TENSOR_HEADER)
+    _section("memory it will need", list(memory_rows(gguf, context)))
+
+
+def _path(bundle: Bundle) -> Path:
+    """What was inspected: a folder, or a file that is a bundle by itself."""
+    return bundle.path if bundle.digests else bundle.gguf.path
+
+
 def _section(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...] = ()) -> None:
     if rows:
         print_table(rows, title=f"\n{title}", header=header)
 
 
-def _summary(manifest: Manifest) -> list[tuple[str, str]]:
+def _summary(bundle: Bundle) -> list[tuple[str, str]]:
+    manifest = bundle.manifest
     geometry, able = manifest.geometry, manifest.capabilities
     abilities = {"layer skipping": able.layer_skip, "early exit": able.hidden, "draft trees": able.tree}
     abilities |= {"drafts from half the bits": able.elastic}
@@ -73,12 +102,13 @@ def _summary(manifest: Manifest) -> list[tuple[str, str]]:
         ("backend", manifest.backend),
         ("parameters", f"{manifest.parameters:,}"),
         ("weights", f"{format_size(manifest.weight_bytes)}, {manifest.bits_per_weight:.2f} bits per parameter"),
-        ("layout", manifest.layout),
         ("layers", f"{geometry.num_layers}, hidden size {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}"),
-        ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token"),
         ("context", f"up to {geometry.max_positions:,} tokens"),
         ("capabilities", ", ".join(name for name, has in abilities.items() if has) or "plain decoding"),
     ]
+    if bundle.header is None:
+        rows.insert(5, ("layout", manifest.layout))
+        rows.insert(7, ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token"))
     plan = manifest.plan
     if plan is not None:
         calibrated = f", calibrated on {plan.calibration_tokens:,} tokens" if plan.calibration_tokens else ""
@@ -102,12 +132,14 @@ def _facts(bundle: Bundle, *, with_tensors: bool) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(manifest.to_json())
     if not with_tensors:
         del data["tensors"]
-    return data | {
-        "path": str(bundle.path),
+    data |= {
+        "path": str(_path(bundle)),
         "weight_bytes": manifest.weight_bytes,
         "bits_per_weight": manifest.bits_per_weight,
-        "kv_bytes_per_token": manifest.geometry.kv_bytes_per_token(),
     }
+    if bundle.header is not None:
+        return data | {"gguf": gguf_facts(bundle.header, with_tensors=with_tensors)}
+    return data | {"kv_bytes_per_token": manifest.geometry.kv_bytes_per_token()}
 
 
 def _plain(value: str | int | float | bool | None) -> str:

@@ -73,7 +73,10 @@ def add_json_option(parser: Parser) -> None:
 
 def add_model_option(parser: Parser) -> None:
     """Adds -m."""
-    text = "bundle directory or hub id ORG/NAME (default: the small built-in story model)"
+    text = (
+        "bundle directory, .gguf file, or hub id: ORG/NAME, of a repository of GGUF files ORG/NAME:TYPE (default: the "
+        "small built-in story model)"
+    )
     parser.add_argument("-m", "--model", metavar="MODEL", help=text)
 
 
@@ -83,13 +86,16 @@ def add_memory_options(parser: argparse._ArgumentGroup | Parser) -> None:
     parser.add_argument("--memory", type=parse_size, metavar="SIZE", help=text)
     text = "room for prompt and reply together, in tokens (default: 2048, or less if model or memory have less)"
     parser.add_argument("-c", "--context", type=int, metavar="N", help=text)
-    text = "numbers of the cache; int8 and int4 are lossy (default: float32, or int8 where memory is short)"
+    text = (
+        "numbers of the cache: float32, int8, int4, of GGUF models float16, q8_0, q4_0; 8 and 4 bits are lossy "
+        "(default: floats, or 8 bits where memory is short)"
+    )
     parser.add_argument("--kv", choices=KV_TYPES, help=text)
     text = "when a conversation outgrows the context: stop, or forget some of it, which is lossy (default: stop)"
     parser.add_argument("--overflow", choices=OVERFLOWS, help=text)
     text = (
-        "packed into memory, mapped from their file, mapped but for experts that wait to be chosen, or streamed a few "
-        "layers at a time (default: fastest that fits)"
+        "packed into memory, mapped from their file, experts mapped until they are chosen, or streamed a few layers "
+        "at a time (default: fastest that fits)"
     )
     parser.add_argument("--weights", choices=WEIGHTS_MODES, help=text)
     text = "experts of the model that may be in memory at once, such as 200MB (default: all, or what fits)"

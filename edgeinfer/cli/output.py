@@ -15,6 +15,8 @@ __all__ = ["Progress", "print_error", "print_json", "print_note", "print_table",
 
 Progress = Callable[[str, int, int], None]
 
+_UNBOUNDED = 1_000_000  # columns; otherwise rich takes a file to have 80
+
 
 def print_error(text: str) -> None:
     """One line on stderr, whatever line breaks the text holds."""
@@ -60,10 +62,10 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
         table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
     for row in body:
         table.add_row(*row)
-    console = Console(file=sys.stdout, highlight=False)
+    # A file or pipe has no width: nothing may be cut or folded for the sake of one.
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _UNBOUNDED)
     if title:
         console.print(title, style="bold", markup=False, soft_wrap=True)
-    # A file or pipe has no width: nothing may be cut or folded for the sake of one.
     width = console.width if console.is_terminal else max(console.measure(table).maximum, 1)
     console.print(table, width=width, crop=False)
 

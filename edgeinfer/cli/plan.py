@@ -63,7 +63,9 @@ def _print_terms(plan: MemoryPlan) -> None:
     if plan.budget_bytes is not None:
         rows.append(("budget", format_size(plan.budget_bytes), "fits" if plan.fits else "does not fit"))
     choice = plan.configuration
-    title = f"{choice.context} tokens of context, cache in {choice.kv}, {plan.layout} layout, {choice.weights} weights"
+    # A model file that brings its tokenizer, GGUF, has no layouts.
+    layout = "" if choice.tokenizer == "model" else f", {plan.layout} layout"
+    title = f"{choice.context} tokens of context, cache in {choice.kv}{layout}, {choice.weights} weights"
     print_table(rows, title=title)
 
 

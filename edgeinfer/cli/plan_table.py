@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 from edgeinfer.bundle import Manifest
@@ -23,7 +24,7 @@ def plan_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
     rows = []
     for projection, members in _projections(manifest).items():
         size = sum(sizes.get(member.name, 0) for member in members)
-        rows.append((projection, _counted(members), format_size(size), _cost(members)))
+        rows.append((projection, _counted(members), format_size(size) if size else "", _cost(members)))
     total = manifest.plan.predicted_kl
     if total is not None:
         rows.append(("all", "", format_size(manifest.weight_bytes), f"{total:.4g}"))
@@ -35,6 +36,7 @@ def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
     plan = manifest.plan
     if plan is None:
         return None
+    types = {tensor.name: tensor.type for tensor in plan.tensors if tensor.type}
     return {
         "method": plan.method,
         "budget_bytes": plan.budget_bytes,
@@ -42,7 +44,7 @@ def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
         "bits_per_weight": manifest.bits_per_weight,
         "predicted_kl": plan.predicted_kl,
         "bits": {tensor.name: tensor.bits for tensor in plan.tensors},
-    }
+    } | ({"types": types} if types else {})
 
 
 def _projections(manifest: Manifest) -> dict[str, list[PlannedTensor]]:
@@ -54,11 +56,9 @@ def _projections(manifest: Manifest) -> dict[str, list[PlannedTensor]]:
 
 
 def _counted(members: list[PlannedTensor]) -> str:
-    """How many have which bits: `4 (20), 8 (4)`."""
-    counts: dict[int, int] = {}
-    for member in members:
-        counts[member.bits] = counts.get(member.bits, 0) + 1
-    return ", ".join(f"{bits} ({count})" for bits, count in sorted(counts.items()))
+    """How many have which bits: `4 (20), 8 (4)`, or which types of llama.cpp's."""
+    counts = Counter((member.bits, member.type) for member in members)
+    return ", ".join(f"{kind or bits} ({count})" for (bits, kind), count in sorted(counts.items()))
 
 
 def _cost(members: list[PlannedTensor]) -> str:

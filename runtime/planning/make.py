@@ -11,11 +11,12 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.machine import machine_memory
 from edgeinfer.runtime.memory import ProcessMemory, process_memory
-from edgeinfer.runtime.planning.configuration import Configuration, Subject
+from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.speculation.costs import PassCosts
 from edgeinfer.runtime.speculation.profile import Profile
 from edgeinfer.runtime.speculation.reach import REACH, reach_of
@@ -47,7 +48,7 @@ def make_plan(subject: Subject, config: LoadConfig, speed: SpeedModel, *, all_wa
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
         raise UsageError(message, "Give a smaller one, or none.")
-    memory = MemoryModel(subject, config, _process())
+    memory = MemoryModel(subject, config, _process(subject))
     return search(subject, config, memory, speed, all_ways=all_ways)
 
 
@@ -75,7 +76,7 @@ def speed_model(subject: Subject, profiles: Profiles) -> SpeedModel:
         return streamed_ms(0.0, round((1 - kept / experts.total) * needed), _RELEASED_PER_S, 0) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
-        variant = configuration.variant
+        variant = subject.variant(configuration)
         if variant not in known:
             own = _pace(subject, profiles(variant), experts)
             if own.measured:
@@ -103,10 +104,11 @@ def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
     return dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
 
 
-def _process() -> ProcessMemory:
+def _process(subject: Subject) -> ProcessMemory:
     """Memory of the process with the libraries that loading will import."""
-    import onnxruntime  # noqa: F401 - measured, not used
-
+    for each in (subject, subject.drafter):
+        if each is not None:
+            each.memory.import_libraries()
     return process_memory()
 
 

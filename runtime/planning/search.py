@@ -12,18 +12,21 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
-from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations, modest_configurations
+from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
 from edgeinfer.runtime.planning.speed_model import SpeedModel
+from edgeinfer.runtime.planning.subject import Subject
+from edgeinfer.runtime.planning.ways import configurations, modest_configurations
 
 __all__ = ["search"]
 
-# What half of the context is worth, and a cache in floats instead of 8 bits, as a share of the speed.
+# What half of the context is worth, and a cache of 8 or 4 bits instead of floats, as a share of the speed.
 _HALF_CONTEXT = 0.7
-_KV_WORTH = {"float32": 1.0, "int8": 0.85, "int4": 0.7}
+_KV_WORTH = {8: 0.85, 4: 0.7}
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration]
     def worth(configuration: Configuration) -> float:
         turns = 1e3 / speed.speed(configuration).turn_ms
         halvings = math.log2(wanted.context / configuration.context)
-        return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH[configuration.kv]
+        return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH.get(find_kv_type(configuration.kv).bits, 1.0)
 
     return worth
 
@@ -134,7 +137,7 @@ _Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], b
 # What the caller may have fixed: the option to leave open, and whether it was given.
 _FREED: tuple[_Freed, ...] = (
     ("a smaller context (-c)", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
-    ("--kv int8", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
+    ("a cache of 8 bits (no --kv)", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
     ("no --weights", lambda c: dataclasses.replace(c, weights=None), lambda c: c.weights is not None),
     (
         "no --spec",

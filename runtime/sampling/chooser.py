@@ -43,6 +43,11 @@ class TokenChooser:
         """Whether choices depend on the reply's tokens other than by the logits."""
         return self._counts is not None or self._constraint is not None
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every choice is simply the token of the largest logit."""
+        return not self.follows_paths and self._sampler.takes_likeliest
+
     def token(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
         """The token at an absolute position behind the reply and `path`."""
         if not self.follows_paths:

@@ -79,6 +79,11 @@ class Sampler:
         return self._seed
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether a token is simply that of the largest logit."""
+        return self._config.greedy and not self._penalties.active
+
+    @property
     def counting(self) -> bool:
         """Whether results depend on token counts; where false, `counts` may be None."""
         return self._penalties.counting

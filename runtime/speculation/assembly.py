@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends import make_backend
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
-from edgeinfer.runtime.planning.configuration import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.subject import Subject
+from edgeinfer.runtime.planning.ways import draft_configuration
 from edgeinfer.runtime.speculation.profile import Profile
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
@@ -21,7 +21,7 @@ __all__ = ["make_speculator"]
 
 
 def make_speculator(
-    target: Backend, config: LoadConfig, plan: MemoryPlan, profile: Profile, drafter: tuple[Bundle, Layout] | None
+    target: Backend, config: LoadConfig, plan: MemoryPlan, profile: Profile, drafter: Subject | None
 ) -> Speculator:
     """The speculation of a model; loads the draft model, and measures what is not known of this device yet.
 
@@ -29,7 +29,7 @@ def make_speculator(
         target: the model's backend, whose cache is empty.
         plan: in force.
         profile: of the model on this device.
-        drafter: bundle of the draft model, and the layout it runs in.
+        drafter: the draft model; None where there is none.
 
     Raises:
         UsageError: a drafter is asked for that needs what is not there.
@@ -38,7 +38,7 @@ def make_speculator(
     """
     model = None
     if drafter is not None and plan.draft_max:
-        model = _draft_backend(*drafter, config, plan)
+        model = _draft_backend(drafter, config, plan)
     resident = None
     if isinstance(target, WatchedBackend) and target.residency is not None:
         resident = target.residency.bias
@@ -48,10 +48,12 @@ def make_speculator(
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 
 
-def _draft_backend(bundle: Bundle, layout: Layout, config: LoadConfig, plan: MemoryPlan) -> Backend:
+def _draft_backend(drafter: Subject, config: LoadConfig, plan: MemoryPlan) -> Backend:
     """Its rows need not be bit-identical, so it is spared the padding; the backend asked for is the target's."""
     own = dataclasses.replace(config, exact=False, backend=None)
-    return make_backend(bundle, layout, own, draft_configuration(bundle.manifest, layout, plan.configuration))
+    experts = config.draft_experts if drafter.loads_experts else None
+    configuration = draft_configuration(drafter, plan.configuration, experts)
+    return make_backend(drafter.bundle, drafter.layout, own, configuration)
 
 
 def _tuning(profile: Profile, target: Backend) -> Tuning:

@@ -197,19 +197,18 @@ class Costs:
     """All that the governor reckons with, and where and when it was measured.
 
     Attributes:
-        processor, onnxruntime: name and version; costs of others are not this device's.
+        processor: its name; costs of another are not this device's.
         measured: time of the measurement, UTC, ISO 8601.
     """
 
     passes: PassCosts
     drafts: DraftCosts
     processor: str
-    onnxruntime: str
     measured: str
 
     def __post_init__(self) -> None:
-        texts = (self.processor, self.onnxruntime, self.measured)
-        _require(all(isinstance(text, str) for text in texts), "processor, onnxruntime and measured must be texts")
+        texts = (self.processor, self.measured)
+        _require(all(isinstance(text, str) for text in texts), "processor and measured must be texts")
 
     def pass_ms(self, rows: int) -> float:
         """One pass of the target over so many new tokens with all their logits."""
@@ -227,12 +226,12 @@ class Costs:
     def to_dict(self) -> dict[str, Any]:
         """As JSON's types."""
         parts = {"passes": self.passes.to_dict(), "drafts": self.drafts.to_dict()}
-        return parts | {"processor": self.processor, "onnxruntime": self.onnxruntime, "measured": self.measured}
+        return parts | {"processor": self.processor, "measured": self.measured}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
         """Takes back what `to_dict` gave; errors as `PassCosts.from_dict`."""
-        fields = dict(_fields(data, ("passes", "drafts", "processor", "onnxruntime", "measured")))
+        fields = dict(_fields(data, ("passes", "drafts", "processor", "measured")))
         fields["passes"] = PassCosts.from_dict(fields["passes"])
         fields["drafts"] = DraftCosts.from_dict(fields["drafts"])
         return cls(**fields)
@@ -273,7 +272,7 @@ def measure_passes(
     past = min(past, max(0, capacity - _SIZES[-1]))
     sizes = [m for m in sizes_to_measure(step, most) if past + m <= capacity] or [1]
     backend.truncate(0)
-    backend.restore(_blank(backend, past))
+    _fill(backend, past)
     deadline = time.perf_counter() + budget_s
     _timed_pass(backend, past, 1, 0)  # reads the weights' pages in, and is no measure
     skip = 1
@@ -302,6 +301,14 @@ def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
     seconds = time.perf_counter() - begun
     backend.truncate(past)
     return seconds
+
+
+def _fill(backend: Backend, length: int) -> None:
+    """Puts rows into an empty cache, for passes to attend to."""
+    if backend.capabilities.copies:
+        backend.restore(_blank(backend, length))
+    elif length:
+        backend.forward(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64))
 
 
 def _blank(backend: Backend, length: int) -> CacheSnapshot:

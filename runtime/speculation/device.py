@@ -98,7 +98,10 @@ class DeviceCosts:
             self._backend.clear()
             self._save()
         if self.exact is not None and not self.exact.bit_identical:
-            _log.warning(
+            # Where nobody promised more, this is nothing to warn of.
+            level = logging.WARNING if self._backend.capabilities.exact else logging.INFO
+            _log.log(
+                level,
                 "Passes of different sizes differ on this device, by up to %.2g in a logit: choices that close are "
                 "taken again by a plain pass, and texts may still part from those of plain decoding.",
                 self.exact.largest_difference,
@@ -121,8 +124,9 @@ class DeviceCosts:
         self._passes = self._passes.following(tally.pass_ms)
         if len(tally.plain_overhead_ms) >= _ENOUGH:
             self._overhead_ms = median(tally.plain_overhead_ms)
-        if len(tally.asking_ms) >= _ENOUGH and self._overhead_ms:
-            extra = max(0.0, median(tally.asking_ms) - self._overhead_ms)
+        if len(tally.asking) >= _ENOUGH and self._overhead_ms:
+            # Choosing a token takes its time in plain decoding too.
+            extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in tally.asking)
             self._round_ms += _ROUND_PULL * (extra - self._round_ms)
 
     def save(self) -> None:

@@ -41,6 +41,8 @@ _FIRST_REST, _LONGEST_REST = 16, 1024
 _STAKE = 0.01
 # What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
 _FIRST_STAKE = 0.05
+# Plain steps at most that are saved up for a draft that would have paid, had there been anything to risk.
+_LONGEST_SAVING = 64
 # Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
 # most of a pass, drafting would otherwise begin only after some seventy.
 _UNPAID = (8, 32)
@@ -157,14 +159,20 @@ class Governor:
         self._asking_ms = self._round_ms + sum(cheap)
         self._saved = _FIRST_STAKE * self._pass_ms[0]
         self._tries = _TRIES
+        self._needs = 0.0  # what the cheapest draft would have risked that promised more than plain decoding
         self._said, self._unpaid = 0, list(_UNPAID)
 
     @property
     def rest(self) -> int:
-        """Plain steps before anybody is asked: plain decoding has been faster, or asking is not paid for yet."""
+        """Plain steps before anybody is asked: plain decoding has been faster, or asking is not paid for yet.
+
+        Where a draft promised something that could not be risked, asking again at once would only spend what is to pay
+        for it.
+        """
         stake = _STAKE * self._pass_ms[0]
-        missing = self._asking_ms - stake - max(self._saved, 0.0)
-        unpaid = math.ceil(missing / stake)
+        saved = max(self._saved, 0.0)
+        unpaid = math.ceil((self._asking_ms - stake - saved) / stake)
+        unpaid = max(unpaid, min(math.ceil((self._needs - saved) / stake), _LONGEST_SAVING))
         if self._unpaid:
             unpaid = min(unpaid, self._unpaid[0] - self._said)
         return max(self._rest, unpaid, 0)
@@ -195,7 +203,7 @@ class Governor:
         """
         self._begin()
         most, tree = min(room, self._most), _Tree()
-        best, length = self._worth(tree), 0
+        best, length, needs = self._worth(tree), 0, math.inf
         waiting = self._children(context, tree, -1) if most > 0 else []
         heapq.heapify(waiting)
         while waiting and len(tree) < most:
@@ -203,8 +211,11 @@ class Governor:
             tree.add(candidate)
             worth = self._worth(tree)
             ms = self._pass_ms[len(tree)] + self._spent
-            if worth > best and self._beats_plain(tree) and self._affords(ms, 1 + tree.sure):
-                best, length = worth, len(tree)
+            if worth > best and self._beats_plain(tree):
+                if self._affords(ms, 1 + tree.sure):
+                    best, length = worth, len(tree)
+                else:
+                    needs = min(needs, self._risk(ms, 1 + tree.sure))
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._guess_ms[asked.drafter]
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
@@ -212,6 +223,7 @@ class Governor:
             if len(tree) < most and pays and self._affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
+        self._needs = needs if length == 0 and needs < math.inf else 0.0
         return tree.cut(length)
 
     def observe(self, round: Round) -> None:
@@ -254,7 +266,11 @@ class Governor:
 
     def _affords(self, ms: float, sure: int = 1) -> bool:
         """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
-        return ms - sure * self._pass_ms[0] * (1 + _STAKE) <= max(self._saved, 0.0)
+        return self._risk(ms, sure) <= max(self._saved, 0.0)
+
+    def _risk(self, ms: float, sure: int) -> float:
+        """What a reply would lose by a round that takes so long and gives no more than these tokens."""
+        return ms - sure * self._pass_ms[0] * (1 + _STAKE)
 
     def _worth(self, tree: _Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).

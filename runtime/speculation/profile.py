@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
 import numpy as np
-import onnxruntime
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
@@ -123,7 +122,7 @@ def _bytes(folder: Path, but: str = "") -> int:
 def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
     """Costs that were measured here and now."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Costs(passes, drafts, _processor(), onnxruntime.__version__, now)
+    return Costs(passes, drafts, _processor(), now)
 
 
 def _processor() -> str:
@@ -162,7 +161,7 @@ class Profile:
     def costs(self) -> Costs | None:
         """Costs measured earlier on this device; None where there are none."""
         costs = self._read(_COSTS, _MOST_COSTS_BYTES, lambda file: Costs.from_dict(json.loads(file.read())))
-        if costs is None or (costs.processor, costs.onnxruntime) == (_processor(), onnxruntime.__version__):
+        if costs is None or costs.processor == _processor():
             return costs
         _log.info("The costs in %s are another device's; they are measured again.", self._folder)
         return None

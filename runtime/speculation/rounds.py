@@ -169,9 +169,9 @@ class Rounds:
         else:
             self._backend.keep(base, rows)
         logits = output.logits
-        if self._noise:
-            logits = logits.copy()  # the pass that rechecks overwrites them
-            verdict = self._recheck(verdict, view, fed, base)
+        # A pass over the root alone is the one that plain decoding runs.
+        if self._noise and draft:
+            verdict, logits = self._recheck(verdict, view, fed, base, logits)
         tokens = tuple(draft.guesses[node].token for node in verdict.accepted)
         round = Round(draft, verdict, (*tokens, verdict.token), fed, logits)
         self._commit(round)
@@ -205,18 +205,25 @@ class Rounds:
         tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
         return self._backend.forward(fed, depths + base, rows, tree=tree)
 
-    def _recheck(self, verdict: Verdict, view: RoundView, fed: Ints, base: int) -> Verdict:
-        """Takes the first choice again that rounding may have decided, by the pass that plain decoding would run."""
+    def _recheck(
+        self, verdict: Verdict, view: RoundView, fed: Ints, base: int, logits: Floats
+    ) -> tuple[Verdict, Floats]:  # (S,), (S, V)
+        """Takes the first choice again that rounding may have decided, by the pass that plain decoding would run.
+
+        Returns:
+            The verdict, and the logits, which are copied before such a pass overwrites them.
+        """
         for place, node in enumerate((-1, *verdict.accepted)):
             if not view.near_tie(node, self._noise):
                 continue
+            logits = logits.copy()
             self._backend.truncate(base + place)
             position = np.array([base + place])
             output = self._backend.forward(fed[node + 1 : node + 2], position, np.zeros(1, np.int64))
             token = self._chooser.token(output.logits[0], view.position(node), view.path(node))
             self.tally.rechecked += 1
-            return Verdict(verdict.accepted[:place], token, False)
-        return verdict
+            return Verdict(verdict.accepted[:place], token, False), logits
+        return verdict, logits
 
     def _commit(self, round: Round) -> None:
         for token in round.committed:

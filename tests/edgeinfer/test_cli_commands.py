@@ -361,7 +361,7 @@ def test_export_without_its_libraries(
 
 
 @pytest.mark.parametrize(
-    "options", [["--bits", "3"], ["--group-size", "48"], ["--format", "gguf"], ["--symmetric", "--asymmetric"]]
+    "options", [["--bits", "3"], ["--group-size", "48"], ["--format", "pickle"], ["--symmetric", "--asymmetric"]]
 )
 def test_export_bad_usage(
     export: FakeExport, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: list[str]

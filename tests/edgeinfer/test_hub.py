@@ -240,3 +240,42 @@ def test_really_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(HubError, match="You are offline"):
         hub.resolve("org/bundle")
+
+
+GGUFS = {
+    "toy-Q4_K_M.gguf": "4",
+    "toy-Q4_0.gguf": "0",
+    "toy-IQ4_0.gguf": "i",
+    "big-q8_0-00001-of-00002.gguf": "8a",
+    "big-q8_0-00002-of-00002.gguf": "8b",
+    "mmproj-toy-Q8_0.gguf": "eyes",
+    "README.md": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "first", "count"), [("Q4_K_M", "toy-Q4_K_M.gguf", 1), ("q8_0", "big-q8_0-00001-of-00002.gguf", 2)]
+)
+def test_one_gguf_file_of_a_repository_is_fetched_by_its_type(fake: FakeHub, tag: str, first: str, count: int) -> None:
+    fake.repos["org/gguf"] = GGUFS
+    path = hub.resolve(f"org/gguf:{tag}")
+    assert path.name == first
+    assert len(fetched(path.parent)) == count
+    calls = len(fake.calls)
+    assert hub.resolve(f"org/gguf:{tag}") == path
+    assert len(fake.calls) == calls, "what is cached is not fetched again"
+
+
+@pytest.mark.parametrize(("tag", "what"), [("toy", "Several"), ("Q5_K_M", "no GGUF file"), ("4_0", "no GGUF file")])
+def test_a_type_that_means_no_file_or_several_is_refused_with_the_names(fake: FakeHub, tag: str, what: str) -> None:
+    fake.repos["org/gguf"] = GGUFS
+    with pytest.raises(HubError, match=what) as raised:
+        hub.pull(f"org/gguf:{tag}")
+    assert raised.value.hint is not None and "toy-Q4_0.gguf" in raised.value.hint and "mmproj" not in raised.value.hint
+
+
+def test_a_repository_of_gguf_files_says_how_to_name_one(fake: FakeHub) -> None:
+    fake.repos["org/gguf"] = GGUFS
+    with pytest.raises(HubError) as raised:
+        hub.pull("org/gguf")
+    assert raised.value.hint is not None and "org/gguf:Q4_K_M" in raised.value.hint

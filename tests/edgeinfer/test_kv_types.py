@@ -10,8 +10,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry
-from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV, find_kv_type, load, store
-from edgeinfer.config import KV_TYPES
+from edgeinfer.bundle.kv_types import KV, LLAMA_KV, QUANTIZED_KV, find_kv_type, load, store
+from edgeinfer.config import GGUF_KV_TYPES, ONNX_KV_TYPES
 from edgeinfer.errors import UsageError
 
 HEADS, HEAD_DIM = 2, 6
@@ -49,7 +49,8 @@ def test_float32_needs_no_scales_and_no_copy() -> None:
 
 
 def test_every_type_that_can_be_asked_for_is_there() -> None:
-    assert tuple(KV) == KV_TYPES
+    assert tuple(KV) == ONNX_KV_TYPES
+    assert tuple(LLAMA_KV) == GGUF_KV_TYPES
     assert [kind.row_bytes(64) for kind in KV.values()] == [256, 64, 32]
     with pytest.raises(UsageError, match=r"no KV type 'int3'.*float32, int8, int4"):
         find_kv_type("int3")

@@ -23,7 +23,7 @@ from edgeinfer.runtime.backends import make_backend, subject_of
 from edgeinfer.runtime.concat_backend import ConcatBackend
 from edgeinfer.runtime.contracts import Floats, PassCancelledError
 from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.planning.configuration import configurations
+from edgeinfer.runtime.planning.ways import configurations
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
 GEOMETRY = Geometry(V, H * D, L, H, D, CAPACITY)

@@ -6,7 +6,6 @@ The drafter's cache is its own too, so it keeps what earlier rounds fed and catc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,10 +15,9 @@ from edgeinfer.runtime.contracts import Backend, Floats, Ints
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 
-__all__ = ["ModelDrafter", "check_same_vocabulary", "vocabulary_difference"]
-
-_TOKENIZER = "tokenizer.json"
+__all__ = ["ModelDrafter", "check_same_vocabulary"]
 
 
 class ModelDrafter(LogitDrafter):
@@ -93,58 +91,10 @@ def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:
     """Refuses a drafter whose token ids do not mean what the target's mean.
 
     Raises:
-        BundleError: a bundle has no tokenizer.json, or a damaged one.
+        BundleError: as `vocabulary_difference`.
         ModelError: the tokenizers differ, or the drafter has no logits for some of their tokens.
     """
     difference = vocabulary_difference(target, drafter)
     if difference is not None:
         message = f"{target.path} and its drafter {drafter.path} have {difference}."
         raise ModelError(message, "Choose a drafter that was made for this model, or speculate without one.")
-
-
-def vocabulary_difference(target: Bundle, other: Bundle) -> str | None:
-    """What keeps token ids of the target from meaning the same to another model; None where nothing does.
-
-    Raises:
-        BundleError: a bundle has no tokenizer.json, or a damaged one.
-    """
-    theirs = target.read_object(_TOKENIZER)
-    same = target.manifest.files[_TOKENIZER] == other.manifest.files.get(_TOKENIZER)
-    ours = theirs if same else other.read_object(_TOKENIZER)
-    for what, part in (("vocabulary", _vocabulary), ("merges", _merges), ("special tokens", _added)):
-        if part(theirs) != part(ours):
-            return f"tokenizers with different {what}"
-    known = min(target.manifest.geometry.vocab_size, 1 + max(_ids(theirs), default=-1))
-    if other.manifest.geometry.vocab_size < known:
-        return f"{known} tokens and {other.manifest.geometry.vocab_size} logits"
-    return None
-
-
-def _part(tokenizer: dict[str, Any], name: str) -> Any:
-    model = tokenizer.get("model")
-    return model.get(name) if isinstance(model, dict) else None
-
-
-def _vocabulary(tokenizer: dict[str, Any]) -> Any:
-    """Ids by token; of a unigram model the pieces in the order of their ids, with scores."""
-    return _part(tokenizer, "vocab")
-
-
-def _merges(tokenizer: dict[str, Any]) -> list[Any]:
-    """Pairs in order, whether written as pairs or as strings."""
-    merges = _part(tokenizer, "merges")
-    pairs = merges if isinstance(merges, list) else []
-    return [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
-
-
-def _added(tokenizer: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
-    """Id, spelling and whether it is special, of tokens beside the vocabulary."""
-    added = tokenizer.get("added_tokens")
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return sorted(((token.get("id"), token.get("content"), token.get("special")) for token in tokens), key=repr)
-
-
-def _ids(tokenizer: dict[str, Any]) -> list[int]:
-    vocabulary = _vocabulary(tokenizer)
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
-    return [id_ for id_ in (*ids, *(id_ for id_, _, _ in _added(tokenizer))) if isinstance(id_, int)]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.apps.bench.expand import TrainedArtifacts, expand_checkpoint, expanded_shape
-from edgeinfer.apps.bench.gguf_weights import write_gguf
+from edgeinfer.apps.bench.expand import TrainedArtifacts, expand_checkpoint, expanded_shape, write_q4_0
 from edgeinfer.apps.bench.safetensors_file import TensorFile
 from edgeinfer.apps.bench.shapes import SHAPES, Shape
 from edgeinfer.apps.bench.trained import TrainedCheckpoint, final_norms
@@ -193,7 +192,7 @@ def test_gguf_holds_the_function_too(small: Path, tmp_path: Path) -> None:
     from edgeinfer.apps.bench.worker import LlamaCppEngine
 
     expand_checkpoint(small, tmp_path, replace(MODEST, kv_heads=2, heads=8, head_dim=16))
-    write_gguf(tmp_path / "model.gguf", tmp_path)
+    write_q4_0(tmp_path, tmp_path / "model.gguf")
     rounded = load(tmp_path)
     with torch.no_grad():
         for parameter in rounded.parameters():

@@ -12,9 +12,9 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends import kernel_name, make_backend, subject_of
-from edgeinfer.runtime.planning.configuration import configurations
 from edgeinfer.runtime.planning.make import make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.speculation.profile import Profile
 from tests.factories import make_checkpoint
 

@@ -15,12 +15,15 @@ from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.memory import ProcessMemory
 from edgeinfer.runtime.planning import search as search_module
-from edgeinfer.runtime.planning.configuration import Configuration, Subject, configurations
+from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
+from edgeinfer.runtime.planning.onnx_memory import OnnxMemory
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.planning.subject import Subject
+from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.speculation.costs import PassCosts
 from tests.factories import make_checkpoint
 
@@ -42,7 +45,9 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
         geometry=dataclasses.replace(bundle.manifest.geometry, max_positions=8192, vocab_size=20_000),
     )
     bundle = dataclasses.replace(bundle, manifest=manifest)
-    return Subject(bundle, "native", None, ("float32", "int8", "int4"), ("mapped", "streamed"), True, True, True, 1)
+    memory = OnnxMemory(bundle, "native", merge_pairs=True, packed_ready=True)
+    kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
+    return Subject("onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory)
 
 
 def pace_of(configuration: Configuration) -> Pace:
@@ -150,7 +155,7 @@ def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else
 
 
 def test_drafts_shrink_to_nothing_with_the_budget(subject: Subject) -> None:
-    subject = dataclasses.replace(subject, transient_tokenizer=False)
+    subject = dataclasses.replace(subject, tokenizers=("kept",))
     fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
     most, least = (plan(subject, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
     plans = [plan(subject, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
@@ -187,7 +192,7 @@ def test_a_refusal_tells_the_least_and_what_to_change(subject: Subject) -> None:
         found.require_fit()
     error = caught.value
     assert error.minimum_bytes >= least and error.terms["kv"] > 0 and sum(error.terms.values()) == least
-    for way in ("-c", "--kv int8", "no --spec", "prefix cache"):
+    for way in ("-c", "no --kv", "no --spec", "prefix cache"):
         assert way in error.hint
     assert plan(subject, memory=error.minimum_bytes, **fixed).fits
 

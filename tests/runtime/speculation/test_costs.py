@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Geometry, open_bundle
+from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Ints, StepOutput
@@ -28,7 +28,7 @@ CURVES = st.builds(
     st.lists(st.floats(0.01, 1000), min_size=13, max_size=13),
     st.sampled_from([1, 2, 4]),
 )
-COSTS = Costs(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05), "a processor", "1.2", "today")
+COSTS = Costs(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05), "a processor", "today")
 
 
 @given(CURVES)
@@ -76,7 +76,7 @@ def test_there_is_no_pass_without_rows() -> None:
 
 @given(CURVES, st.dictionaries(st.text(max_size=8), st.floats(0, 100), max_size=4), st.floats(0, 10))
 def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_ms: float) -> None:
-    costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "1.2", "2026-01-01T00:00:00+00:00")
+    costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "2026-01-01T00:00:00+00:00")
     again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
     assert again == costs
     assert (again.pass_ms(3), again.round_ms) == (curve.ms(3), round_ms)
@@ -153,6 +153,8 @@ class TimedBackend:
     """A backend whose passes take the time they are told to, and more the first time."""
 
     geometry = Geometry(1000, 4, 2, 1, 2, 4096)
+
+    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
 
     def __init__(self, clock: Clock, seconds: dict[int, float], capacity: int = 4096, noise: Sequence[float] = (1,)):
         self.capacity, self.length = capacity, 30

@@ -98,12 +98,27 @@ def learning(drafters: Sequence[Prophet]) -> Acceptance:
     return acceptance
 
 
-def decode(drafters: Sequence[Prophet], text: Sequence[int], prices: Prices, most: int = 15, width: int = 1) -> Run:
-    """Decodes a text with perfect verification; times by the prices."""
+def decode(
+    drafters: Sequence[Prophet],
+    text: Sequence[int],
+    prices: Prices,
+    most: int = 15,
+    width: int = 1,
+    rests: bool = False,
+) -> Run:
+    """Decodes a text with perfect verification; times by the prices. Plain steps are taken where the governor rests, if
+    `rests`."""
     governor = Governor(drafters, prices, learning(drafters), most, width)
     context = Context(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
     run = Run(governor, [], 0.0, [])
     while len(context.tokens) < len(text):
+        steps = min(governor.rest, len(text) - len(context.tokens)) if rests else 0
+        if steps:
+            governor.rested(steps)
+            run.ms += steps * prices.pass_ms(1)
+            context.tokens.extend(text[len(context.tokens) : len(context.tokens) + steps])
+            run.sizes += [1] * steps
+            continue
         room = len(text) - len(context.tokens) - 1
         before = [d.asked for d in drafters]
         draft = governor.draft(context, room)
@@ -222,6 +237,19 @@ def test_certain_tokens_are_drafted_at_once_and_likely_ones_once_something_was_s
     certain.priors, likely.priors = (0.3, 0.999), (0.3, 0.95)
     assert len(decode([certain], text, Prices(STAIRS)).drafts[0]) > 5
     assert len(decode([likely], text, Prices(STAIRS)).drafts[0]) == 1  # the row that padding pays for
+
+
+def test_what_a_good_draft_risks_is_saved_up_for_and_not_spent_on_asking() -> None:
+    """More rows cost a third of a pass, and asking a little more than what a token may be slower."""
+    text = text_of(160)
+    steep = Prices({rows: 10.0 if rows == 1 else 13.0 + rows / 10 for rows in range(1, 17)}, round_ms=0.13)
+    sure = Prophet("copy", text, 0.9)
+    sure.priors = (0.9, 0.9)
+    run = decode([sure], text, steep, rests=True)
+    assert run.ms < 0.5 * run.plain_ms
+    wrong = Prophet("copy", text, 0.0)
+    wrong.priors = (0.9, 0.9)
+    assert decode([wrong], text, steep, rests=True).ms <= 1.0101 * 10.0 * (len(text) - 1)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.6])

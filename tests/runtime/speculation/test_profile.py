@@ -238,10 +238,9 @@ def test_costs_with_unknown_fields_are_dropped(kept: Path) -> None:
     assert Profile.open(kept).costs() is None
 
 
-@pytest.mark.parametrize("other", [{"processor": "another"}, {"onnxruntime": "0.1"}])
-def test_costs_of_another_device_are_not_used(kept: Path, other: dict[str, str]) -> None:
+def test_costs_of_another_device_are_not_used(kept: Path) -> None:
     profile = Profile.open(kept)
-    profile.save_costs(replace(COSTS, **other))  # type: ignore[arg-type]
+    profile.save_costs(replace(COSTS, processor="another"))
     assert profile.costs() is None
     profile.save_costs(COSTS)
     assert profile.costs() == COSTS

@@ -66,6 +66,10 @@ class Witness:
     logits: dict[int, Floats]
 
     @property
+    def takes_likeliest(self) -> bool:
+        return False
+
+    @property
     def follows_paths(self) -> bool:
         return True
 

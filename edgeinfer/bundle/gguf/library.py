@@ -1,0 +1,176 @@
+"""llama.cpp as llama-cpp-python brings it: found, checked and silenced once; knows nothing of bundles."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from edgeinfer.bundle.gguf.buffers import functions, without_amx
+from edgeinfer.errors import UsageError
+
+__all__ = ["SUPPORTED", "installed_version", "listening", "llama_library", "logged_error"]
+
+# The structures that are passed to llama.cpp change with most releases: from the first version on, before the second.
+SUPPORTED = ("0.3.36", "0.3.37")
+_INSTALL = (
+    "Install the gguf extra, edgeinfer[gguf]: it compiles llama.cpp for some eight minutes and needs a C++ compiler "
+    "and cmake."
+)
+_PACKAGE = "llama_cpp"
+_ERROR_LEVEL = 4  # ggml_log_level
+_PREFIX = re.compile(r"^(?:\w+: )*(?:error loading model: )?(?:\w+: )*")
+# What llama.cpp's own defaults are: another layout of the structures would show other numbers here.
+_MODEL_DEFAULTS = {
+    "n_gpu_layers": -1,
+    "split_mode": 1,
+    "main_gpu": 0,
+    "vocab_only": False,
+    "check_tensors": False,
+    "use_extra_bufts": True,
+    "no_host": False,
+    "no_alloc": False,
+    "load_mtp": False,
+}
+_CONTEXT_DEFAULTS = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "n_outputs_max": 0,
+    "flash_attn_type": -1,
+    "yarn_orig_ctx": 0,
+    "type_k": 1,
+    "type_v": 1,
+    "embeddings": False,
+    "offload_kqv": True,
+    "no_perf": True,
+    "swa_full": True,
+    "kv_unified": False,
+    "n_samplers": 0,
+}
+_lock = Lock()
+_log: list[str] = []
+_listeners: list[Callable[[str], None]] = []
+_kept: list[Any] = []  # callbacks, as long as the library may call them
+
+
+def llama_library() -> Any:
+    """llama-cpp-python's low-level module, which says nothing on stderr from now on.
+
+    Raises:
+        UsageError: it is not installed, is a version that is not supported, or does not compute what it should.
+    """
+    with _lock:
+        return _checked()
+
+
+def logged_error() -> str:
+    """The first line that llama.cpp logged as an error since this was asked, without the names of its functions; empty
+    where there is none. What follows the first is that each caller failed too."""
+    line = _PREFIX.sub("", _log[0].strip()) if _log else ""
+    _log.clear()
+    return line.rstrip(".")
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Shows a listener every piece of text that llama.cpp logs meanwhile."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@cache
+def _checked() -> Any:
+    lib = _imported()
+    _kept.append(lib.llama_log_callback(_remember))
+    lib.llama_log_set(_kept[-1], None)
+    _check_layout("model", lib.llama_model_default_params(), _MODEL_DEFAULTS)
+    _check_layout("context", lib.llama_context_default_params(), _CONTEXT_DEFAULTS)
+    lib.llama_backend_init()
+    # Without these functions it was compiled in a way that has no such lists.
+    with suppress(OSError, AttributeError):
+        without_amx(functions(lib._lib._name))
+    from edgeinfer.bundle.gguf.smoke import smoke_test
+
+    fault = smoke_test(lib)
+    if fault:
+        raise _unsuitable(f"llama.cpp does not work here: {fault}")
+    return lib
+
+
+def _imported() -> Any:
+    """The module of the bindings, without the rest of the package, whose templates and caches take 10 MB."""
+    folder = _folder()
+    version = installed_version()
+    first, end = map(_numbers, SUPPORTED)
+    if not first <= _numbers(version) < end:
+        raise _unsuitable(f"llama-cpp-python {version} is installed, which edgeinfer does not support.")
+    if _PACKAGE in sys.modules:
+        return import_module(f"{_PACKAGE}.{_PACKAGE}")
+    package = types.ModuleType(_PACKAGE)
+    package.__path__ = [str(folder)]
+    sys.modules[_PACKAGE] = package
+    try:
+        return import_module(f"{_PACKAGE}.{_PACKAGE}")
+    except (OSError, RuntimeError, AttributeError) as error:
+        # A library that lacks a function or cannot be loaded: compiled for another machine, or only in part.
+        raise UsageError(f"llama-cpp-python cannot be loaded: {error}.", _INSTALL) from error
+    finally:
+        # Whoever imports the package later gets all of it.
+        sys.modules.pop(_PACKAGE, None)
+
+
+def installed_version() -> str:
+    """The version of llama-cpp-python, "unknown" where it does not say.
+
+    Raises:
+        UsageError: it is not installed, or cannot be read.
+    """
+    try:
+        found = re.search(r'__version__ = "([^"]+)"', (_folder() / "__init__.py").read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"llama-cpp-python cannot be read: {error}.", _INSTALL) from error
+    return found[1] if found else "unknown"
+
+
+def _folder() -> Path:
+    spec = find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError("llama-cpp-python is not installed.", _INSTALL)
+    return Path(spec.submodule_search_locations[0])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _check_layout(what: str, params: Any, defaults: dict[str, Any]) -> None:
+    wrong = [name for name, value in defaults.items() if getattr(params, name, None) != value]
+    if wrong:
+        raise _unsuitable(f"llama.cpp's {what} parameters are laid out differently ({', '.join(wrong)}).")
+
+
+def _unsuitable(message: str) -> UsageError:
+    first, end = SUPPORTED
+    return UsageError(message, f'Install a version that fits: pip install "llama-cpp-python>={first},<{end}".')
+
+
+def _remember(level: int, text: bytes | None, _: Any) -> None:
+    """Keeps the first line of the first error; called by llama.cpp for whatever it logs."""
+    line = (text or b"").decode("utf-8", "replace")
+    for listener in _listeners:
+        listener(line)
+    if level == _ERROR_LEVEL and line.strip() and not _log:
+        _log.append(line)

@@ -1,0 +1,237 @@
+"""What a GGUF file says of its model, in the words of a bundle: sizes, texts, memory; runs nothing.
+
+Whether llama.cpp knows the architecture is for the backend to find out. What is read here must be there whatever the
+architecture, and fit the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgeinfer.bundle.gguf.metadata import GgufArray, damaged
+from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
+from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
+from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
+from edgeinfer.bundle.spec import Geometry
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.errors import BundleError
+
+__all__ = ["BACKEND", "KV_TYPES", "check_model", "geometry_of", "kv_bytes_per_token", "manifest_of", "open_gguf"]
+
+BACKEND = "llamacpp"
+# Names that edgeinfer gives llama.cpp's types of cache.
+KV_TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+
+_EMBEDDING = "token_embd.weight"
+_ARCHITECTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
+# llama.cpp ends the whole process at more layers or experts than these, and at what `_check_survivable` refuses.
+_MOST = {"block_count": 512, "embedding_length": 1 << 20, "context_length": 1 << 30}
+_MOST_EXPERTS = 1024
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+_MOST_HEADS, _MOST_CHANNELS = 65_536, 65_536
+_FINITE = ("rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_SPECIAL_TOKENS = ("bos", "eos", "unk", "pad", "sep", "mask")
+
+
+def open_gguf(path: Path) -> Bundle:
+    """The bundle that a plain GGUF file is: its manifest and small files are made of the file's metadata.
+
+    Raises:
+        BundleError: the file is malformed, or no language model with its vocabulary.
+    """
+    gguf = read_gguf(path)
+    texts = _texts(read_vocabulary(gguf))
+    return Bundle(path.parent, manifest_of(gguf), texts=texts, header=gguf, digests=False)
+
+
+def check_model(gguf: GgufFile, manifest: Manifest) -> None:
+    """Raises BundleError where the model file of a bundle is malformed or not the one its manifest describes."""
+    read_vocabulary(gguf)
+    geometry = geometry_of(gguf)
+    if geometry != manifest.geometry:
+        differing = [name for name, value in vars(geometry).items() if value != getattr(manifest.geometry, name)]
+        raise damaged(gguf.path, f"its {', '.join(differing)} are not what the manifest says")
+
+
+def manifest_of(gguf: GgufFile) -> Manifest:
+    """The manifest of a plain file; in place of digests it has the fingerprint.
+
+    Raises:
+        BundleError: the file does not describe a language model.
+    """
+    return Manifest(
+        name=_name(gguf),
+        architecture=_architecture(gguf),
+        backend=BACKEND,
+        geometry=geometry_of(gguf),
+        parameters=sum(tensor.size for tensor in gguf.tensors),
+        capabilities=Capabilities(layer_skip=False, hidden=False, tree=True, exact=False),
+        files={split.path.name: FileEntry(split.size, gguf.fingerprint) for split in gguf.splits},
+        export={"type": _prevalent_type(gguf), "tensors": len(gguf.tensors)},
+    )
+
+
+def geometry_of(gguf: GgufFile) -> Geometry:
+    """The sizes a runtime must know; where layers differ in their key heads, those of the widest.
+
+    Raises:
+        BundleError: one is missing or impossible, or the tensors are of other sizes.
+    """
+    architecture = _architecture(gguf)
+    layers, hidden, context = (_positive(gguf, f"{architecture}.{name}", most) for name, most in _MOST.items())
+    for name in _FINITE:
+        if f"{architecture}.{name}" in gguf.metadata and gguf.metadata.number(f"{architecture}.{name}") < 0:
+            raise damaged(gguf.path, f"{architecture}.{name} is negative")
+    _check_survivable(gguf, architecture, layers)
+    embedding = gguf.by_name.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+        found = "missing" if embedding is None else f"of shape {embedding.shape}"
+        raise damaged(gguf.path, f"{_EMBEDDING} is {found}, and the embedding length is {hidden}")
+    vocabulary = embedding.shape[0]
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, GgufArray) and tokens.count != vocabulary:
+        raise damaged(gguf.path, f"it has {tokens.count} tokens and embeddings of {vocabulary}")
+    if gguf.metadata.integer(f"{architecture}.vocab_size", vocabulary) < vocabulary:
+        raise damaged(gguf.path, f"{architecture}.vocab_size is less than its {vocabulary} embeddings")
+    beyond = [tensor.name for tensor in gguf.tensors if (n := _LAYER.match(tensor.name)) and int(n[1]) >= layers]
+    if beyond:
+        raise damaged(gguf.path, f"it has {layers} layers and a tensor {beyond[0]}")
+    _, kv_heads = _heads(gguf)
+    return Geometry(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_kv_heads=max(kv_heads),
+        head_dim=max(_head_sizes(gguf)),
+        max_positions=context,
+    )
+
+
+def kv_bytes_per_token(gguf: GgufFile, kv: str) -> int | None:
+    """Bytes of one token's keys and values over all layers; None where the heads are no whole blocks of the type.
+
+    As if every layer saw the whole context: llama.cpp takes less where some have a sliding window or compressed keys.
+
+    Args:
+        kv: one of `KV_TYPES`.
+    """
+    kind = ggml_type(KV_TYPES[kv])
+    _, kv_heads = _heads(gguf)
+    sizes = _head_sizes(gguf)
+    if any(size % kind.block_values for size in sizes):
+        return None
+    return sum(kv_heads) * sum(map(kind.row_bytes, sizes))
+
+
+def _check_survivable(gguf: GgufFile, architecture: str, layers: int) -> None:
+    """Raises at what llama.cpp asserts of numbers that no other check is about, rather than answer with an error."""
+    data = gguf.metadata
+    experts = data.integer(f"{architecture}.expert_count", 0)
+    used = max(_per_layer(gguf, f"{architecture}.expert_used_count", layers, default=0))
+    groups = data.integer(f"{architecture}.expert_group_count", 0)
+    chosen = data.integer(f"{architecture}.expert_group_used_count", 0)
+    if experts > _MOST_EXPERTS or used > experts or (used == 0) != (experts == 0):
+        raise damaged(gguf.path, f"it uses {used} of {experts} experts")
+    uneven = groups > 1 and (experts % groups > 0 or not 0 < chosen < groups)
+    if uneven or 0 < groups >= experts:
+        raise damaged(gguf.path, f"it uses {chosen} of {groups} groups of {experts} experts")
+    if data.integer(f"{architecture}.nextn_predict_layers", 0) > layers:
+        raise damaged(gguf.path, f"more than all of its {layers} layers predict further tokens")
+    scaling = f"{architecture}.rope.scaling.type"
+    if scaling in data and data.text(scaling) not in _ROPE_SCALINGS:
+        raise damaged(gguf.path, f"{scaling} is none of {', '.join(_ROPE_SCALINGS)}")
+
+
+def _architecture(gguf: GgufFile) -> str:
+    name = gguf.metadata.text("general.architecture")
+    if _ARCHITECTURE.fullmatch(name) is None:
+        raise damaged(gguf.path, "general.architecture is no name")
+    return name
+
+
+def _positive(gguf: GgufFile, key: str, most: int) -> int:
+    value = gguf.metadata.integer(key)
+    if not 1 <= value <= most:
+        raise damaged(gguf.path, f"{key} is {value}, not 1 to {most}")
+    return value
+
+
+def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
+    """Query heads and key heads of every layer, which are 0 where it has no attention, but not everywhere."""
+    architecture = _architecture(gguf)
+    layers = _positive(gguf, f"{architecture}.block_count", _MOST["block_count"])
+    heads = _per_layer(gguf, f"{architecture}.attention.head_count", layers)
+    key = f"{architecture}.attention.head_count_kv"
+    kv_heads = _per_layer(gguf, key, layers) if key in gguf.metadata else heads
+    if not max(heads) or not max(kv_heads):
+        hint = "edgeinfer runs decoders with attention."
+        raise BundleError(f"{gguf.path} holds a model without attention heads.", hint)
+    pairs = zip(heads, kv_heads, strict=True)
+    if any(of_keys and (of_queries < of_keys or of_queries % of_keys) for of_queries, of_keys in pairs):
+        raise damaged(gguf.path, "query heads are no multiple of key heads")
+    return heads, kv_heads
+
+
+def _per_layer(gguf: GgufFile, key: str, layers: int, default: int | None = None) -> list[int]:
+    """A number of heads or experts, given for all layers or for each."""
+    value = gguf.metadata.get(key)
+    if not isinstance(value, GgufArray):
+        return [_at_most(gguf, key, gguf.metadata.integer(key, default))] * layers
+    items = gguf.metadata.array(key, *_INTEGERS)
+    if items.count != layers:
+        raise damaged(gguf.path, f"{key} has {items.count} items for {layers} layers")
+    return [_at_most(gguf, key, int(item)) for item in items.numbers()]
+
+
+def _at_most(gguf: GgufFile, key: str, value: int) -> int:
+    if not 0 <= value <= _MOST_HEADS:
+        raise damaged(gguf.path, f"{key} is {value}, not 0 to {_MOST_HEADS}")
+    return value
+
+
+def _head_sizes(gguf: GgufFile) -> tuple[int, int]:
+    """Channels of a head's key and of its value."""
+    architecture = _architecture(gguf)
+    heads, _ = _heads(gguf)
+    usual = gguf.metadata.integer(f"{architecture}.embedding_length") // max(heads)
+    keys = [f"{architecture}.attention.{name}" for name in ("key_length", "value_length")]
+    sizes = [gguf.metadata.integer(key, usual) for key in keys]
+    for key, size in zip(keys, sizes, strict=True):
+        if not 1 <= size <= _MOST_CHANNELS:
+            raise damaged(gguf.path, f"{key} is {size}, not 1 to {_MOST_CHANNELS}")
+    return sizes[0], sizes[1]
+
+
+def _name(gguf: GgufFile) -> str:
+    """What its author calls it, fit to be printed."""
+    name = gguf.metadata.get("general.name")
+    shown = "".join(c if c.isprintable() else " " for c in name).strip()[:100] if isinstance(name, str) else ""
+    return shown or gguf.path.stem
+
+
+def _prevalent_type(gguf: GgufFile) -> str:
+    """The type of most bytes."""
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.tensors:
+        sizes[tensor.type.name] += tensor.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def _texts(vocabulary: GgufVocabulary) -> Mapping[str, str]:
+    """The small files of a bundle that a plain file's metadata stand for."""
+    generation: dict[str, int | list[int]] = {"eos_token_id": list(vocabulary.ends)}
+    if vocabulary.bos is not None:
+        generation["bos_token_id"] = vocabulary.bos
+    spelled = vocabulary.special_texts
+    tokens = {f"{name}_token": spelled[name] for name in _SPECIAL_TOKENS if name in spelled}
+    texts = {"generation_config.json": json.dumps(generation), "special_tokens.json": json.dumps(tokens)}
+    if vocabulary.chat_template is not None:
+        texts["chat_template.jinja"] = vocabulary.chat_template
+    return texts

@@ -1,0 +1,222 @@
+"""Which of llama.cpp's types each tensor of a GGUF file gets so that the model loses least within a size.
+
+What a type costs a tensor is measured with llama.cpp's own quantizer on some of its rows, at their output, beside what
+a probe of the whole model lost by a coarser rounding of the same matrix. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.gguf.types import GgmlType, ggml_type
+from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.config import format_size
+from edgeinfer.errors import BudgetError
+from edgeinfer.export.gguf.file_types import fitting
+from edgeinfer.export.gguf.importance import Importance
+from edgeinfer.export.gguf.rounding import RowQuantizer
+from edgeinfer.export.gguf.tensors import GgufTensor, Part
+from edgeinfer.quant.allocation import Choice, Option, allocate
+from edgeinfer.quant.calibration import ModelReader
+from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
+from edgeinfer.quant.sensitivity import share_of, spread_rows
+
+__all__ = ["TypePlan", "check_budget", "choose_types", "file_kind", "tensor_bytes"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
+
+# From small to large, of rows that are whole blocks of 256, and of 32. Smaller ones than these are slow on CPUs and
+# need importance data.
+_WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
+_NARROW = ("IQ4_NL", "Q5_0", "Q5_1", "Q8_0", "F16")
+_ODD = ("F16",)
+# Types of files by the type of most of their tensors, which is what programs say of them.
+_FILES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+_EMBEDDING = "token_embd.weight"
+_ALIGNMENT = 32
+# Weights of a tensor whose errors stand for all; experts of one layer share them out.
+_SAMPLE, _LEAST_SAMPLE = 1 << 16, 1 << 13
+
+
+@dataclass(frozen=True)
+class TypePlan:
+    """The types of a file's tensors.
+
+    Attributes:
+        kind: type of the file.
+        types: of each tensor whose type is chosen; the others are what the file's type makes of them.
+        predicted: what it is predicted to cost, in nats of KL divergence per token; by tensor.
+        budget: bytes that all tensors were to take; None where types were given.
+    """
+
+    kind: str
+    types: Mapping[str, str]
+    predicted: Mapping[str, float]
+    budget: int | None
+
+    def record(self, calibration_sha256: str | None = None, calibration_tokens: int = 0) -> PlanRecord:
+        """The plan as a manifest holds it."""
+        tensors = tuple(self._entry(name, ggml_type(kind)) for name, kind in self.types.items())
+        return PlanRecord("llama.cpp", tensors, calibration_sha256, calibration_tokens, self.budget)
+
+    def _entry(self, name: str, kind: GgmlType) -> PlannedTensor:
+        cost = self.predicted.get(name)
+        return PlannedTensor(name, kind.bits, kind.block_values, predicted_kl=cost, type=kind.name)
+
+
+def choose_types(
+    spec: DecoderSpec,
+    reader: ModelReader,
+    texts: Sequence[Ints],
+    tensors: Sequence[GgufTensor],
+    budget: int,
+    importance: Importance | None = None,
+    given: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> TypePlan:
+    """The types within a budget that the model is predicted to lose least by; probes the model once.
+
+    Args:
+        reader: of the weights as they compute.
+        texts: token ids that probes read; texts do not see each other.
+        tensors: of the file.
+        budget: bytes of all tensors, with the padding between them.
+        importance: that the file will be quantized with.
+        given: types of some tensors, which hold in any case.
+
+    Raises:
+        BudgetError: not even the smallest types fit.
+        UsageError: activations are not finite.
+    """
+    # An impossible budget is refused before the model is probed, which takes a while.
+    check_budget(tensors, budget, given)
+    options = {t.name: _candidates(t, (given or {}).get(t.name)) for t in tensors if not t.exact}
+    sizes = {t.name: [tensor_bytes(t.shape, kind) for kind in options[t.name]] for t in tensors if not t.exact}
+    costs = _costs(spec, reader, texts, tensors, options, importance or {}, progress)
+    choices = [
+        Choice(tuple(Option(size, cost) for size, cost in zip(sizes[name], costs[name], strict=True)))
+        for name in options
+    ]
+    chosen = dict(zip(options, allocate(choices, budget - _fixed_bytes(tensors)).chosen, strict=True))
+    types = {name: options[name][index] for name, index in chosen.items()}
+    predicted = {name: costs[name][index] for name, index in chosen.items()}
+    return TypePlan(file_kind(types, tensors), types, predicted, budget)
+
+
+def check_budget(tensors: Sequence[GgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:
+    """Refuses what not even the smallest types fit; as `choose_types`."""
+    smallest = (
+        min(tensor_bytes(t.shape, kind) for kind in _candidates(t, (given or {}).get(t.name)))
+        for t in tensors
+        if not t.exact
+    )
+    least = _fixed_bytes(tensors) + sum(smallest)
+    if least > budget:
+        message = f"The tensors cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
+        hint = f"The smallest possible take {format_size(least)} ({least:,} bytes): allow as much."
+        raise BudgetError(message, hint, minimum_bytes=least)
+
+
+def tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a tensor, with the padding after it."""
+    return _padded(math.prod(shape[:-1]) * ggml_type(kind).row_bytes(shape[-1]))
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _fixed_bytes(tensors: Iterable[GgufTensor]) -> int:
+    """Bytes of what stays in float32."""
+    return sum(_padded(4 * math.prod(tensor.shape)) for tensor in tensors if tensor.exact)
+
+
+def _candidates(tensor: GgufTensor, given: str | None) -> tuple[str, ...]:
+    columns = tensor.shape[-1]
+    if given is not None:
+        return (fitting(given, columns),)
+    return _WIDE if columns % 256 == 0 else _NARROW if columns % 32 == 0 else _ODD
+
+
+def file_kind(types: Mapping[str, str], tensors: Iterable[GgufTensor]) -> str:
+    """The type of the file: that of most weights; a quantized one where any tensor is."""
+    weights: Counter[str] = Counter()
+    for tensor in tensors:
+        kind = types.get(tensor.name)
+        if kind is not None and ggml_type(kind).quantized:
+            weights[kind] += math.prod(tensor.shape)
+    if not weights:
+        return "F16"
+    most = weights.most_common(1)[0][0]
+    return _FILES.get(most, most)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one of our matrices in a tensor of the file, and which of the tensor's slices they are."""
+
+    tensor: GgufTensor
+    part: Part
+    index: int
+
+
+def _costs(
+    spec: DecoderSpec,
+    reader: ModelReader,
+    texts: Sequence[Ints],
+    tensors: Sequence[GgufTensor],
+    options: Mapping[str, tuple[str, ...]],
+    importance: Importance,
+    progress: Progress | None,
+) -> dict[str, list[float]]:
+    """What each type of each tensor is predicted to cost."""
+    pieces: dict[str, list[_Piece]] = {}
+    for tensor in tensors:
+        if tensor.name in options:
+            for index, part in enumerate(tensor.parts):
+                pieces.setdefault(part.plan, []).append(_Piece(tensor, part, index))
+    shared = Counter(expert_group(plan) for plan in pieces)
+    quantizer = RowQuantizer()
+    # By matrix: squared output errors of each type of each of its tensors, and of the probe's rounding.
+    errors: dict[str, dict[str, list[float]]] = {}
+    whole: dict[str, float] = {}
+
+    def look(name: str, weight: Floats, x: Floats | None) -> None:
+        sample = max(_SAMPLE // shared[expert_group(name)], _LEAST_SAMPLE)
+        for piece in pieces.get(name, ()):
+            rows = weight[piece.part.start : piece.part.stop]
+            taken = spread_rows(rows, sample)
+            scale = len(rows) / len(taken)
+            columns = _slice(importance.get(piece.tensor.name), piece.index, weight.shape[1])
+            whole[name] = whole.get(name, 0.0) + scale * _energy(rounded(taken) - taken, x)
+            errors.setdefault(name, {})[piece.tensor.name] = [
+                scale * _energy(quantizer.approximate(taken, kind, columns) - taken, x)
+                for kind in options[piece.tensor.name]
+            ]
+
+    probes = probe_decoder(spec, reader.tensor, texts, look, progress)
+    costs = {name: np.zeros(len(kinds)) for name, kinds in options.items()}
+    for plan, by_tensor in errors.items():
+        share = share_of(probes[expert_group(plan)], plan) / max(whole[plan], 1e-30)
+        for name, found in by_tensor.items():
+            costs[name] += share * np.array(found)
+    return {name: [float(cost) for cost in found] for name, found in costs.items()}
+
+
+def _slice(importance: Floats | None, index: int, width: int) -> Floats | None:  # (E * K,) -> (K,)
+    return None if importance is None else importance[index * width : (index + 1) * width]
+
+
+def _energy(error: Floats, x: Floats | None) -> float:  # (n, K), (T, K)
+    """Squared output error, of all inputs alike where there are none."""
+    output = error if x is None or not len(x) else x @ error.T
+    return float(np.einsum("ij,ij->", output, output, dtype=np.float64))

@@ -1,0 +1,261 @@
+"""llama.cpp's own quantizer on GGUF files: types, importance, layers left out; knows nothing of what they are worth.
+
+llama.cpp ends the process on some requests, so that everything is checked before it is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.bundle.gguf.library import listening, llama_library
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
+from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
+from edgeinfer.export.gguf.file_types import COPY, FileType, find_file_type, find_tensor_type, needs_importance
+from edgeinfer.export.gguf.pruning import check_prunable, renumbered
+
+__all__ = ["Progress", "quantize_gguf"]
+
+Progress = Callable[[str, int, int], None]
+Floats = npt.NDArray[np.float32]
+
+_ALIGNMENT = 32
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_STEP = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+# Rows of a tensor that llama.cpp has in memory at a time.
+_BUFFER_BYTES = 256 << 20
+_POLL_SECONDS = 0.1
+# What llama.cpp logs before its reason.
+_FAILURE = "failed to quantize: "
+
+
+def quantize_gguf(
+    source: Path,
+    target: Path,
+    kind: str,
+    *,
+    importance: Mapping[str, Floats] | None = None,
+    tensor_types: Mapping[str, str] | None = None,
+    prune_layers: Sequence[int] = (),
+    requantize: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a GGUF file again in one of llama.cpp's types, as its command line would, whole or not at all.
+
+    Rows that a type's blocks do not divide fall back to another type, as llama.cpp decides.
+
+    Args:
+        kind: of FILE_TYPES, or "COPY", which keeps every tensor's type.
+        importance: mean squared input of every column, by names of tensors: (K,), or (E * K,) of experts.
+        tensor_types: types of single tensors, by names of tensors; they hold over what `kind` would make of them.
+        prune_layers: layers to leave out; the others move up.
+        requantize: take a source whose tensors are quantized, which loses more than one of floats would.
+        threads: at a time; None for as many as there are cores.
+        progress: called with a tensor's name, how many tensors are done and how many there are.
+
+    Raises:
+        UsageError: llama-cpp-python is not installed, or what is asked for is not possible.
+        BundleError: the source is damaged.
+        StorageError: the target cannot be written.
+        BackendError: llama.cpp refuses.
+    """
+    file_type = COPY if kind.upper() == COPY.name else find_file_type(kind)
+    file = read_gguf(source)
+    layers = tuple(sorted(set(prune_layers)))
+    check_prunable(file, layers)
+    if target.exists() and target.samefile(source):
+        raise UsageError(f"{target} is the file that is read.", "Choose another name.")
+    types = {name: find_tensor_type(wanted) for name, wanted in (tensor_types or {}).items()}
+    _check(file, file_type, types, importance, requantize=requantize)
+    lib = llama_library()
+    request = _Request(lib, file, file_type, types, importance or {}, layers)
+    request.params.nthread = threads if threads is not None else os.cpu_count() or 1
+    request.params.allow_requantize = requantize
+    with storage_errors(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        scratch = Path(folder) / target.name
+        status, reason = _run(lib, source, scratch, request, progress)
+        if status != 0:
+            raise _refused(source, target, file_type, reason)
+        _check_result(scratch, file, layers)
+        with scratch.open("rb") as written:
+            os.fsync(written.fileno())
+        scratch.replace(target)
+
+
+def _run(lib: Any, source: Path, target: Path, request: _Request, progress: Progress | None) -> tuple[int, str]:
+    """llama.cpp's status, and why it failed.
+
+    It runs in a thread of its own, as it cannot be interrupted: Ctrl-C leaves it behind.
+    """
+    status: list[int] = []
+    heard: list[tuple[str, int, int]] = []
+    reasons: list[str] = []
+
+    def hear(line: str) -> None:
+        if found := _STEP.match(line):
+            heard[:] = [(found[3], int(found[1]) - 1, int(found[2]))]
+        elif _FAILURE in line:
+            reasons.append(line.partition(_FAILURE)[2].strip())
+
+    def work() -> None:
+        with listening(hear):
+            arguments = os.fsencode(source), os.fsencode(target), ctypes.byref(request.params)
+            status.append(int(lib.llama_model_quantize(*arguments)))
+
+    thread = threading.Thread(target=work, name="edgeinfer-quantize", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_SECONDS)
+        if progress is not None and heard:
+            progress(*heard[-1])
+    return (status[0] if status else 1), " ".join(reasons)
+
+
+class _Request:
+    """The arguments of llama.cpp, whose structs point into arrays that this keeps alive."""
+
+    def __init__(
+        self,
+        lib: Any,
+        file: GgufFile,
+        kind: FileType,
+        types: Mapping[str, str],
+        importance: Mapping[str, Floats],
+        layers: tuple[int, ...],
+    ) -> None:
+        self.params = params = lib.llama_model_quantize_default_params()
+        params.ftype, params.only_copy = kind.number, kind is COPY
+        params.max_buf_size = _BUFFER_BYTES
+        kept = {name: wanted for name, wanted in types.items() if not _is_pruned(name, layers)}
+        patterns = _patterns({renumbered(name, layers): wanted for name, wanted in kept.items()})
+        if patterns and kind is not COPY:
+            params.tt_overrides = self._types = _type_array(lib, patterns)
+        if importance:
+            self._columns = [np.ascontiguousarray(values, np.float32) for values in importance.values()]
+            params.imatrix = self._importance = _importance_array(lib, list(importance), self._columns)
+        if layers:
+            params.prune_layers = self._layers = (ctypes.c_int32 * (len(layers) + 1))(*layers, -1)
+        if file.alignment != _ALIGNMENT:
+            # It lays tensors out at its default whatever the key says.
+            params.kv_overrides = self._keys = _integer_array(lib, {b"general.alignment": _ALIGNMENT})
+
+
+def _type_array(lib: Any, patterns: Sequence[tuple[str, str]]) -> Any:
+    """llama.cpp's structs of types by pattern, which one without a pattern ends."""
+    entries = (lib.llama_model_tensor_override * (len(patterns) + 1))()
+    for entry, (pattern, wanted) in zip(entries, patterns, strict=False):
+        entry.pattern, entry.type = pattern.encode(), ggml_type(wanted).number
+    return entries
+
+
+def _importance_array(lib: Any, names: Sequence[str], columns: Sequence[Floats]) -> Any:
+    """llama.cpp's structs of importance, which one without a name ends."""
+    entries = (lib.llama_model_imatrix_data * (len(names) + 1))()
+    for entry, name, values in zip(entries, names, columns, strict=False):
+        entry.name, entry.size = name.encode(), values.size
+        entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    return entries
+
+
+def _integer_array(lib: Any, values: Mapping[bytes, int]) -> Any:
+    """llama.cpp's structs of metadata, which one without a key ends."""
+    entries = (lib.llama_model_kv_override * (len(values) + 1))()
+    for entry, (key, value) in zip(entries, values.items(), strict=False):
+        entry.tag, entry.key, entry.value.val_i64 = lib.LLAMA_KV_OVERRIDE_TYPE_INT, key, value
+    return entries
+
+
+def _patterns(types: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Regular expressions that match these names and no others; few, as every tensor is held against each."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    patterns = []
+    for name, wanted in types.items():
+        if found := _LAYER.fullmatch(name):
+            layers.setdefault((found[2], wanted), []).append(found[1])
+        else:
+            patterns.append((f"^{re.escape(name)}$", wanted))
+    for (rest, wanted), numbers in layers.items():
+        patterns.append((rf"^blk\.({'|'.join(numbers)})\.{re.escape(rest)}$", wanted))
+    return patterns
+
+
+def _check(
+    file: GgufFile,
+    kind: FileType,
+    types: Mapping[str, str],
+    importance: Mapping[str, Floats] | None,
+    *,
+    requantize: bool,
+) -> None:
+    """Refuses what llama.cpp would end the process on, or say too little of."""
+    if not file.metadata.get("general.architecture") or not file.tensors:
+        raise BundleError(f"{file.path} holds no model.", "Give a GGUF file of a language model.")
+    if kind.needs_importance and not importance:
+        hint = "Export the checkpoint with --calibration FILE, or choose a larger type."
+        raise UsageError(f"{kind.name} needs importance data.", hint)
+    if types and (kind.is_float or kind is COPY):
+        message = f"Tensors of their own type are not possible in a file of type {kind.name}."
+        raise UsageError(message, "Choose a quantized type for the others, such as Q8_0.")
+    quantized = next((t for t in file.tensors if t.type.quantized), None)
+    if kind is not COPY and quantized is not None and not requantize:
+        message = f"{file.path} is quantized already: {quantized.name} is {quantized.type.name}."
+        raise UsageError(message, "Start from a file of floats; quantizing twice loses more.")
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    for name, values in (importance or {}).items():
+        _check_importance(tensors.get(name), name, values)
+    for name, wanted in types.items():
+        if name not in tensors:
+            raise UsageError(f"{file.path} has no tensor {name}.", "See them with edgeinfer inspect --tensors.")
+        if needs_importance(wanted) and name not in (importance or {}):
+            hint = "Calibrate with a text, or choose another type; embeddings have no importance data."
+            raise UsageError(f"{name} cannot be {wanted} without importance data.", hint)
+
+
+def _check_importance(tensor: GgufTensor | None, name: str, values: Floats) -> None:
+    """Refuses importance that is not of the tensor, or not usable."""
+    if tensor is None or len(tensor.shape) < 2:
+        raise UsageError(f"There is importance data of {name}, which is no matrix of the file.", "Gather it anew.")
+    experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+    if values.shape != (experts * tensor.shape[-1],):
+        message = f"The importance data of {name} are {values.shape}, not for {experts} x {tensor.shape[-1]} columns."
+        raise UsageError(message, "Gather it from the checkpoint of this file.")
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+        raise UsageError(f"The importance data of {name} are not finite and positive.", "Gather it anew.")
+
+
+def _refused(source: Path, target: Path, kind: FileType, reason: str) -> EdgeInferError:
+    if "basic_ios" in reason or "iostream" in reason:
+        return StorageError(f"Cannot write {target}.", "Check the free disk space and permissions.")
+    message = f"llama.cpp cannot make {source} {kind.name}" + (f": {reason}." if reason else ".")
+    return BackendError(message, "Choose another type.")
+
+
+def _check_result(path: Path, source: GgufFile, layers: tuple[int, ...]) -> None:
+    """Reads what was written: llama.cpp does not look back."""
+    try:
+        written = {tensor.name: tensor.shape for tensor in read_gguf(path).tensors}
+    except BundleError as error:
+        raise BackendError(
+            f"llama.cpp wrote a file that is damaged: {error.message}", "Choose another type."
+        ) from error
+    wanted = {renumbered(t.name, layers): t.shape for t in source.tensors if not _is_pruned(t.name, layers)}
+    if written != wanted:
+        lost = sorted(wanted.keys() ^ written.keys()) or ["their shapes"]
+        raise BackendError(f"llama.cpp wrote other tensors than were asked for: {lost[0]}.", "Choose another type.")
+
+
+def _is_pruned(name: str, layers: tuple[int, ...]) -> bool:
+    found = _LAYER.fullmatch(name)
+    return found is not None and int(found[1]) in layers

@@ -1,0 +1,149 @@
+"""The tensors of a GGUF file by llama.cpp's names, and the rows of ours that they hold; knows no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.rope import inverse_frequencies
+from edgeinfer.bundle.spec import RopeSpec
+from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.gguf.architectures import GgufArchitecture
+
+__all__ = ["GgufTensor", "Part", "gguf_tensor_names", "gguf_tensors", "interleaved", "rope_tensors"]
+
+Floats = NDArray[np.float32]
+
+_MODEL = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
+_LAYER = {
+    "attn_norm": ("attn_norm.weight",),
+    "attn.qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "attn.qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "attn.q_norm": ("attn_q_norm.weight",),
+    "attn.k_norm": ("attn_k_norm.weight",),
+    "attn.out": ("attn_output.weight",),
+    "attn.out_bias": ("attn_output.bias",),
+    "mlp_norm": ("ffn_norm.weight",),
+    "mlp.gate_up": ("ffn_gate.weight", "ffn_up.weight"),
+    "mlp.gate_up_bias": ("ffn_gate.bias", "ffn_up.bias"),
+    "mlp.down": ("ffn_down.weight",),
+    "mlp.down_bias": ("ffn_down.bias",),
+    "mlp.router": ("ffn_gate_inp.weight",),
+    "mlp.shared.gate_up": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "mlp.shared.down": ("ffn_down_shexp.weight",),
+    "mlp.shared.gate": ("ffn_gate_inp_shexp.weight",),
+}
+_EXPERT = {"gate_up": ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "down": ("ffn_down_exps.weight",)}
+_PACKED = {"attn.qkv": ("attn_qkv.weight",), "mlp.gate_up": ("ffn_up.weight",)}
+# They decide more than they cost: llama.cpp keeps them in float32 too.
+_EXACT = ("mlp.router", "mlp.shared.gate")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `start` to `stop` - 1 of one of our tensors."""
+
+    plan: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of the file: parts of ours that follow one another.
+
+    Attributes:
+        shape: as numpy gives it; experts of a layer are stacked along the first of three axes.
+        turned: width of the heads whose rows take llama.cpp's order; 0 where they stay.
+        exact: it stays in float32 whatever the type of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    turned: int = 0
+    exact: bool = False
+
+
+def gguf_tensor_names(name: str, packed: bool = False) -> tuple[str, ...]:
+    """llama.cpp's names of the tensors that one of ours becomes, in the order of its rows.
+
+    All experts of a layer share theirs.
+
+    Args:
+        name: as the manifest's table has it (edgeinfer.bundle.manifest).
+        packed: the architecture keeps queries, keys and values in one tensor, and gate and up.
+    """
+    if name in _MODEL:
+        return (_MODEL[name],)
+    layer, _, part = name.removeprefix("layers.").partition(".")
+    expert = find_expert(name)
+    table = {**_LAYER, **(_PACKED if packed else {})}
+    names = table[part] if expert is None else _EXPERT[expert.part]
+    return tuple(f"blk.{layer}.{n}" for n in names)
+
+
+def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchitecture) -> Iterator[GgufTensor]:
+    """The tensors of the file in the order they are written."""
+    stacked: dict[str, list[Part]] = {}
+    for plan in plans:
+        expert = find_expert(plan.name)
+        names = gguf_tensor_names(plan.name, arch.packed)
+        parts = list(_split(spec, plan, len(names)))
+        if expert is None:
+            yield from (_tensor(spec, plan, arch, name, part) for name, part in zip(names, parts, strict=True))
+            continue
+        for name, part in zip(names, parts, strict=True):
+            stacked.setdefault(name, []).append(part)
+        last = spec.experts_of(expert.layer)
+        if last is not None and expert.expert == last.experts - 1 and expert.part == "down":
+            for name, found in stacked.items():
+                width = last.expert_size if "ffn_down" in name else spec.hidden_size
+                yield GgufTensor(name, (len(found), found[0].stop - found[0].start, width), tuple(found))
+            stacked.clear()
+    if spec.tied and arch.own_head:
+        shape = (spec.vocab_size, spec.hidden_size)
+        yield GgufTensor(_MODEL["head"], shape, (Part("embed", 0, spec.vocab_size),))
+
+
+def _split(spec: DecoderSpec, plan: TensorPlan, count: int) -> Iterator[Part]:
+    """The rows that each of the tensors takes that one of ours becomes."""
+    rows = [plan.shape[0] // count] * count
+    if count == 3:
+        rows = [spec.q_size, spec.kv_size, spec.kv_size]
+    start = 0
+    for size in rows:
+        yield Part(plan.name, start, start + size)
+        start += size
+
+
+def _tensor(spec: DecoderSpec, plan: TensorPlan, arch: GgufArchitecture, name: str, part: Part) -> GgufTensor:
+    turned = arch.neighbours and any(f".{n}." in name for n in ("attn_q", "attn_k"))
+    # The gate of a shared expert is a vector there.
+    shape = (plan.shape[1],) if plan.name.endswith(".shared.gate") else (part.stop - part.start, *plan.shape[1:])
+    exact = len(shape) == 1 or plan.name.endswith(_EXACT)
+    return GgufTensor(name, shape, (part,), spec.head_dim if turned else 0, exact)
+
+
+def interleaved(rows: Floats, head_dim: int) -> Floats:  # (heads x head_dim, ...)
+    """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def rope_tensors(rope: RopeSpec) -> dict[str, Floats]:
+    """What llama.cpp divides the frequencies of a rotary embedding by, (dim / 2,) each; linear scaling is a key."""
+    if rope.type == "llama3":
+        plain = inverse_frequencies(RopeSpec("default", rope.theta, rope.dim), 0)
+        return {"rope_freqs.weight": plain / inverse_frequencies(rope, 0)}
+    if rope.type == "longrope":
+        return {
+            "rope_factors_long.weight": np.asarray(rope.long_factors, np.float32),
+            "rope_factors_short.weight": np.asarray(rope.short_factors, np.float32),
+        }
+    return {}

@@ -1,0 +1,285 @@
+"""A checkpoint's tokenizer in llama.cpp's terms: tokens, types, merges or scores, special ids; knows no tensors.
+
+What tokenizer.json does is the truth: scores are made of its merges, and what llama.cpp's tokenizers lack is refused,
+or named as a step that edgeinfer takes before them (edgeinfer.bundle.gguf.normalizer).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.checkpoint import parse_object
+from edgeinfer.export.gguf.architectures import ONNX_HINT
+from edgeinfer.export.gguf.pre_tokenizers import byte_level_steps, flattened, pre_tokenizer_name
+from edgeinfer.export.hf_config import HFConfig
+from edgeinfer.export.sidecar import read_sidecar
+
+__all__ = ["Vocabulary", "add_vocabulary", "read_vocabulary"]
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_UNDERLINE = "\u2581"  # what stands for a space in SentencePiece's tokens
+# Lower than any merge.
+_NO_MERGE = -1e9
+_FORMS = {"NFC": "nfc", "NFD": "nfd", "NFKC": "nfkc", "NFKD": "nfkd"}
+_SPACES = {r"\A +| +\z": "trim_spaces", r" {2,}": "join_spaces"}
+_ENDS = ("eos", "eot", "eom")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the metadata of a file say of its tokenizer.
+
+    Attributes:
+        model: "gpt2" for byte-level BPE, "llama" for SentencePiece's.
+        pre: llama.cpp's name of the pre-tokenizer.
+        merges: of "gpt2"; the others have scores.
+        ids: special tokens by llama.cpp's names: bos, eos, eot, eom, unk, pad.
+        prefix: a space is put before a text; of "llama".
+        steps: of edgeinfer.bundle.gguf.normalizer.
+        special: spellings of special and added tokens, which texts are cut at before anything else.
+        rstrip: some of them take the spaces that follow.
+    """
+
+    model: str
+    pre: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    ids: dict[str, int]
+    add_bos: bool
+    add_eos: bool
+    merges: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
+    prefix: bool = False
+    steps: tuple[str, ...] = ()
+    template: str | None = None
+    special: tuple[str, ...] = ()
+    rstrip: bool = False
+
+
+def read_vocabulary(folder: Path, config: HFConfig, rows: int) -> Vocabulary:
+    """Reads the tokenizer of a checkpoint.
+
+    Args:
+        rows: of the embedding; what the tokenizer does not name of them are unused tokens.
+
+    Raises:
+        CheckpointError: files are missing or malformed, or llama.cpp has no such tokenizer.
+    """
+    files = read_sidecar(folder, config).files
+    tokenizer = parse_object(files["tokenizer.json"], "tokenizer.json")
+    model = tokenizer.get("model") or {}
+    if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise _unsupported(f"tokenizer.json of the type {model.get('type')}")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(name):
+            raise _unsupported(f"tokenizer.json with {name}")
+    encoder = _encoder(files["tokenizer.json"])
+    tokens, types = _tokens(tokenizer, rows)
+    before, after = _added(encoder)
+    ids = _special_ids(encoder, files, before, after)
+    template = files.get("chat_template.jinja")
+    common = {
+        "tokens": tokens,
+        "ids": ids,
+        "add_bos": bool(before),
+        "add_eos": bool(after),
+        "template": None if template is None else template.decode("utf-8"),
+        "special": tuple(entry["content"] for entry in tokenizer.get("added_tokens") or ()),
+        "rstrip": any(entry.get("rstrip") for entry in tokenizer.get("added_tokens") or ()),
+    }
+    steps = byte_level_steps(tokenizer)
+    make = _sentence_pieces if steps is None else _byte_level
+    return make(tokenizer, types, common)
+
+
+def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    """Adds the keys of a tokenizer; `writer` is the gguf package's."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.model == "llama":
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.prefix)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    add = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
+        "unk": writer.add_unk_token_id,
+        "pad": writer.add_pad_token_id,
+    }
+    for name, id_ in vocabulary.ids.items():
+        add[name](id_)
+    writer.add_add_bos_token(vocabulary.add_bos)
+    writer.add_add_eos_token(vocabulary.add_eos)
+    if vocabulary.steps:
+        writer.add_array(NORMALIZER_KEY, list(vocabulary.steps))
+    if vocabulary.template is not None:
+        writer.add_chat_template(vocabulary.template)
+
+
+def _byte_level(tokenizer: dict[str, Any], types: list[int], common: dict[str, Any]) -> Vocabulary:
+    model, pre = tokenizer["model"], byte_level_steps(tokenizer) or []
+    merges = tuple(_merge(pair) for pair in model.get("merges") or ())
+    if not merges:
+        raise _unsupported("tokenizer.json without merges")
+    steps = [_FORMS.get(step["type"]) for step in flattened(tokenizer.get("normalizer"), "normalizers")]
+    if None in steps:
+        raise _unsupported(f"the normalizer {tokenizer['normalizer']}")
+    if pre[-1].get("add_prefix_space"):
+        if len(pre) > 1:
+            raise _unsupported("a space put before each piece of a text")
+        steps.append("prefix")
+    ignore = bool(model.get("ignore_merges"))
+    name = pre_tokenizer_name(pre, ignore, merges_matter=_merges_matter(model, merges, common["special"]))
+    return Vocabulary("gpt2", name, types=tuple(types), merges=merges, steps=tuple(map(str, steps)), **common)
+
+
+def _sentence_pieces(tokenizer: dict[str, Any], types: list[int], common: dict[str, Any]) -> Vocabulary:
+    model, tokens = tokenizer["model"], common["tokens"]
+    if not model.get("byte_fallback"):
+        raise _unsupported("tokenizer.json that works on neither bytes nor SentencePiece's pieces")
+    places = {token: i for i, token in enumerate(tokens)}
+    for byte in range(256):
+        id_ = places.get(f"<0x{byte:02X}>")
+        if id_ is None:
+            raise _unsupported(f"a vocabulary without the byte <0x{byte:02X}>")
+        types[id_] = _BYTE
+    unknown = places.get(model.get("unk_token") or "")
+    if unknown is not None:
+        types[unknown] = _UNKNOWN
+    scores = [_NO_MERGE if kind == _NORMAL and len(t) > 1 else 0.0 for t, kind in zip(tokens, types, strict=True)]
+    ranked: set[str] = set()
+    for rank, pair in enumerate(model.get("merges") or ()):
+        merged = "".join(_merge(pair).split(" "))
+        if merged in places and merged not in ranked:
+            ranked.add(merged)
+            scores[places[merged]] = -float(rank)
+    prefix, steps = _space_steps(tokenizer)
+    return Vocabulary(
+        "llama", "default", types=tuple(types), scores=tuple(scores), prefix=prefix, steps=steps, **common
+    )
+
+
+def _space_steps(tokenizer: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """Whether llama.cpp puts a space before a text, and the steps before that."""
+    prefix, steps, escapes = False, [], False
+    for step in flattened(tokenizer.get("normalizer"), "normalizers"):
+        kind, pattern = step["type"], step.get("pattern") or {}
+        if kind in _FORMS:
+            steps.append(_FORMS[kind])
+        elif kind == "Prepend" and step.get("prepend") == _UNDERLINE:
+            prefix = True
+        elif kind == "Replace" and pattern.get("Regex") in _SPACES and _is_space(pattern, step):
+            steps.append(_SPACES[pattern["Regex"]])
+        elif kind == "Replace" and pattern.get("String") == " " and step.get("content") == _UNDERLINE:
+            escapes = True
+        else:
+            raise _unsupported(f"the normalizer {step}")
+    for step in flattened(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if step["type"] != "Metaspace" or step.get("replacement") != _UNDERLINE:
+            raise _unsupported(f"the pre-tokenizer {step} beside SentencePiece's pieces")
+        escapes = True
+        scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+        prefix = prefix or scheme == "always"
+        steps += {"always": ["unprefix"], "first": ["first_prefix"]}.get(scheme, [])
+    if not escapes:
+        raise _unsupported("a tokenizer.json that leaves spaces as they are")
+    return prefix, tuple(steps)
+
+
+def _is_space(pattern: dict[str, Any], step: dict[str, Any]) -> bool:
+    """What trims leaves nothing, what joins one space."""
+    return bool(step.get("content") == ("" if _SPACES[pattern["Regex"]] == "trim_spaces" else " "))
+
+
+def _tokens(tokenizer: dict[str, Any], rows: int) -> tuple[tuple[str, ...], list[int]]:
+    """Spellings and types of all rows; those without a token are unused."""
+    tokens: list[str | None] = [None] * rows
+    types = [_UNUSED] * rows
+    for token, id_ in tokenizer["model"]["vocab"].items():
+        _place(tokens, id_, token)
+        types[id_] = _NORMAL
+    for entry in tokenizer.get("added_tokens") or ():
+        _place(tokens, entry["id"], entry["content"])
+        types[entry["id"]] = _CONTROL if entry.get("special") else _USER_DEFINED
+    named = [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)]
+    if len(set(named)) != rows:
+        raise CheckpointError("tokenizer.json spells two tokens alike.", "Correct its added tokens.")
+    return tuple(named), types
+
+
+def _place(tokens: list[str | None], id_: Any, token: str) -> None:
+    if not isinstance(id_, int) or not 0 <= id_ < len(tokens):
+        message = f"tokenizer.json has the token {token!r} at {id_}, the embedding has {len(tokens)} rows."
+        raise CheckpointError(message, "Check that the tokenizer belongs to this model.")
+    tokens[id_] = token
+
+
+def _encoder(data: bytes) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        encoder = Tokenizer.from_buffer(data)
+        encoder.encode("a")
+    except Exception as error:  # the library raises plain Exception
+        message = f"The checkpoint's tokenizer cannot be used: {error}."
+        raise CheckpointError(message, "Download the checkpoint again.") from error
+    return encoder
+
+
+def _added(encoder: Any) -> tuple[list[int], list[int]]:
+    """Ids that are put before and after a text; at most one each."""
+    plain, full = encoder.encode("a", add_special_tokens=False).ids, encoder.encode("a").ids
+    starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
+    start = next(starts, None)
+    if start is None or start > 1 or len(full) - start - len(plain) > 1:
+        raise _unsupported(f"a post-processor that makes {full} of {plain}")
+    return full[:start], full[start + len(plain) :]
+
+
+def _special_ids(encoder: Any, files: dict[str, bytes], before: list[int], after: list[int]) -> dict[str, int]:
+    """Special tokens as tokenizer_config.json names them, or else generation_config.json or config.json."""
+    strings = json.loads(files["special_tokens.json"])
+    generation = json.loads(files["generation_config.json"])
+    found = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        spelled = strings.get(f"{name}_token")
+        id_ = None if spelled is None else encoder.token_to_id(spelled)
+        given = generation.get(f"{name}_token_id")
+        found[name] = id_ if id_ is not None or isinstance(given, list) else given
+    ends = [id_ for id_ in (*after, found["eos"], *generation["eos_token_id"]) if id_ is not None]
+    if not ends:
+        hint = "Name its eos_token in tokenizer_config.json."
+        raise CheckpointError("The checkpoint does not say which token ends a text.", hint)
+    # llama.cpp takes a token of its own for the first one where none is named.
+    first = before[0] if before else found["bos"] if found["bos"] is not None else ends[0]
+    found |= {"bos": first} | dict(zip(_ENDS, dict.fromkeys(ends), strict=False))
+    return {name: id_ for name, id_ in found.items() if id_ is not None}
+
+
+def _merge(pair: Any) -> str:
+    """A merge as llama.cpp has it: two parts and a space between."""
+    return pair if isinstance(pair, str) else " ".join(pair)
+
+
+def _merges_matter(model: dict[str, Any], merges: tuple[str, ...], special: tuple[str, ...]) -> bool:
+    """Whether a word of the vocabulary taken whole may differ from what merges make of it."""
+    from tokenizers.models import BPE
+
+    pairs: Iterator[list[str]] = (merge.split(" ", 1) for merge in merges)
+    rules = BPE(model["vocab"], [(a, b) for a, b in pairs])
+    return any(len(rules.tokenize(token)) != 1 for token in model["vocab"].keys() - set(special))
+
+
+def _unsupported(what: str) -> CheckpointError:
+    return CheckpointError(f"llama.cpp has no tokenizer for {what}.", ONNX_HINT)

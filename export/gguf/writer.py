@@ -1,0 +1,236 @@
+"""A checkpoint as a GGUF file in a float type or Q8_0, tensor by tensor; knows nothing of llama.cpp's own quantizer.
+
+Memory is that of a few rows of the largest tensor: nothing is held that has been written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.errors import CheckpointError, StorageError, UsageError
+from edgeinfer.export.architectures import TensorPlan, find_architecture
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.described import check_tensors, read_spec
+from edgeinfer.export.gguf.architectures import GgufArchitecture, find_gguf_architecture
+from edgeinfer.export.gguf.metadata import FILE_TYPES, add_decoder
+from edgeinfer.export.gguf.tensors import GgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
+from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
+from edgeinfer.export.hf_config import HFConfig, read_config
+from edgeinfer.export.planned_tensors import PlannedTensors
+
+__all__ = [
+    "Progress",
+    "Subject",
+    "gguf_package",
+    "gguf_tensor_names",
+    "open_subject",
+    "write_gguf",
+    "write_subject",
+    "written_bytes",
+]
+
+Progress = Callable[[str, int, int], None]
+Floats = NDArray[np.float32]
+
+# Values that are converted at a time.
+_RUN_VALUES = 1 << 20
+_BLOCK = 32
+_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that has been found to have a GGUF: what it is, and its tensors here and there.
+
+    Attributes:
+        spec: with heads as wide as the checkpoint's.
+        plans: with values as the checkpoint has them: multipliers are metadata.
+        computing: with values as they compute, multipliers in them.
+    """
+
+    config: HFConfig
+    spec: DecoderSpec
+    arch: GgufArchitecture
+    plans: tuple[TensorPlan, ...]
+    computing: tuple[TensorPlan, ...]
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of the checkpoint's weights."""
+        return sum(plan.parameters for plan in self.plans)
+
+
+def open_subject(checkpoint: Checkpoint) -> Subject:
+    """Finds what a checkpoint is in llama.cpp, and checks that every tensor is there.
+
+    Raises:
+        CheckpointError: files, tensors or configuration of the checkpoint.
+        UnsupportedArchitectureError: it has no builder, or llama.cpp cannot express it.
+    """
+    config = read_config(checkpoint.folder)
+    refined = find_architecture(config)
+    family = dataclasses.replace(refined, refine=None)
+    spec = read_spec(config, family, checkpoint)
+    arch = find_gguf_architecture(family, spec)
+    plans = family.tensors(config, spec, checkpoint.names)
+    check_tensors(checkpoint, family, plans)
+    computing = refined.tensors(config, spec, checkpoint.names)
+    return Subject(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
+
+
+def write_gguf(
+    source: Path, target: Path, kind: str = "F32", *, vocabulary: bool = True, progress: Progress | None = None
+) -> None:
+    """Writes a Hugging Face checkpoint directory as one GGUF file.
+
+    Norms, biases and routers stay in float32 in any case, and rows that Q8_0's blocks do not divide in float16.
+
+    Args:
+        kind: "F32", "F16", "BF16" or "Q8_0".
+        vocabulary: False leaves the tokenizer out, for files that are fed token ids.
+        progress: called with what is being written, how many tensors are done and how many there are.
+
+    Raises:
+        CheckpointError: files, tensors, configuration or tokenizer of the checkpoint.
+        UnsupportedArchitectureError: llama.cpp cannot express it.
+        UsageError: the gguf package is not installed, or `kind` is none of these.
+        StorageError: the file cannot be written.
+    """
+    if kind not in FILE_TYPES:
+        raise UsageError(f"{kind!r} cannot be written directly.", f"Choose one of {', '.join(FILE_TYPES)}.")
+    with Checkpoint(source) as checkpoint:
+        subject = open_subject(checkpoint)
+        words = read_vocabulary(source, subject.config, subject.spec.vocab_size) if vocabulary else None
+        write_subject(checkpoint, subject, words, target, kind, name=source.resolve().name, progress=progress)
+
+
+def write_subject(
+    checkpoint: Checkpoint,
+    subject: Subject,
+    words: Vocabulary | None,
+    target: Path,
+    kind: str,
+    *,
+    name: str,
+    progress: Progress | None = None,
+) -> None:
+    """Writes what `open_subject` found; as `write_gguf` otherwise.
+
+    Args:
+        words: the tokenizer; None leaves it out.
+        name: of the model, for people.
+    """
+    writer = gguf_package().GGUFWriter(target, subject.arch.name)
+    add_decoder(writer, subject.config, subject.spec, subject.arch, _shown_name(name, words), kind)
+    if words is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        add_vocabulary(writer, words)
+    try:
+        _write(writer, subject, PlannedTensors(checkpoint, subject.plans), kind, progress)
+    except OSError as error:
+        hint = "Check the free disk space and permissions."
+        raise StorageError(f"Cannot write {target}: {error.strerror}.", hint) from error
+    finally:
+        writer.close()
+
+
+def _shown_name(name: str, vocabulary: Vocabulary | None) -> str:
+    """The model's name, by which llama.cpp decides whether special tokens take the spaces that follow, as Phi-3's."""
+    plain = _PHI3.sub("Phi 3", name)
+    takes = vocabulary is not None and vocabulary.rstrip and vocabulary.model == "llama" and "</s>" in vocabulary.tokens
+    return f"{plain} (Phi-3)" if takes else plain
+
+
+def gguf_package() -> Any:
+    """The gguf package.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        return import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise UsageError("The gguf package is not installed.", "Install the gguf extra: edgeinfer[gguf].") from error
+
+
+def written_bytes(subject: Subject, kind: str) -> int:
+    """Bytes of the tensors of a file; metadata come on top."""
+    package = gguf_package()
+    return sum(_tensor_bytes(package, tensor.shape, _type(package, tensor, kind)) for tensor in subject.tensors)
+
+
+def _write(writer: Any, subject: Subject, planned: PlannedTensors, kind: str, progress: Progress | None) -> None:
+    package, tensors, constants = gguf_package(), subject.tensors, rope_tensors(subject.spec.rope)
+    float32 = package.GGMLQuantizationType.F32
+    for name, values in constants.items():
+        writer.add_tensor_info(name, values.shape, np.dtype(np.float32), values.nbytes, float32)
+    for tensor in tensors:
+        # The type is given apart, so that the shape is not taken for one of bytes.
+        into = _type(package, tensor, kind)
+        size = _tensor_bytes(package, tensor.shape, into)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, into)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    [file] = writer.fout
+    for values in constants.values():
+        writer.write_padding(file, file.tell())
+        values.tofile(file)
+    for done, tensor in enumerate(tensors):
+        if progress is not None:
+            progress(tensor.name, done, len(tensors))
+        writer.write_padding(file, file.tell())
+        into = _type(package, tensor, kind)
+        for rows in _rows(tensor, planned):
+            _converted(package, rows, into, tensor.name).tofile(file)
+    writer.write_padding(file, file.tell())
+
+
+def _type(package: Any, tensor: GgufTensor, kind: str) -> Any:
+    if tensor.exact:
+        return package.GGMLQuantizationType.F32
+    if kind == "Q8_0" and tensor.shape[-1] % _BLOCK:
+        return package.GGMLQuantizationType.F16
+    return package.GGMLQuantizationType[kind]
+
+
+def _tensor_bytes(package: Any, shape: tuple[int, ...], into: Any) -> int:
+    values, size = package.GGML_QUANT_SIZES[into]
+    return math.prod(shape) // int(values) * int(size)
+
+
+def _rows(tensor: GgufTensor, planned: PlannedTensors) -> Iterator[Floats]:
+    """The values of a tensor in runs of whole rows, and of whole heads where their order changes."""
+    at_once = max(1, _RUN_VALUES // tensor.shape[-1])
+    if tensor.turned:
+        at_once = max(1, at_once // tensor.turned) * tensor.turned
+    for part in tensor.parts:
+        source = planned.of(part.plan)
+        for start in range(part.start, part.stop, at_once):
+            rows = source(start, min(start + at_once, part.stop))
+            yield interleaved(rows, tensor.turned) if tensor.turned else rows
+
+
+def _converted(package: Any, rows: Floats, into: Any, name: str) -> NDArray[Any]:
+    if into == package.GGMLQuantizationType.F16:
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float16)
+        if not np.isfinite(halves).all():
+            message = f"{name} holds values too large for float16."
+            raise CheckpointError(message, "Choose the type BF16 or F32.")
+        return halves
+    converted: NDArray[Any] = package.quantize(rows, into)
+    return converted

@@ -1,0 +1,104 @@
+"""Which matrices llama.cpp would copy into an order of its own, asked of llama.cpp; knows no model in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from edgeinfer.bundle.gguf.buffers import cpu_device, extra_buffer_types, functions
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
+from edgeinfer.errors import UsageError
+
+__all__ = ["EXPERTS", "packed_overrides"]
+
+# Matrices that only a product with activations reads; the embedding, whose rows are looked up, is none of them.
+_PRODUCTS = re.compile(
+    r"blk\.(\d+)\.((?:attn_(?:q|k|v|qkv|output)|ffn_(?:gate|up|down)|ffn_(?:gate|up|down)_shexp)\.weight)"
+)
+# Matrices of a layer's experts, all in one tensor.
+EXPERTS = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
+_TYPE_AND_BUFFER = 16  # bytes of a ggml_tensor before its dimensions; the buffer is the second half
+_ROOM = 1 << 14  # of the few tensors' descriptions
+
+
+class _Override(ctypes.Structure):
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def packed_overrides(lib: Any, gguf: GgufFile) -> Any:
+    """A list for `tensor_buft_overrides` that packs what llama.cpp would pack, but for experts and the embedding.
+
+    llama.cpp itself has one switch for all.
+
+    Raises:
+        UsageError: llama.cpp cannot be asked here.
+    """
+    ggml = _ggml(lib)
+    chosen: dict[tuple[str, int], list[str]] = {}
+    answers: dict[tuple[int, tuple[int, ...]], int | None] = {}
+    for tensor in gguf.tensors:
+        match = _PRODUCTS.fullmatch(tensor.name)
+        if match is None and tensor.name != "output.weight":
+            continue
+        key = (tensor.type.number, tensor.shape)
+        if key not in answers:
+            answers[key] = _buffer_type(ggml, tensor)
+        answer = answers[key]
+        if answer is not None:
+            layer, name = match.groups() if match else ("", tensor.name)
+            chosen.setdefault((name, answer), []).append(layer)
+    entries = (_Override * (len(chosen) + 1))()
+    for entry, ((name, answer), layers) in zip(entries, chosen.items(), strict=False):
+        inner = rf"blk\.({'|'.join(layers)})\." if layers[0] else ""
+        entry.pattern = f"^{inner}{re.escape(name)}$".encode()
+        entry.buffer_type = answer
+    return entries
+
+
+def _ggml(lib: Any) -> Any:
+    try:
+        ggml = functions(lib._lib._name)
+        ggml.ggml_init.argtypes = [_InitParams]
+    except (AttributeError, OSError) as error:
+        message = f"llama.cpp does not tell how it keeps weights: {error}."
+        raise UsageError(message, "Keep all weights packed, or all mapped.") from error
+    return ggml
+
+
+def _buffer_type(ggml: Any, tensor: GgufTensor) -> int | None:
+    """The buffer type that llama.cpp would choose first for a matrix; None where it stays in the file."""
+    context = ctypes.c_void_p(ggml.ggml_init(_InitParams(_ROOM, None, True)))
+    try:
+        columns, rows = tensor.shape[-1], tensor.shape[0]
+        weight = ggml.ggml_new_tensor_2d(context, tensor.type.number, ctypes.c_int64(columns), ctypes.c_int64(rows))
+        sizes = (ctypes.c_int64 * 2).from_address(weight + _TYPE_AND_BUFFER)
+        if tuple(sizes) != (columns, rows):
+            raise UsageError("llama.cpp lays out its tensors differently.", "Keep all weights packed, or all mapped.")
+        inputs = ggml.ggml_new_tensor_2d(context, 0, ctypes.c_int64(columns), ctypes.c_int64(1))
+        product = ctypes.c_void_p(ggml.ggml_mul_mat(context, ctypes.c_void_p(weight), ctypes.c_void_p(inputs)))
+        held = ctypes.c_void_p.from_address(weight + _TYPE_AND_BUFFER // 2)
+        for kind in _kinds(ggml):
+            buffer = ctypes.c_void_p(ggml.ggml_backend_buft_alloc_buffer(ctypes.c_void_p(kind), ctypes.c_size_t(0)))
+            held.value = buffer.value
+            fits = ggml.ggml_backend_dev_supports_op(cpu_device(ggml), product)
+            held.value = None
+            ggml.ggml_backend_buffer_free(buffer)
+            if fits:
+                return kind
+        return None
+    finally:
+        ggml.ggml_free(context)
+
+
+def _kinds(ggml: Any) -> Iterator[int]:
+    """What llama.cpp tries before plain memory, in its order."""
+    kinds, index = extra_buffer_types(ggml), 0
+    while kinds is not None and (kind := kinds[index]):
+        yield int(kind)
+        index += 1

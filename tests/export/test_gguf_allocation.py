@@ -1,0 +1,122 @@
+"""Types of a GGUF file's tensors by size: what they take, what they cost, and that the best ones are taken."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.factories import make_checkpoint
+
+pytest.importorskip("gguf")
+pytest.importorskip("llama_cpp")
+
+from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.manifest import Manifest
+from edgeinfer.errors import BudgetError
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.gguf.allocation import TypePlan, choose_types, tensor_bytes
+from edgeinfer.export.gguf.quantize import quantize_gguf
+from edgeinfer.export.gguf.rounding import RowQuantizer
+from edgeinfer.export.gguf.writer import open_subject, write_gguf
+from edgeinfer.export.planned_tensors import PlannedTensors
+
+TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8, 8, 120])]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of 256 and of 128."""
+    folder = tmp_path_factory.mktemp("wide")
+    make_checkpoint(folder, "llama", hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    return folder
+
+
+def choose(folder: Path, budget: int, given: dict[str, str] | None = None) -> TypePlan:
+    with Checkpoint(folder) as opened:
+        subject = open_subject(opened)
+        reader = PlannedTensors(opened, subject.computing)
+        return choose_types(subject.spec, reader, TEXTS, subject.tensors, budget, given=given)
+
+
+def test_the_file_takes_what_was_planned(tmp_path: Path, checkpoint: Path) -> None:
+    write_gguf(checkpoint, tmp_path / "float.gguf", vocabulary=False)
+    parameters = sum(tensor.size for tensor in read_gguf(tmp_path / "float.gguf").tensors)
+    costs = []
+    for bits in (3.5, 4.6, 9.0):
+        budget = math.floor(bits * parameters / 8)
+        plan = choose(checkpoint, budget)
+        quantize_gguf(tmp_path / "float.gguf", tmp_path / "q.gguf", plan.kind, tensor_types=plan.types)
+        written = read_gguf(tmp_path / "q.gguf")
+        assert {name: written.by_name[name].type.name for name in plan.types} == dict(plan.types)
+        taken = written.size - written.data_offset
+        assert 0.97 * budget < taken <= budget
+        costs.append(sum(plan.predicted.values()))
+    assert costs[0] > costs[1] > costs[2] > 0
+
+
+def test_wide_rows_may_have_k_types_and_narrow_ones_none(checkpoint: Path) -> None:
+    plan = choose(checkpoint, 290_000)
+    down = {kind for name, kind in plan.types.items() if "ffn_down" in name}
+    others = {kind for name, kind in plan.types.items() if "ffn_down" not in name}
+    assert all(ggml_type(kind).block_values == 32 for kind in down)
+    assert {ggml_type(kind).block_values for kind in others} == {256}
+    assert not any("norm" in name for name in plan.types)
+
+
+def test_types_that_are_given_hold(checkpoint: Path) -> None:
+    given = {"blk.0.attn_v.weight": "Q8_0", "blk.1.ffn_down.weight": "Q4_K"}
+    plan = choose(checkpoint, 300_000, given)
+    # Blocks of 256 do not fit 128 columns.
+    assert (plan.types["blk.0.attn_v.weight"], plan.types["blk.1.ffn_down.weight"]) == ("Q8_0", "Q5_0")
+
+
+def test_what_is_too_small_is_refused_before_the_model_is_probed(checkpoint: Path) -> None:
+    with pytest.raises(BudgetError) as caught:
+        choose(checkpoint, 100_000)
+    least = caught.value.minimum_bytes
+    assert choose(checkpoint, least).types
+    with pytest.raises(BudgetError):
+        choose(checkpoint, least - 1)
+
+
+def test_experts_share_a_type(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3-moe")
+    plan = choose(tmp_path, 160_000)
+    assert plan.types.keys() >= {f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+    assert "blk.0.ffn_gate_inp.weight" not in plan.types
+    assert all(cost >= 0 for cost in plan.predicted.values())
+
+
+def test_the_plan_is_for_the_manifest(checkpoint: Path) -> None:
+    plan = choose(checkpoint, 300_000)
+    record = plan.record("ab" * 32, 15)
+    assert record.budget_bytes == 300_000 and record.calibration_tokens == 15
+    assert record.predicted_kl == pytest.approx(sum(plan.predicted.values()))
+    entry = next(t for t in record.tensors if t.name == "token_embd.weight")
+    kind = ggml_type(plan.types[entry.name])
+    assert (entry.type, entry.bits, entry.block_size) == (kind.name, kind.bits, kind.block_values)
+    assert Manifest.__dataclass_fields__["plan"].type == "PlanRecord | None"
+
+
+def test_rows_are_what_llama_cpp_makes_of_them() -> None:
+    quantizer, chance = RowQuantizer(), np.random.default_rng(0)
+    rows = chance.normal(size=(16, 256)).astype(np.float32)
+    columns = np.where(np.arange(256) % 2, 1e-3, 1.0).astype(np.float32)
+    errors = {}
+    for kind in ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16"):
+        plain = quantizer.approximate(rows, kind)
+        assert plain.shape == rows.shape and plain.dtype == np.float32
+        errors[kind] = float(np.square(plain - rows).sum())
+    assert all(a > b for a, b in itertools.pairwise(errors.values()))
+    weighed = np.square(quantizer.approximate(rows, "Q3_K", columns) - rows)[:, ::2].sum()
+    assert weighed < np.square(quantizer.approximate(rows, "Q3_K") - rows)[:, ::2].sum()
+
+
+def test_bytes_are_padded_rows_of_blocks() -> None:
+    assert tensor_bytes((3, 256), "Q6_K") == 640  # 3 x 210 = 630
+    assert tensor_bytes((2, 3, 64), "Q4_0") == 224  # 6 x 36 = 216
