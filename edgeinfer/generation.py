@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +23,16 @@ from edgeinfer.runtime.ledger import Ledger
 from edgeinfer.runtime.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.overflow.contracts import overflow_summary
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
+from edgeinfer.runtime.sampling import (
+    ChoiceConstraint,
+    Constraint,
+    GrammarConstraint,
+    GrammarCosts,
+    GrammarVocabulary,
+    Sampler,
+    TokenChooser,
+    grammar_source,
+)
 from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
@@ -54,6 +64,11 @@ class ModelParts:
     def plan(self) -> MemoryPlan:
         """The memory plan in force."""
         return self.ledger.plan
+
+    @cached_property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """The vocabulary as replies by a grammar need it."""
+        return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
 
 
 class TokenStream:
@@ -94,7 +109,9 @@ class TokenStream:
         self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if continues else ())
         self._stops = StopMatcher(config.stop)
         self._config = config
-        chooser = self._chooser()
+        constraint = self._constraint()
+        self._grammar_costs = constraint.costs if isinstance(constraint, GrammarConstraint) else None
+        chooser = self._chooser(constraint)
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
@@ -114,6 +131,11 @@ class TokenStream:
         if self._result is None:
             raise UsageError("The reply is not finished.", "Iterate to the end, or close the stream first.")
         return self._result
+
+    @property
+    def grammar_costs(self) -> GrammarCosts | None:
+        """What following a schema, an expression or a grammar took so far; None where the reply follows none."""
+        return self._grammar_costs
 
     def complete(self) -> Result:
         """Iterates to the end and returns the whole reply."""
@@ -180,20 +202,26 @@ class TokenStream:
             if self._result is None:
                 self._finish("cancelled")
 
-    def _chooser(self) -> TokenChooser:
+    def _chooser(self, constraint: Constraint | None) -> TokenChooser:
         config, parts = self._config, self._parts
         seed = config.seed if config.seed is not None else time.time_ns()
         sampler = Sampler(config, parts.engine.backend.geometry.vocab_size, seed)
-        return TokenChooser(sampler, self._prompt, self._constraint() if config.choices else None)
+        return TokenChooser(sampler, self._prompt, constraint)
 
-    def _constraint(self) -> ChoiceConstraint:
+    def _constraint(self) -> Constraint | None:
         parts, vocabulary = self._parts, self._parts.engine.backend.geometry.vocab_size
+        end_ids = [token for token in self._stop_ids if 0 <= token < vocabulary]
+        source = grammar_source(self._config)
+        if source is not None:
+            return GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
+        if not self._config.choices:
+            return None
         choices = [parts.tokenizer.encode(text, add_special_tokens=False) for text in self._config.choices]
         for text, ids in zip(self._config.choices, choices, strict=True):
             if max(ids, default=0) >= vocabulary:
                 message = f"The choice {text!r} holds a token id outside the model's vocabulary of {vocabulary}."
                 raise UsageError(message, "Leave it out, or spell it in another way.")
-        return ChoiceConstraint(choices, [token for token in self._stop_ids if 0 <= token < vocabulary])
+        return ChoiceConstraint(choices, end_ids)
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text, matched = self._stops.push(self._decoder.flush())

@@ -22,12 +22,11 @@ __all__ = ["chat_completion"]
 
 _SAME = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop")
 # Beyond OpenAI's, as llama.cpp's and vLLM's servers accept them.
-_OWN = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "speculation")
+_OWN = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "speculation", "regex", "grammar")
 # Accepted where they ask for what happens anyway.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "logprobs": (None, False),
-    "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
 }
@@ -72,9 +71,31 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
             options["max_tokens"] = value
         elif name == "logit_bias":
             options["logit_bias"] = _by_id(value or {})
+        elif name == "response_format":
+            options |= _form(value)
         else:
             raise UsageError(f"Unknown request field {name!r}.", "See the OpenAI chat completion reference.")
     return options
+
+
+def _form(value: Any) -> dict[str, Any]:
+    """GenerationConfig fields of a `response_format`."""
+    kind = "text" if value is None else value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        # llama.cpp's server takes a schema here too.
+        schema = value.get("schema")
+        return {"json_object": True} if schema is None else {"json_schema": schema}
+    if kind != "json_schema":
+        message = f"response_format={value!r} is not supported."
+        raise UsageError(message, "Give an object whose type is text, json_object or json_schema.")
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        message = "response_format of type json_schema has no schema."
+        raise UsageError(message, 'Give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.')
+    # `strict` or not, nothing but what the schema allows is written.
+    return {"json_schema": inner["schema"]}
 
 
 def _by_id(bias: Any) -> Any:

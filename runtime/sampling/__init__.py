@@ -5,16 +5,23 @@ from __future__ import annotations
 from edgeinfer.runtime.sampling.chooser import TokenChooser
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
 from edgeinfer.runtime.sampling.generator import uniform
+from edgeinfer.runtime.sampling.grammar import GrammarConstraint, GrammarCosts
+from edgeinfer.runtime.sampling.grammar_source import grammar_source
+from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 from edgeinfer.runtime.sampling.sampler import Sampler, TokenLogprobs
 
 __all__ = [
     "ChoiceConstraint",
     "Constraint",
+    "GrammarConstraint",
+    "GrammarCosts",
+    "GrammarVocabulary",
     "Penalties",
     "Sampler",
     "TokenChooser",
     "TokenCounts",
     "TokenLogprobs",
+    "grammar_source",
     "uniform",
 ]

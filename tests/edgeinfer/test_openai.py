@@ -111,7 +111,7 @@ NEUTRAL: list[dict[str, Any]] = [
 REFUSED: list[dict[str, Any]] = [
     {"n": 2},
     {"logprobs": True},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "yaml"}},
     {"tools": [{"type": "function", "function": {"name": "f"}}]},
     {"tool_choice": "required"},
     {"heat": 1},

@@ -1,4 +1,4 @@
-"""Drafts tokens that a grammar or template leaves no choice about; knows nothing of grammars."""
+"""Drafts what a grammar or template leaves no choice about; knows nothing of grammars."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ __all__ = ["ForcedDrafter"]
 
 
 class ForcedDrafter:
-    """Implements `contracts.Drafter`: proposes what `context.forced` says, which is right whatever the model thinks."""
+    """Implements `contracts.Drafter`: proposes what `context.forced` says, whatever the model thinks."""
 
     name = "forced"
     uses_target = False
     branches = False
     draws = False
-    # The target's own choice goes by the same constraint, so nothing else can come.
+    # The target's own choice goes by the same constraint: of a closed list nothing else can come, of a grammar nothing
+    # but another spelling of the same text, and how often that comes is learnt.
     priors: Sequence[float] = (0.999,)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Nothing to begin."""
 
     def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
-        """The token that must follow, or nothing."""
+        """The token that must follow, or spells what must; or nothing."""
         forced = context.forced(drafted)
         return (Guess(forced[0], 0),) if forced else ()
 

@@ -1,0 +1,186 @@
+"""The constraint that a reply follows a grammar, by llguidance; knows nothing of logits."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.sampling.grammar_source import in_words
+from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
+from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried
+
+__all__ = ["GrammarConstraint", "GrammarCosts"]
+
+
+@dataclass
+class GrammarCosts:
+    """What following a grammar took.
+
+    Attributes:
+        compile_ms: from its source to the first token, with the model's vocabulary where that was not made yet.
+        mask_ms: of each time it was asked what may follow, drafted places included.
+    """
+
+    compile_ms: float = 0.0
+    mask_ms: list[float] = field(default_factory=list)
+
+
+class GrammarConstraint:
+    """Implements `constraint.Constraint`: the reply is a text of a grammar, and then a stop token.
+
+    How a text is spelled in tokens is the model's choice, so that what is drawn depends on the grammar alone. Where the
+    text is certain, `forced` guesses a spelling: the longest tokens first.
+
+    Args:
+        vocabulary: of the model.
+        source: of the grammar, by `grammar_source`.
+        end_ids: stop tokens of the vocabulary, any of which ends the reply where the grammar lets it end, only there.
+
+    Raises:
+        UsageError: the grammar is wrong, unsupported, unsatisfiable or takes too much to compile; there are no stop
+            tokens; or the engine is not installed.
+        TokenizerError: the model's tokens cannot be followed.
+
+    Attributes:
+        costs: so far.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary, source: str, end_ids: Collection[int]) -> None:
+        begun = time.perf_counter()
+        if not end_ids:
+            raise UsageError("A reply by a grammar needs a token to end it.", "Give at least one stop token.")
+        self._size = vocabulary.size
+        self._ends = frozenset(end_ids)
+        self._end_ids = np.unique(np.array(list(end_ids), np.int64))  # (E,)
+        self._end_ids.setflags(write=False)
+        self._tokens = vocabulary.tokens
+        self._matcher = _compiled(self._tokens, source)
+        self._beyond = 0  # tokens on top that may not follow, or follow an end; the engine knows nothing of them
+        self._depth = 0  # tokens below those
+        self._known: NDArray[np.int64] | None = None  # what may follow now, where it was asked for
+        if not len(self._mask()):
+            raise _unusable("this model has no token that a text of it begins with")
+        self.costs = GrammarCosts((time.perf_counter() - begun) * 1e3)
+
+    def allowed(self) -> NDArray[np.int64]:  # (A,)
+        """Token ids that may follow now, ascending, at least one. Not to be written to.
+
+        Raises:
+            UsageError: telling takes more than the engine may use.
+        """
+        if self._beyond:
+            return self._end_ids
+        if self._known is None:
+            begun = time.perf_counter()
+            self._known = self._mask()
+            self.costs.mask_ms.append((time.perf_counter() - begun) * 1e3)
+        return self._known
+
+    def forced(self) -> list[int]:
+        """Tokens that spell what must follow; empty where there is a choice of texts, or only the end follows."""
+        if self._beyond:
+            return []
+        data = self._matcher.compute_ff_bytes()
+        self._check()
+        if not data:
+            return []
+        tokens = self._spelled(data)
+        # The last one may be the beginning of a longer token that ends behind what is certain.
+        if len(tokens) > 1:
+            return tokens[:-1]
+        return tokens if len(self.allowed()) == 1 else []
+
+    def push(self, token: int) -> None:
+        """Appends one token to the reply.
+
+        Raises:
+            UsageError: it takes more than the engine may use.
+        """
+        self._known = None
+        if not self._beyond and self._may_follow(token):
+            self._depth += 1
+        else:
+            self._beyond += 1
+
+    def pop(self, count: int = 1) -> None:
+        """Removes the last `count` tokens of the reply."""
+        assert 0 <= count <= self._depth + self._beyond, "popping more tokens than were pushed"
+        if not count:
+            return
+        self._known = None
+        beyond = min(count, self._beyond)
+        self._beyond -= beyond
+        if count > beyond:
+            self._depth -= count - beyond
+            self._matcher.rollback(count - beyond)
+            self._check()
+
+    def _may_follow(self, token: int) -> bool:
+        """Tells the engine of a token, if it may follow."""
+        if token in self._ends or not 0 <= token < self._size:
+            return False
+        taken = self._matcher.try_consume_tokens([token])
+        self._check()
+        return bool(taken)
+
+    def _mask(self) -> NDArray[np.int64]:  # (A,)
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        self._check()
+        # The stop tokens go by the end of the grammar, the id behind the model's, not by what they spell.
+        may_end = bool(bits[self._size])
+        bits = bits[: self._size]
+        bits[self._end_ids] = may_end
+        ids = np.flatnonzero(bits.view(np.bool_))
+        ids.setflags(write=False)
+        if not len(ids) and self._depth:
+            raise UsageError("The reply cannot go on by its grammar.", "It was left no token that leads to an end.")
+        return ids
+
+    def _spelled(self, data: bytes) -> list[int]:
+        try:
+            text, _ = codecs.utf_8_decode(data, "strict", False)
+        except UnicodeDecodeError:  # it begins inside a character
+            return []
+        tokens: list[int] = self._tokens.greedy_tokenize(text)
+        stop = next((index for index, token in enumerate(tokens) if token in self._ends), len(tokens))
+        return tokens[:stop]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            message = f"The reply's grammar became too complex after {self._depth} tokens: "
+            raise UsageError(message + f"{in_words(self._matcher.get_error())}.", "Simplify it, or bound repetitions.")
+
+
+def _compiled(tokens: Any, source: str) -> Any:
+    """The engine's `LLMatcher` of a grammar at its beginning."""
+    library = engine()
+    if needs_trial(source):
+        wrong = _tried(source)
+        if wrong:
+            raise _unusable(in_words(wrong))
+    matcher = library.LLMatcher(tokens, source, log_level=0, limits=library.LLParserLimits(**ENGINE_LIMITS))
+    if not matcher.is_error():
+        # Whether anything follows it shows only here.
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _unusable(in_words(matcher.get_error()))
+    return matcher
+
+
+@lru_cache(maxsize=32)
+def _tried(source: str) -> str:
+    return tried(source, engine())
+
+
+def _unusable(reason: str) -> UsageError:
+    if "NoExtension" in reason:
+        reason = "no text at all satisfies it"
+    return UsageError(f"The schema or grammar cannot be used: {reason}.", "Change that part, or leave it out.")

@@ -1,0 +1,150 @@
+"""What a caller may ask of the form of a reply, as source for the grammar engine, and what is wrong with it in words.
+
+Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.sampling.grammar_tokens import engine
+
+__all__ = ["MAX_SOURCE", "grammar_source", "in_words"]
+
+MAX_SOURCE = 2**20  # characters of a schema, an expression or a grammar
+_MAX_REGEX = 4096  # the engine's time and memory grow with its square
+_MAX_DEPTH = 100  # of a schema's own text; llguidance's parser stops at 128
+_MESSAGE = 300
+# Last, because the last one counts: where a text is certain, its spelling in tokens is still the model's choice.
+_DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
+# Blanks without an end would be allowed nearly everywhere otherwise, and small models do not stop writing them.
+_SCHEMA_OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}", "lenient": False}
+# Of all drafts since the fourth. Others are annotations, by the standard; one of these that the engine cannot follow is
+# refused.
+_FORMATS = frozenset(
+    {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4"}
+)
+_FORMATS |= {"ipv6", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"}
+_FORMATS |= {"relative-json-pointer"}
+_DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are no schemas
+_QUOTED = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
+_REGEX_ERROR = re.compile(r"regex parse error:.*?error: ([^\n]*)", re.DOTALL)
+# What the engine advises is for its own callers.
+_ADVICE = ". Enable 'coerce_one_of'"
+_TOO_MUCH = re.compile(r"fuel exhausted|lexer precomputation failed")
+_OF_KEYWORD = (("Pointer", "$ref"), ("Resource", "$ref"), ("Unknown format", "format"), ("regex parse", "pattern"))
+
+
+def grammar_source(config: GenerationConfig) -> str | None:
+    """The engine's source of the form that a reply must have; None where there is none, or a list of choices.
+
+    Raises:
+        UsageError: it is too large or too deep, or not JSON where it should be; or the engine is not installed.
+    """
+    if config.json_schema is not None:
+        return _of_schema(config.json_schema)
+    if config.json_object:
+        return _of_schema({"type": "object"})
+    if config.regex is not None:
+        _check_size("regex", config.regex, _MAX_REGEX)
+        grammars = json.loads(engine().LLMatcher.grammar_from_regex(config.regex))["grammars"]
+        return str(grammars[0]["lark_grammar"]) + _DIRECTIVE
+    if config.grammar is not None:
+        _check_size("grammar", config.grammar, MAX_SOURCE)
+        return config.grammar + _DIRECTIVE
+    return None
+
+
+def in_words(message: str) -> str:
+    """The engine's message in one line, with the keyword of the schema that is at fault where it tells."""
+    quoted = _QUOTED.search(message)
+    text = message[: quoted.start()] if quoted else message
+    place = _PLACE.match(text)
+    text = _PLACE.sub("", text)
+    about_schema = "failed to compile JSON schema: " in text
+    text = text.replace("failed to compile JSON schema: ", "").replace("<non-verbose/>", "")
+    unimplemented = _UNIMPLEMENTED.search(text)
+    if unimplemented:
+        return f"{_clipped(unimplemented.group(1).replace(chr(34), ''))} is not supported"
+    if _TOO_MUCH.search(text):
+        return "it takes too much to compile"
+    text = text.partition(_ADVICE)[0]
+    text = " ".join(_REGEX_ERROR.sub(r"regex parse error: \1", text).split())
+    if about_schema:
+        keyword = next((keyword for start, keyword in _OF_KEYWORD if text.startswith(start)), None)
+        return _clipped(text if keyword is None else f"{keyword}: {text}")
+    # The place is of use in a grammar of several lines.
+    return _clipped(f"line {place.group(1)}, column {place.group(2)}: {text}" if place else text)
+
+
+def _of_schema(schema: Mapping[str, Any] | str) -> str:
+    if isinstance(schema, str):
+        _check_size("json_schema", schema, MAX_SOURCE)
+        try:
+            schema = json.loads(schema, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"json_schema is not JSON: {error}.", "Give a JSON Schema, an object.") from error
+    if not isinstance(schema, Mapping):
+        raise UsageError("json_schema is not an object.", "Give a JSON Schema such as {'type': 'object'}.")
+    _check_depth(schema)
+    try:
+        text = json.dumps({**_followed(schema), "x-guidance": _SCHEMA_OPTIONS}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"json_schema cannot be written as JSON: {error}.", "Give plain values.") from error
+    _check_size("json_schema", text, MAX_SOURCE)
+    return f"start: %json {text}{_DIRECTIVE}"
+
+
+def _followed(value: Any) -> Any:
+    """A schema without formats that mean nothing."""
+    if isinstance(value, Mapping):
+        return {
+            name: inner if name in _DATA else _followed(inner)
+            for name, inner in value.items()
+            if name != "format" or not isinstance(inner, str) or inner in _FORMATS
+        }
+    return list(map(_followed, value)) if isinstance(value, list | tuple) else value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_size(name: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise UsageError(f"{name} has {len(text)} characters.", f"The limit is {limit}.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not valid Unicode.", "It holds a lone surrogate.") from error
+
+
+def _check_depth(schema: Mapping[str, Any]) -> None:
+    """Level by level, so that neither depth nor a mapping inside itself can exhaust anything."""
+    level: list[Any] = [schema]
+    values = 0
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                below.extend(value.values())
+            elif isinstance(value, list | tuple):
+                below.extend(value)
+        values += len(below)
+        if values > MAX_SOURCE:
+            raise UsageError("json_schema is too large.", f"The limit is {MAX_SOURCE} characters.")
+        if not below:
+            return
+        level = below
+    raise UsageError(f"json_schema nests deeper than {_MAX_DEPTH}.", "Move inner schemas to $defs.")
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _MESSAGE else text[: _MESSAGE - 3] + "..."

@@ -1,0 +1,247 @@
+"""Replies by schemas, expressions and grammars as a caller meets them: valid, ended, and the same whoever drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
+from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "likes": {"type": "array", "items": {"enum": ["balls", "dogs", "été"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"left": {"$ref": "#/$defs/node"}, "size": {"type": "number"}},
+            "required": ["size"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+REGEX = r"(yes|no), [A-Z][a-z]{2,9}\."
+GRAMMAR = 'start: "the " ANIMAL (" and the " ANIMAL)~0..3\nANIMAL: "cat" | "dog" | "horse"'
+FORMS: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": PERSON},
+    "tree": {"json_schema": json.dumps(TREE)},
+    "object": {"json_object": True},
+    "regex": {"regex": REGEX},
+    "grammar": {"grammar": GRAMMAR},
+}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+
+
+def check(form: str, text: str) -> None:
+    """Whether a complete reply is what was asked for."""
+    if form == "regex":
+        assert re.fullmatch(REGEX, text)
+    elif form == "grammar":
+        assert re.fullmatch("the (cat|dog|horse)( and the (cat|dog|horse)){0,3}", text)
+    else:
+        value = json.loads(text)
+        assert isinstance(value, dict)
+        jsonschema.Draft202012Validator({"schema": PERSON, "tree": TREE}.get(form, {})).validate(value)
+
+
+@pytest.fixture(scope="module")
+def tales() -> Iterator[edgeinfer.Model]:
+    """The built-in model, with itself as its draft model."""
+    with load_eager(context=512, draft_model=BUILTIN) as model:
+        yield model
+
+
+@needs_builtin
+@pytest.mark.parametrize("form", FORMS)
+def test_complete_replies_are_what_was_asked_for(tales: edgeinfer.Model, form: str) -> None:
+    ended = 0
+    for seed in range(4):
+        result = tales.generate(PROMPT, max_tokens=150, temperature=1.0, seed=seed, **FORMS[form])
+        if result.finish_reason == "stop":
+            check(form, result.text)
+            ended += 1
+        else:
+            assert result.finish_reason == "length" and len(result.token_ids) == 150
+    assert ended
+
+
+@needs_builtin
+@pytest.mark.parametrize("form", ["schema", "object", "regex", "grammar"])
+@pytest.mark.parametrize("who", ["auto", "forced", "copy,forced,ngram,recycle", "exit,forced,model"])
+def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, form: str, who: str) -> None:
+    for way in ({}, SAMPLED):
+        for width in (1, 3):
+            found = same(tales, who, max_tokens=40, draft_width=width, **way, **FORMS[form])
+            assert found.lossless
+
+
+@needs_builtin
+@pytest.mark.parametrize("verification", ["rejection", "k-seq", "typical"])
+def test_other_verifications_keep_to_the_grammar(tales: edgeinfer.Model, verification: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0, "draft_width": 3, "verification": verification}
+    drafted = 0
+    for form in ("schema", "regex", "grammar"):
+        for seed in range(3):
+            result = tales.generate(PROMPT, speculation="model,forced,ngram", seed=seed, **options, **FORMS[form])
+            drafted += result.speculation.drafted
+            if result.finish_reason == "stop":
+                check(form, result.text)
+    assert drafted
+
+
+@needs_builtin
+def test_what_is_certain_is_drafted(tales: edgeinfer.Model) -> None:
+    text = "Once upon a time there was a little dog and the dog was happy."
+    expected = plain(tales, regex=re.escape(text))
+    result = tales.generate(PROMPT, regex=re.escape(text), speculation="forced")
+    assert result.text == expected.text == text and result.finish_reason == "stop"
+    assert result.speculation.accepted > 5
+    assert result.speculation.rounds < len(result.token_ids) / 2
+
+
+@needs_builtin
+def test_a_reply_ends_where_its_grammar_does(tales: edgeinfer.Model) -> None:
+    for options in ({}, {"stop_token_ids": (5,)}, {"stop_token_ids": (5,), "ignore_eos": True}):
+        result = tales.generate(PROMPT, regex="[a-z]{9}", max_tokens=40, **options)
+        assert (result.finish_reason, len(result.text)) == ("stop", 9)
+    with pytest.raises(UsageError, match="needs a token to end it"):
+        tales.generate(PROMPT, regex="a", ignore_eos=True)
+
+
+@needs_builtin
+def test_what_is_too_long_is_cut(tales: edgeinfer.Model) -> None:
+    schema = {"type": "string", "minLength": 5000}
+    result = tales.generate(PROMPT, json_schema=schema, max_tokens=30)
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 30)
+    assert result.text.startswith('"') and not result.text.endswith('"')
+
+
+@needs_builtin
+def test_a_refused_schema_leaves_the_model_free(tales: edgeinfer.Model) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match="cannot be used: not is not supported"):
+            tales.generate(PROMPT, json_schema={"not": {}})
+    assert tales.generate(PROMPT, max_tokens=3).usage.completion_tokens == 3
+
+
+@needs_builtin
+def test_costs_are_told(tales: edgeinfer.Model) -> None:
+    with tales.stream(PROMPT, regex="[ab]{4}", speculation="off") as stream:
+        result = stream.complete()
+        costs = stream.grammar_costs
+    assert costs is not None and costs.compile_ms > 0
+    assert 0 < len(costs.mask_ms) <= len(result.token_ids)
+    with tales.stream(PROMPT, max_tokens=1) as stream:
+        assert stream.grammar_costs is None
+
+
+def test_a_small_model_and_a_chat(model: edgeinfer.Model) -> None:
+    """Random weights, which prefer nothing: whatever comes is by the grammar alone."""
+    for form in ("schema", "regex"):
+        chat = model.chat("Be brief.")
+        for seed in range(3):
+            reply = chat.send("Hello", max_tokens=120, temperature=1.0, seed=seed, **FORMS[form])
+            if reply.finish_reason == "stop":
+                check(form, reply.text)
+
+
+def answer(model: edgeinfer.Model, response_format: Any, **options: Any) -> str:
+    found = model.create_chat_completion(
+        [{"role": "user", "content": "Hello"}], response_format=response_format, **{"max_tokens": 150} | options
+    )
+    assert isinstance(found, dict)
+    text: str = found["choices"][0]["message"]["content"]
+    return text
+
+
+@needs_builtin
+def test_response_formats(tales: edgeinfer.Model) -> None:
+    short = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": short, "strict": True}}
+    jsonschema.validate(json.loads(answer(tales, asked)), short)
+    jsonschema.validate(json.loads(answer(tales, {"type": "json_object", "schema": short})), short)
+    assert answer(tales, {"type": "json_object"}).startswith("{")
+    assert answer(tales, {"type": "text"}) == answer(tales, None)
+    chunks = tales.create_chat_completion(
+        [{"role": "user", "content": "Hello"}], response_format=asked, stream=True, max_tokens=150
+    )
+    assert isinstance(chunks, Iterator)
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == answer(tales, asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "json",
+        {},
+        {"type": "yaml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": "{}"}},
+        {"type": "json_object", "schema": 5},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}},
+    ],
+)
+def test_response_formats_that_cannot_be_had(model: edgeinfer.Model, asked: Any) -> None:
+    with pytest.raises(UsageError):
+        answer(model, asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex cannot be asked for at once"),
+        ({"choices": ("a",), "json_object": True}, "choices and json_object"),
+        ({"json_schema": 5}, "json_schema=5"),
+        ({"json_object": "yes"}, "json_object="),
+        ({"regex": 5}, "regex=5"),
+        ({"grammar": b"a"}, "grammar="),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        GenerationConfig(**options)
+
+
+def test_a_gguf_vocabulary_is_followed_as_well() -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from tests.gguf_models import builtin_gguf
+
+    if not (BUILTIN / "edgeinfer.json").is_file():
+        pytest.skip("the built-in model has not been made")
+    with edgeinfer.load(builtin_gguf(), context=256, threads=1) as model:
+        for form in ("schema", "regex", "grammar"):
+            found = [
+                model.generate(PROMPT, max_tokens=120, speculation=who, **SAMPLED, **FORMS[form])
+                for who in ("off", "forced,ngram")
+            ]
+            if form != "schema":
+                assert found[0].finish_reason == "stop"
+            for result in found:
+                if result.finish_reason == "stop":
+                    check(form, result.text)

@@ -1,0 +1,352 @@
+"""Grammars as constraints: what may follow, pushes and pops, vocabularies, grammars that are wrong or meant to harm."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import TokenizerError, UsageError
+from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source
+from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE
+from edgeinfer.runtime.sampling.grammar_tokens import spelled
+from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TokenizerLike
+from tests.factories import make_tokenizer
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    make_tokenizer(folder, sentences=['{"name": "Ann", "age": 12}', "été 日本", "[true, false, null]"] * 4, size=300)
+    return Tokenizer.from_file(folder / "tokenizer.json")
+
+
+@cache
+def pieces() -> Tokenizer:
+    """SentencePiece's: spaces as blocks, bytes as `<0x..>`."""
+    texts = ["<unk>", "<s>", "</s>"]
+    texts += [f"<0x{byte:02X}>" for byte in range(256)]
+    texts += [
+        "▁",
+        *"{}[]:,.-0123456789abcdefghijklmnopqrstuvwxyz",
+        '"',
+        '"▁',
+        '▁"',
+        "name",
+        "▁name",
+        '{"',
+        "age",
+        "é",
+        "日",
+    ]
+    made = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, [], unk_token="<unk>"))
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    return Tokenizer(made)
+
+
+def made(
+    tokenizer: TokenizerLike, ends: Sequence[int] = (1,), size: int | None = None, **form: Any
+) -> GrammarConstraint:
+    source = grammar_source(GenerationConfig(**form))
+    assert source is not None
+    return GrammarConstraint(GrammarVocabulary(tokenizer, size or tokenizer.vocab_size), source, ends)
+
+
+def drawn(constraint: GrammarConstraint, ends: Sequence[int], seed: int, limit: int = 400) -> list[int] | None:
+    """Random tokens up to an end; None where there was none. Short ones: the end is taken where it may be."""
+    chance, reply = np.random.default_rng(seed), list[int]()
+    for _ in range(limit):
+        ids = constraint.allowed()
+        assert ids.dtype == np.int64 and len(ids) and (np.diff(ids) > 0).all()
+        if ids[0] in ends or (ids == ends[0]).any():
+            return reply
+        forced = constraint.forced()
+        token = int(chance.choice(ids))
+        assert not forced or forced[0] in ids
+        constraint.push(token)
+        reply.append(token)
+    return None
+
+
+def text_of(tokenizer: TokenizerLike, ids: Sequence[int]) -> str:
+    decoder = StreamDecoder(tokenizer)
+    return "".join(map(decoder.push, ids)) + decoder.flush()
+
+
+SCHEMAS: dict[str, Any] = {
+    "object": PERSON,
+    "numbers": {"type": "array", "items": {"type": "number", "minimum": -2.5, "maximum": 40}, "maxItems": 3},
+    "multiples": {"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 500},
+    "enum": {"enum": ["red", "日本", 3, None, {"a": [1]}]},
+    "const": {"const": 'with "quotes" and \\'},
+    "pattern": {"type": "string", "pattern": "^[a-f]{2,4}-[0-9]+$", "maxLength": 9},
+    "date": {"type": "string", "format": "date"},
+    "tree": {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "maxProperties": 1,
+                           "additionalProperties": False}},
+        "$ref": "#/$defs/node",
+    },
+    "union": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "null"}, "minItems": 1}]},
+    "additional": {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
+    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": "x"}], "items": False, "minItems": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_whatever_is_drawn_is_valid(name: str, kind: str, byte_level: Tokenizer) -> None:
+    tokenizer, ends = (byte_level, (1,)) if kind == "bytes" else (pieces(), (2,))
+    replies = [drawn(made(tokenizer, ends, json_schema=SCHEMAS[name]), ends, seed) for seed in range(8)]
+    texts = [text_of(tokenizer, reply) for reply in replies if reply is not None]
+    assert texts
+    for text in texts:
+        jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("regex", [r"[a-c]{3}x?", r"(yes|no), [A-Z][a-z]{1,5}\.", "^é日[0-9]/\n$", r"(?i)abc"])
+def test_expressions_match_from_end_to_end(regex: str, byte_level: Tokenizer) -> None:
+    for seed in range(8):
+        reply = drawn(made(byte_level, regex=regex), (1,), seed)
+        assert reply is not None and re.fullmatch(regex, text_of(byte_level, reply))
+
+
+def test_a_grammar_of_rules(byte_level: Tokenizer) -> None:
+    grammar = 'start: sum\nsum: NUM ("+" NUM)~1..3\nNUM: /[1-9][0-9]?/\n%llguidance {"no_forcing": false}'
+    constraint = made(byte_level, grammar=grammar)
+    for token in byte_level.encode("12+3", add_special_tokens=False):
+        assert token in constraint.allowed()
+        constraint.push(token)
+    assert 1 in constraint.allowed() and byte_level.token_to_id("+") in constraint.allowed()
+    for token in byte_level.encode("+4+5", add_special_tokens=False):
+        constraint.push(token)
+    assert byte_level.token_to_id("+") not in constraint.allowed()
+
+
+MOVES = st.lists(st.one_of(st.integers(0, 40), st.none(), st.sampled_from([1, 299, 5000, -3])), max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MOVES, st.sampled_from(["object", "numbers", "tree"]))
+def test_after_pushes_and_pops_all_is_as_afresh(moves: list[int | None], name: str) -> None:
+    """Most of the moves are choices among what may follow; some are tokens that may not, and ends."""
+    tokenizer, reply = pieces(), list[int]()
+    constraint, fresh = (made(tokenizer, (2,), json_schema=SCHEMAS[name]) for _ in range(2))
+    for move in moves:
+        if move is None:
+            count = min(len(reply), 1 + len(moves) % 3)
+            constraint.pop(count)
+            del reply[len(reply) - count :]
+            continue
+        ids = constraint.allowed()
+        token = int(ids[move % len(ids)]) if 0 <= move <= 40 and move != 1 else move
+        constraint.push(token)
+        reply.append(token)
+    for token in reply:
+        fresh.push(token)
+    np.testing.assert_array_equal(constraint.allowed(), fresh.allowed())
+    assert constraint.forced() == fresh.forced()
+    constraint.pop(len(reply))
+    np.testing.assert_array_equal(constraint.allowed(), made(tokenizer, (2,), json_schema=SCHEMAS[name]).allowed())
+
+
+def test_only_the_end_follows_what_may_not_follow_and_an_end(byte_level: Tokenizer) -> None:
+    constraint = made(byte_level, (1, 0), json_schema=PERSON)
+    wrong = byte_level.token_to_id("x")
+    assert wrong is not None
+    for token in (wrong, 1):
+        constraint.push(token)
+        assert constraint.allowed().tolist() == [0, 1] and constraint.forced() == []
+        constraint.push(wrong)
+        assert constraint.allowed().tolist() == [0, 1]
+        constraint.pop(2)
+        assert 1 not in constraint.allowed()
+    for token in byte_level.encode('{"name":"A","age":1}', add_special_tokens=False):
+        assert token in constraint.allowed()
+        constraint.push(token)
+    assert constraint.allowed().tolist() == [0, 1] and constraint.forced() == []
+
+
+def test_what_is_certain_is_forced(byte_level: Tokenizer) -> None:
+    constraint = made(byte_level, regex=r"[ab] hello hello[cd]")
+    assert constraint.forced() == []
+    constraint.push(byte_level.encode("a", add_special_tokens=False)[0])
+    forced = constraint.forced()
+    assert forced and " hello hello".startswith(text_of(byte_level, forced))
+    for token in forced:
+        assert token in constraint.allowed()
+        constraint.push(token)
+
+
+def test_stop_tokens_are_no_text(byte_level: Tokenizer) -> None:
+    """A token of text that stops replies may not come where the reply is not complete."""
+    b = byte_level.token_to_id("b")
+    assert b is not None
+    constraint = made(byte_level, (b,), regex="ab?c")
+    constraint.push(byte_level.encode("a", add_special_tokens=False)[0])
+    assert b not in constraint.allowed()
+
+
+def test_what_tokens_spell(byte_level: Tokenizer) -> None:
+    found = spelled(byte_level, byte_level.vocab_size + 3)
+    assert found[:2] == [b"\xff<s>", b"\xff</s>"] and found[-3:] == [b"", b"", b""]
+    assert set(found) >= {bytes([byte]) for byte in range(256)}
+    found = spelled(pieces(), pieces().vocab_size)
+    assert found[0].startswith(b"\xff") and found[3 + 0xE6] == b"\xe6"
+    assert {b" name", b'" ', "é".encode()} <= set(found)
+    # A model with fewer logits than its tokenizer has tokens is never asked for more.
+    constraint = made(pieces(), (2,), size=290, json_object=True)
+    assert constraint.allowed().max() < 290
+
+
+def test_tokens_that_cannot_be_followed() -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(TokenizerError, match="decoding steps: none"):
+        made(Tokenizer(words), json_object=True)
+
+
+def test_an_end_is_needed(byte_level: Tokenizer) -> None:
+    with pytest.raises(UsageError, match="needs a token to end it"):
+        made(byte_level, (), json_object=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"json_schema": {"not": {"type": "string"}}}, "not is not supported"),
+        ({"json_schema": {"uniqueItems": True, "unevaluatedItems": False}}, "uniqueItems"),
+        ({"json_schema": {"type": "string", "minLength": 5, "maxLength": 2}}, r"minLength \(5\)"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 2}}, "minimum"),
+        ({"json_schema": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "required property 'a'"),
+        ({"json_schema": {"type": "strin"}}, "type: strin"),
+        ({"json_schema": {"$ref": "https://example.com/x"}}, r"\$ref: Resource"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, r"\$ref: Pointer '/nowhere'"),
+        ({"json_schema": {"$ref": "#"}}, "no text at all satisfies it"),
+        ({"json_schema": {"type": "string", "pattern": "(a"}}, "pattern: regex parse error: unclosed group"),
+        ({"json_schema": {"type": "string", "format": "regex"}}, "format: Unknown format: regex"),
+        ({"json_schema": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf constraints are not supported. Ch"),
+        ({"json_schema": "{"}, "not JSON"),
+        ({"json_schema": "[]"}, "not an object"),
+        ({"json_schema": '{"minimum": NaN}'}, "NaN is no number"),
+        ({"json_schema": {"const": {1, 2}}}, "cannot be written as JSON"),
+        ({"regex": "["}, "unclosed character class"),
+        ({"regex": r"(?=a)b"}, "look-around"),
+        ({"regex": "\ud800"}, "not valid Unicode"),
+        ({"grammar": 'start: "a" b'}, 'line 1, column 12: unknown name: "b"|line 1, column 8: unknown name: "b"'),
+        ({"grammar": "x"}, "cannot be used"),
+        ({"grammar": ""}, "no start rule found"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(form: dict[str, Any], says: str, byte_level: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        made(byte_level, **form)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def chain(count: int, below: Callable[[str], Any]) -> dict[str, Any]:
+    defs = {f"d{i}": below(f"#/$defs/d{i + 1}") for i in range(count)} | {f"d{count}": {"type": "string"}}
+    return {"$defs": defs, "$ref": "#/$defs/d0"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "references": {"json_schema": chain(20_000, lambda to: {"type": "array", "items": {"$ref": to}})},
+    "alternatives": {"json_schema": chain(20_000, lambda to: {"anyOf": [{"$ref": to}, {"type": "integer"}]})},
+    "product": {"json_schema": {"allOf": [
+        {"oneOf": [{"type": "object", "properties": {"k": {"const": f"{i}-{j}"}}} for j in range(6)]} for i in range(14)
+    ]}},
+    "multiple": {"json_schema": {"type": "integer", "multipleOf": 1_000_003_000_000_007}},
+    "properties": {"json_schema": {"type": "object", "properties": {f"p{i}": {} for i in range(40_000)}}},
+    "depth": {"json_schema": nested(5000)},
+    "deep text": {"json_schema": '{"items":' * 50_000 + "{}" + "}" * 50_000},
+    "long": {"json_schema": {"const": "x" * MAX_SOURCE}},
+    "rules": {"grammar": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(20_000)) + 'r20000: "b"'},
+    "parentheses": {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
+    "expression": {"regex": "a?" * 20_000},
+    "overlap": {"grammar": "start: A\nA: " + " & ".join(f"/.*{chr(97 + i)}.{{{i}}}/" for i in range(20))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_take_too_long_is_refused_soon(name: str, byte_level: Tokenizer) -> None:
+    begun = time.perf_counter()
+    with pytest.raises(UsageError):
+        made(byte_level, **BOMBS[name])
+    assert time.perf_counter() - begun < 30
+
+
+def test_large_but_harmless(byte_level: Tokenizer) -> None:
+    """What is tried in another process first is used all the same."""
+    values = [f"value number {i}" for i in range(2000)]
+    constraint = made(byte_level, json_schema={"enum": values})
+    reply = drawn(constraint, (1,), 0)
+    assert reply is not None and json.loads(text_of(byte_level, reply)) in values
+    constraint = made(byte_level, grammar='start: r{1000000}\nr: "a" | "b"')
+    assert drawn(constraint, (1,), 0) is None
+    constraint = made(byte_level, json_schema={"type": "array", "items": {"type": "null"}, "minItems": 10**9})
+    assert drawn(constraint, (1,), 0) is None
+
+
+def test_a_reply_that_becomes_too_complex_is_an_error(byte_level: Tokenizer) -> None:
+    rules = "".join(f'r{i}: "x" /[a-z]/ "{i}"\n' for i in range(3000))
+    constraint = made(
+        byte_level, grammar='start: "ab" x\nx: ' + " | ".join(f"r{i}" for i in range(3000)) + "\n" + rules
+    )
+    with pytest.raises(UsageError, match=r"became too complex after \d tokens: .*2000"):
+        drawn(constraint, (1,), 0)
+
+
+def test_formats_that_no_standard_has_are_annotations(byte_level: Tokenizer) -> None:
+    kept = {"const": {"format": "color"}}
+    schema = {"type": "object", "properties": {"format": {"format": "color", **kept}}, "required": ["format"]}
+    reply = drawn(made(byte_level, json_schema={**schema, "additionalProperties": False}), (1,), 0)
+    assert reply is not None and json.loads(text_of(byte_level, reply)) == {"format": {"format": "color"}}
+
+
+def test_a_schema_cannot_loosen_how_it_is_followed(byte_level: Tokenizer) -> None:
+    with pytest.raises(UsageError, match="not is not supported"):
+        made(byte_level, json_schema={"not": {}, "x-guidance": {"lenient": True}})
+
+
+def test_masks_of_large_vocabularies_are_quick(byte_level: Tokenizer) -> None:
+    """Not by a loop over tokens; the bound is loose, for machines that are busy."""
+    constraint = made(byte_level, size=150_000, json_schema={"type": "string"})
+    constraint.push(byte_level.encode('"', add_special_tokens=False)[0])
+    for _ in range(20):
+        constraint.push(byte_level.encode("a", add_special_tokens=False)[0])
+        constraint.allowed()
+    assert sorted(constraint.costs.mask_ms)[10] < 20
+
+
+def test_the_engine_may_be_missing(monkeypatch: pytest.MonkeyPatch, byte_level: Tokenizer) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UsageError, match=r"edgeinfer\[structured\]"):
+        made(byte_level, json_object=True)
