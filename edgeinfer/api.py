@@ -30,6 +30,7 @@ from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.sessions import resume, save
 from edgeinfer.text_files import chat_template
 from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
+from edgeinfer.turns import Turns
 
 __all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "load", "plan"]
 
@@ -84,13 +85,13 @@ def plan(model: str | Path | None = None, **options: Any) -> MemoryPlan:
 
 
 class Model(Measured):
-    """A loaded model. It holds one KV cache, so it runs one reply at a time; what a prompt shares with the one before
-    is not evaluated again."""
+    """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`); what
+    a prompt shares with the one before is not evaluated again."""
 
     def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
         self._residence = residence
         self._template = template
-        self._running: TokenStream | None = None
+        self._turns = Turns()
 
     @property
     def plan(self) -> MemoryPlan:
@@ -163,6 +164,9 @@ class Model(Measured):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        begun: str = "",
         on_finish: Callable[[Result], None] | None = None,
         **options: Any,
     ) -> TokenStream:
@@ -170,6 +174,9 @@ class Model(Measured):
 
         Args:
             messages: mappings with "role" and "content".
+            tools: functions that the model's chat template tells it of, as OpenAI shapes them.
+            variables: further names for the template, such as enable_thinking.
+            begun: what the reply already says; the stream goes on behind it.
             on_finish: called once with the result, also when the reply is cut short.
             options: fields of GenerationConfig.
 
@@ -179,7 +186,8 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        return self._start(self.tokenize_chat(messages), config, started, continues=False, on_finish=on_finish)
+        prompt = self.tokenize_chat(messages, tools=tools, variables=variables, begun=begun)
+        return self._start(prompt, config, started, continues=bool(begun), on_finish=on_finish)
 
     def create_chat_completion(
         self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **options: Any
@@ -201,16 +209,31 @@ class Model(Measured):
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         return self._parts.tokenizer.encode(text)
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of OpenAI-style messages in the model's chat template, up to where the reply begins.
+    @property
+    def chat_template_text(self) -> str | None:
+        """The source of the model's chat template; None where it has none."""
+        return None if self._template is None else self._template.source
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        begun: str = "",
+    ) -> list[int]:
+        """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
+
+        Args:
+            tools, variables, begun: as `stream_chat` takes them.
 
         Raises:
             TemplateError: the model has no chat template, or its template rejects the messages.
         """
         if self._template is None:
             raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
-        text = self._template.render(messages, add_generation_prompt=True)
-        return self._parts.tokenizer.encode(text, add_special_tokens=False)
+        text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+        return self._parts.tokenizer.encode(text + begun, add_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -251,15 +274,16 @@ class Model(Measured):
         """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
 
         Raises:
-            UsageError: another thread is running a reply.
+            UsageError: another thread is running a reply, or one is paused.
         """
-        self._require_idle()
+        self._turns.require_idle()
+        if self._turns.paused:
+            raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
         self._residence.unload()
 
     def close(self) -> None:
         """Frees the model; it is unusable afterwards."""
-        if self._running is not None:
-            self._running.close()
+        self._turns.close()
         self._residence.close()
 
     def __enter__(self) -> Self:
@@ -316,10 +340,9 @@ class Model(Measured):
         continues: bool,
         on_finish: Callable[[Result], None] | None = None,
     ) -> TokenStream:
-        self._require_idle()
+        self._turns.require_idle()
 
         def finished(result: Result) -> None:
-            self._running = None
             self._residence.leave()
             if on_finish is not None:
                 on_finish(result)
@@ -327,17 +350,12 @@ class Model(Measured):
         parts = self._residence.take()
         try:
             parts.engine.check(prompt)
-            stream = TokenStream(parts, prompt, config, on_finish=finished, continues=continues, started=started)
+            return TokenStream(
+                parts, prompt, config, self._turns, on_finish=finished, continues=continues, started=started
+            )
         except BaseException:
             self._residence.leave()
             raise
-        self._running = stream
-        return stream
 
     def _require_idle(self) -> None:
-        """Ends a reply that was left unfinished; one that another thread may be reading is not touched."""
-        if self._running is None:
-            return
-        if not self._running.abandoned:
-            raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
-        self._running.close()
+        self._turns.require_idle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
 from edgeinfer.runtime.allocation import allocating
-from edgeinfer.runtime.engine import Engine, Step
+from edgeinfer.runtime.engine import Engine, Prefill, Step
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.ledger import Ledger
 from edgeinfer.runtime.memory import process_memory, proportional_bytes
@@ -36,6 +37,7 @@ from edgeinfer.runtime.sampling import (
 from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.turns import Turns
 
 __all__ = ["ModelParts", "TokenStream"]
 
@@ -74,12 +76,15 @@ class ModelParts:
 class TokenStream:
     """Iterates over the chunks of one reply; afterwards `result` has the whole.
 
-    `cancel`, `close`, the end of a `with` block, and the next request of the same thread finish it as "cancelled".
+    `cancel`, `close`, the end of a `with` block, and the next request of the same thread finish it as "cancelled",
+    unless it is paused. Its timings are of its own work: what others did while it was paused is in the first token's
+    time only.
 
     Args:
         parts: the loaded model.
         prompt: token ids.
         config: how to generate.
+        turns: of the model's replies.
         on_finish: called once with the result.
         continues: the reply goes on with the prompt's text, so that a tokenizer's leading space is kept.
         started: time.perf_counter() of the request.
@@ -90,6 +95,7 @@ class TokenStream:
         parts: ModelParts,
         prompt: Sequence[int],
         config: GenerationConfig,
+        turns: Turns,
         *,
         on_finish: Callable[[Result], None],
         continues: bool,
@@ -97,6 +103,7 @@ class TokenStream:
     ) -> None:
         self._parts = parts
         self._prompt = prompt
+        self._turns = turns
         self._on_finish = on_finish
         self._started = started
         self._token_ids: list[int] = []
@@ -111,15 +118,20 @@ class TokenStream:
         self._config = config
         constraint = self._constraint()
         self._grammar_costs = constraint.costs if isinstance(constraint, GrammarConstraint) else None
-        chooser = self._chooser(constraint)
+        self._token_chooser = self._chooser(constraint)
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._rounds = parts.speculator.rounds(chooser, config)
-        self._steps = parts.engine.generate(
-            prompt, chooser, max_tokens=config.max_tokens, stop_ids=self._stop_ids, rounds=self._rounds
-        )
+        self._rounds = parts.speculator.rounds(self._token_chooser, config)
+        self._left = parts.engine.allowance(len(prompt), config.max_tokens)
+        self._steps: Generator[Step] | None = None
+        self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
+        self._ahead: deque[Step] = deque()
+        self._between = True  # passes
+        self._prefill: Prefill | None = None
+        self._cancelled = False
         self._chunks = self._run()
+        turns.claim(self)
 
     @property
     def result(self) -> Result:
@@ -150,9 +162,41 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Stops within the current pass; the next chunk is the last. Safe from any thread."""
-        # The engine is the model's, not this reply's: once finished, it may be working on another.
-        if self._result is None:
-            self._parts.engine.cancel()
+        self._cancelled = True
+        # The engine is the model's, not this reply's: it may be working on another.
+        self._turns.if_running(self, self._parts.engine.cancel)
+
+    def pause(self) -> bool:
+        """Lets other replies of the model run; the next chunk goes on, and the text is the same. Whether it could.
+
+        It can where the model was loaded with a prefix cache (LoadConfig.prefix_cache), which keeps what the reply
+        rests on as far as it has room; what has none is evaluated again.
+        """
+        if not self._parts.engine.keeps:
+            return False
+        while not (self._between or self._result):
+            step = self._step()
+            if step is None:
+                break
+            self._ahead.append(step)
+        self._close_steps()
+        self._turns.pause(self)
+        return True
+
+    def prepare(self, tokens: int) -> bool:
+        """Evaluates up to so many tokens of the prompt before the first chunk is asked for, so that the reply can be
+        paused in between; whether that was the last of them.
+
+        Raises:
+            UsageError: another reply runs.
+        """
+        if self._made or self._cancelled or self._result is not None:
+            return True
+        self._turns.claim(self)
+        with allocating("The reply"):
+            ready = self._parts.engine.prepare(self._prompt, tokens)
+        self._add_prefill()
+        return ready or self._cancelled
 
     def close(self) -> None:
         """Finishes now; an unfinished reply counts as cancelled."""
@@ -179,7 +223,7 @@ class TokenStream:
         reason: FinishReason = "length"
         begun = (time.perf_counter() - self._started) * 1e3
         try:
-            for step in self._steps:
+            while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
                 self._record(step, begun)
                 self._parts.ledger.check()
                 if step.token in self._stop_ids:
@@ -193,14 +237,51 @@ class TokenStream:
                     break
                 yield Chunk(text, (step.token,))
             else:
-                if self._parts.engine.cancelled:
+                if self._cancelled:
                     reason = "cancelled"
             yield self._last_chunk(reason)
         finally:
-            self._steps.close()
             # Closed early, or an error on its way to the caller: the model must be free again in either case.
             if self._result is None:
                 self._finish("cancelled")
+
+    def _step(self) -> Step | None:
+        """The engine's next step, its generation taken up again after a pause; None where the reply is over."""
+        if self._steps is None:
+            if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
+                return None
+            self._turns.claim(self)
+            self._steps = self._parts.engine.generate(
+                [*self._prompt, *self._made],
+                self._token_chooser,
+                max_tokens=self._left,
+                stop_ids=self._stop_ids,
+                rounds=self._rounds,
+            )
+            # What cancelled it before that was forgotten there.
+            if self._cancelled:
+                return None
+        step = next(self._steps, None)
+        if not self._made:
+            self._add_prefill()
+        if step is not None:
+            self._made.append(step.token)
+            self._left -= 1
+            self._between = step.last
+        return step
+
+    def _add_prefill(self) -> None:
+        """Enters in the books how the engine took in what it was last given of the prompt."""
+        latest, before = self._parts.engine.prefill, self._prefill
+        if before is None:
+            self._prefill = latest
+        else:
+            self._prefill = Prefill(before.cached, before.evaluated + latest.evaluated, before.ms + latest.ms)
+
+    def _close_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     def _chooser(self, constraint: Constraint | None) -> TokenChooser:
         config, parts = self._config, self._parts
@@ -238,6 +319,7 @@ class TokenStream:
         self._step_ms.append(step.ms + (0.0 if self._step_ms else begun))
 
     def _finish(self, reason: FinishReason) -> None:
+        self._close_steps()
         if self._rounds is not None:
             self._rounds.finish()
         parts, memory, timings = self._parts, process_memory(), self._timings()
@@ -264,13 +346,14 @@ class TokenStream:
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
         )
         parts.speculator.finished(self._rounds)
+        self._turns.leave(self)
         self._on_finish(self._result)
 
     def _timings(self) -> Timings:
         later = np.array(self._step_ms[1:])
         mean = float(later.mean()) if len(later) else 0.0
         p50, p95 = (float(p) for p in np.percentile(later, (50, 95))) if len(later) else (0.0, 0.0)
-        prefill = self._parts.engine.prefill
+        prefill = self._prefill or Prefill(0, 0, 0.0)
         return Timings(
             load_ms=self._parts.load.total_ms,
             prompt_ms=prefill.ms,

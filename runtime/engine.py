@@ -56,10 +56,15 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Step:
-    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all."""
+    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
+
+    Attributes:
+        last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
+    """
 
     token: int
     ms: float
+    last: bool = True
 
 
 _ONE_ROW = np.zeros(1, np.int64)
@@ -149,9 +154,33 @@ class Engine:
         # Here, not when iteration begins: a `cancel` in between counts.
         self._cancelled.clear()
         self.prefill = Prefill(0, 0, 0.0)
-        room = self.backend.capacity - len(prompt) + 1 if self.overflow is None else self.backend.capacity
-        left = room if max_tokens is None else max_tokens if self.overflow is not None else min(max_tokens, room)
+        left = self.allowance(len(prompt), max_tokens)
         return self._steps(prompt, chooser, left, stop_ids, rounds or _Plain(self.backend, chooser))
+
+    def allowance(self, prompt: int, max_tokens: int | None) -> int:
+        """Tokens that the reply to a prompt of so many tokens may have."""
+        room = self.backend.capacity - prompt + 1 if self.overflow is None else self.backend.capacity
+        return room if max_tokens is None else max_tokens if self.overflow is not None else min(max_tokens, room)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what the cache holds can be put aside for another text and come back."""
+        return self._prefixes.cap > 0 and self.overflow is None
+
+    def prepare(self, prompt: Sequence[int], most: int) -> bool:
+        """Evaluates up to so many tokens of a prompt that will be continued; whether only its last one is left.
+
+        Raises:
+            PromptError, ContextLengthError: as `generate`.
+        """
+        self.check(prompt)
+        self._cancelled.clear()
+        try:
+            # Fewer are not kept when another text comes in between, and would be evaluated again and again.
+            self._evaluate(prompt, len(prompt) - 1, max(most, _FEW + 1))
+        except PassCancelledError:
+            return False
+        return len(self._tokens) == len(prompt) - 1
 
     def _steps(
         self, prompt: Sequence[int], chooser: Chooser, left: int, stop_ids: frozenset[int], rounds: Multistep
@@ -177,7 +206,7 @@ class Engine:
                 for place, token in enumerate(tokens):
                     if place and self._cancelled.is_set():
                         return
-                    yield Step(token, 0.0 if place else (now - begun) * 1e3)
+                    yield Step(token, 0.0 if place else (now - begun) * 1e3, place == len(tokens) - 1)
         except PassCancelledError:
             return
         except (BudgetError, MemoryError):
@@ -218,22 +247,27 @@ class Engine:
 
     def _take_in(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
-        begun = time.perf_counter()
-        cached = self._reuse(prompt)
-        done, last = cached, len(prompt)
-        logits: Floats = np.zeros(0, np.float32)
-        try:
-            while done < last:
-                if self._cancelled.is_set():
-                    raise PassCancelledError("Cancelled between two chunks of the prompt.")
-                chunk = prompt[done : done + min(self.chunk, self.room())]
-                done += len(chunk)
-                rows = np.array([len(chunk) - 1] if done == last else [], np.int64)
-                logits = self.feed(chunk, rows)  # (1, V) of the last chunk
-        finally:
-            self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - begun) * 1e3)
+        logits = self._evaluate(prompt, len(prompt), len(prompt))
         chosen: Floats = logits[0]
         return chosen
+
+    def _evaluate(self, prompt: Sequence[int], stop: int, most: int) -> Floats:  # (1, V) of the prompt's end, or (0, V)
+        """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most."""
+        begun = time.perf_counter()
+        done = cached = self._reuse(prompt)
+        stop = min(stop, cached + most)
+        logits: Floats = np.zeros((0, self.backend.geometry.vocab_size), np.float32)
+        try:
+            while done < stop:
+                if self._cancelled.is_set():
+                    raise PassCancelledError("Cancelled between two chunks of the prompt.")
+                chunk = prompt[done : done + min(self.chunk, stop - done, self.room())]
+                done += len(chunk)
+                rows = np.array([len(chunk) - 1] if done == len(prompt) else [], np.int64)
+                logits = self.feed(chunk, rows)
+        finally:
+            self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - begun) * 1e3)
+        return logits
 
     def room(self) -> int:
         """Tokens that can be fed before the context is full; where it is, after the overflow policy has made room."""

@@ -48,10 +48,13 @@ class PrefixCache:
 
     Args:
         cap: bytes of rows and token ids kept at most; 0 keeps nothing.
+
+    Attributes:
+        cap: the same.
     """
 
     def __init__(self, cap: int) -> None:
-        self._cap = cap
+        self.cap = cap
         self._root = _Span(np.zeros(0, _ID), [], None, 0)
         self._spans: set[_Span] = set()
         self._kind: CacheSnapshot | None = None  # of no rows: what pieces are made after
@@ -97,7 +100,7 @@ class PrefixCache:
             copy: rows start..stop-1 of them.
             wanted: tokens whose rows are about to be taken, and are therefore not dropped for those offered.
         """
-        if self._cap == 0:
+        if self.cap == 0:
             return
         ids = np.array(tokens, _ID)
         if self._kind is None:
@@ -110,11 +113,11 @@ class PrefixCache:
         for span in spans:
             span.used = tick
         pinned = {*spans, *(span for span, _ in self._path(np.array(wanted, _ID)))}
-        room = self._cap // self._token_bytes - sum(len(span.tokens) for span in pinned)
+        room = self.cap // self._token_bytes - sum(len(span.tokens) for span in pinned)
         new = min(len(ids) - held, room)
         if new < 1:
             return
-        self._evict(self._cap - new * self._token_bytes, pinned)
+        self._evict(self.cap - new * self._token_bytes, pinned)
         try:
             rows = copy(held, held + new)
         except MemoryError:

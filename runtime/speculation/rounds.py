@@ -68,7 +68,9 @@ class Rounds:
         self._context = Context([], self._draw, chooser.forced, self._further, lambda: self._lost)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Starts after these tokens, of which all but the last were fed."""
+        """Starts after these tokens, of which all but the last were fed; again where the reply was paused."""
+        self._end_rest()
+        self._untold = 0
         self._context.tokens[:] = tokens
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
         latest = self._context.tokens[-self._backend.capacity :]

@@ -9,8 +9,9 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from weakref import WeakSet
 
 from edgeinfer.config import GenerationConfig, drafters_in
 from edgeinfer.errors import StorageError, UsageError
@@ -77,7 +78,8 @@ class Speculator:
         self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
         self._plain_ms: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._reach = Reach(profile.arrays(REACH))
-        self._running: Rounds | None = None
+        # Of replies that run or are paused.
+        self._live: WeakSet[Rounds] = WeakSet()
         self._saved = time.monotonic()
         if self._allowed:
             self._costs.prepare()
@@ -108,7 +110,7 @@ class Speculator:
             if costs.round_ms + cheap > _DEAR_ASKING * costs.pass_ms(1):
                 return None
         governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
-        self._running = Rounds(
+        rounds = Rounds(
             self._parts.target,
             chooser,
             drafters,
@@ -118,7 +120,8 @@ class Speculator:
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             timed=self._plain_ms.append,
         )
-        return self._running
+        self._live.add(rounds)
+        return rounds
 
     @property
     def nbytes(self) -> int:
@@ -130,8 +133,7 @@ class Speculator:
         if self._limit <= 1 or not self._drafters:
             return False
         self._limit //= 2
-        if self._running is not None:
-            self._running.limit(self._limit)
+        self._limit_live(self._limit)
         return True
 
     def drop(self) -> bool:
@@ -140,8 +142,7 @@ class Speculator:
             return False
         self.save()
         self._limit = 0
-        if self._running is not None:
-            self._running.limit(0)
+        self._limit_live(0)
         for drafter in self._drafters.values():
             drafter.close()
         self._drafters.clear()
@@ -151,8 +152,18 @@ class Speculator:
         """Drafts by these of the drafters it was loaded with, and so far at most, from the next reply on."""
         self._planned = drafters
         self._most = self._limit = most
-        for name in self._drafters.keys() - set(drafters):
+        self._close(self._drafters.keys() - set(drafters))
+
+    def _close(self, names: Collection[str]) -> None:
+        """Frees drafters; replies that are paused decode plainly to their end, as some of them may be theirs."""
+        if names:
+            self._limit_live(0)
+        for name in names:
             self._drafters.pop(name).close()
+
+    def _limit_live(self, most: int) -> None:
+        for rounds in self._live:
+            rounds.limit(most)
 
     def recover(self) -> None:
         """Drafts again as it did before `shorten` and `drop`."""
@@ -242,10 +253,10 @@ class Speculator:
     def tuned(self, tuning: Tuning) -> None:
         """Drafts with the model's own layers as this says from now on, and keeps it."""
         self._parts = replace(self._parts, tuning=tuning)
-        for name in ("exit", "skip"):
-            if name in self._drafters:
-                self._drafters.pop(name).close()
-                self._costs.forget(name)
+        stale = self._drafters.keys() & {"exit", "skip"}
+        self._close(stale)
+        for name in stale:
+            self._costs.forget(name)
         self._profile.save_arrays(TUNING, tuning.state())
 
     def state(self) -> dict[str, State]:
@@ -258,6 +269,7 @@ class Speculator:
     def restore(self, state: Mapping[str, State]) -> None:
         """Puts back what `state` gave, in place of what was learnt since; without anything, all is forgotten."""
         self._acceptance = Acceptance()
+        self._limit_live(0)
         for name, drafter in self._drafters.items():
             self._acceptance.add(name, drafter.priors)
             self._acceptance.restore(name, state.get(_ACCEPTANCE, {}))
@@ -267,8 +279,8 @@ class Speculator:
 
     def finished(self, rounds: Rounds | None) -> None:
         """A reply is over: costs follow its passes, and what was learnt is kept, not more often than once a minute."""
-        self._running = None
         if rounds is not None:
+            self._live.discard(rounds)
             self._costs.learn(rounds.tally)
             self._reach.add(rounds.tally.rounds, rounds.tally.accepted_per_position)
         if time.monotonic() - self._saved > _SAVE_S:

@@ -28,6 +28,9 @@ class ChatTemplate:
         special_tokens: names to texts that the template may use, such as bos_token.
         now: the clock behind `strftime_now`.
 
+    Attributes:
+        source: as it was given.
+
     Raises:
         TemplateError: the source is too large or malformed.
     """
@@ -43,6 +46,7 @@ class ChatTemplate:
                 f"The chat template is too large ({len(source)} characters).",
                 f"The limit is {MAX_SOURCE_CHARACTERS} characters.",
             )
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._environment = GuardedEnvironment()
         self._environment.globals["raise_exception"] = _reject
