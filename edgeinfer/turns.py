@@ -1,0 +1,91 @@
+"""Whose turn it is among the replies of one model, of which one runs at a time; knows nothing of how they are made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from edgeinfer.errors import UsageError
+
+__all__ = ["Turn", "Turns"]
+
+
+class Turn(Protocol):
+    """A reply that runs, or waits for its turn."""
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody but the calling thread can still be reading it."""
+
+    def close(self) -> None:
+        """Finishes it now, which leaves."""
+
+
+class Turns:
+    """The replies of a model that are not finished. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: Turn | None = None
+        self._paused: list[Turn] = []
+
+    @property
+    def paused(self) -> bool:
+        """Whether a reply waits to go on."""
+        return bool(self._paused)
+
+    def claim(self, turn: Turn) -> None:
+        """It is this reply's turn now.
+
+        Raises:
+            UsageError: another runs.
+        """
+        with self._lock:
+            if self._running is turn:
+                return
+            if self._running is not None:
+                raise UsageError("Another reply of this model is running.", "Pause, finish or close its stream first.")
+            self._running = turn
+            if turn in self._paused:
+                self._paused.remove(turn)
+
+    def pause(self, turn: Turn) -> None:
+        """The reply whose turn it is lets others run."""
+        with self._lock:
+            if self._running is turn:
+                self._running = None
+                self._paused.append(turn)
+
+    def leave(self, turn: Turn) -> None:
+        """A reply is finished."""
+        with self._lock:
+            if self._running is turn:
+                self._running = None
+            elif turn in self._paused:
+                self._paused.remove(turn)
+
+    def if_running(self, turn: Turn, act: Callable[[], None]) -> None:
+        """Acts if it is this reply's turn, which lasts at least until that is done."""
+        with self._lock:
+            if self._running is turn:
+                act()
+
+    def require_idle(self) -> None:
+        """Ends a running reply that was left unfinished; one that another thread may be reading is not touched.
+
+        Raises:
+            UsageError: another thread runs a reply.
+        """
+        running = self._running
+        if running is None:
+            return
+        if not running.abandoned:
+            raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
+        running.close()
+
+    def close(self) -> None:
+        """Finishes all."""
+        for turn in (self._running, *self._paused):
+            if turn is not None:
+                turn.close()
