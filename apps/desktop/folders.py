@@ -1,0 +1,72 @@
+"""The folder where the app keeps what is the user's own, by the custom of the system; knows nothing of the files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer.errors import StorageError
+
+__all__ = ["DataFolder", "user_data"]
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """A data folder and the names in it.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def history(self) -> Path:
+        """The database of conversations."""
+        return self.path / "history.sqlite3"
+
+    @property
+    def settings(self) -> Path:
+        """What the user set."""
+        return self.path / "settings.json"
+
+    @property
+    def models(self) -> Path:
+        """A folder for bundles and GGUF files; it need not exist."""
+        return self.path / "models"
+
+    def make(self) -> None:
+        """Makes the folder, for this user only.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            hint = "Name another folder with --data."
+            raise StorageError(f"{self.path} cannot be made: {error.strerror}.", hint) from error
+
+
+def user_data() -> DataFolder:
+    """This user's data folder of the app; it need not exist.
+
+    Raises:
+        StorageError: this user has no home folder.
+    """
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = _home() / "Library" / "Application Support"
+    else:
+        base = Path(os.environ.get("XDG_DATA_HOME") or _home() / ".local" / "share")
+    return DataFolder(base / "edgeinfer")
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise StorageError("This user has no home folder.", "Set HOME, or name a folder with --data.") from error

@@ -1,0 +1,318 @@
+"""The conversations of this user, kept in a database; knows nothing of models, of the network or of the window.
+
+A reply's row is there before its first token and grows while it is made. One that its program did not finish, because
+it was killed or the power failed, is "interrupted" when the history is next opened, with the text it had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from edgeinfer.apps.desktop import search
+from edgeinfer.apps.desktop.database import Database
+from edgeinfer.apps.desktop.errors import NotFoundError
+from edgeinfer.apps.desktop.records import Conversation, Failure, Figures, Message, Role, Status, Summary
+from edgeinfer.errors import UsageError
+
+__all__ = ["History"]
+
+_LONGEST_TITLE = 60
+_CLOCK_S = 2.0
+
+
+class History:
+    """Conversations in a database. Every method may be called from any thread, and is on disk when it returns.
+
+    Attributes:
+        put_aside: where a damaged file was moved to on opening; None where there was none.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._indexed = search.prepare(database)
+        self._holder = _holder(os.getpid())
+        self.put_aside = database.put_aside
+        self._interrupt_lost()
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Opens a history, or begins one; errors as `Database.open`."""
+        database = Database.open(path)
+        try:
+            return cls(database)
+        except BaseException:
+            database.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def summaries(self, text: str = "") -> list[Summary]:
+        """The conversations, the latest first; those that hold every word of `text`, if it has any."""
+        hits = search.find(self._database, text, indexed=self._indexed) if text.strip() else None
+        rows = self._database.rows(
+            "SELECT id, title, created, updated FROM conversations ORDER BY updated DESC, rowid DESC"
+        )
+        return [
+            Summary(**row, snippet=search.snippet(hits[row["id"]], text) if hits and hits[row["id"]] else "")
+            for row in map(dict, rows)
+            if hits is None or row["id"] in hits
+        ]
+
+    def conversation(self, id: str) -> Conversation:
+        """A conversation with all its messages.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        found = self._database.rows("SELECT * FROM conversations WHERE id = ?", (id,))
+        if not found:
+            raise NotFoundError("There is no such conversation.", "It may have been deleted; open another.")
+        rows = self._database.rows("SELECT * FROM messages WHERE conversation = ? ORDER BY number", (id,))
+        head = dict(found[0])
+        options = json.loads(head.pop("options"))
+        return Conversation(**head, options=options, messages=tuple(map(_message, rows)))
+
+    def create(self, title: str = "", system: str = "", options: Mapping[str, Any] | None = None) -> Conversation:
+        """Begins a conversation."""
+        now = time.time()
+        made = Conversation(uuid.uuid4().hex, title.strip(), now, now, system, dict(options or {}))
+        self.add(made)
+        return made
+
+    def add(self, conversation: Conversation) -> None:
+        """Keeps a whole conversation, whose ids are new."""
+        c = conversation
+        with self._database.transaction() as connection:
+            connection.execute(
+                "INSERT INTO conversations (id, title, system, options, leaf, created, updated)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (c.id, c.title, c.system, _json(c.options), c.leaf, c.created, c.updated),
+            )
+            for message in c.messages:
+                self._insert(connection, c.id, message)
+
+    def change(
+        self,
+        id: str,
+        *,
+        title: str | None = None,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        leaf: str | None = None,
+    ) -> Conversation:
+        """Changes what is given of a conversation.
+
+        Raises:
+            NotFoundError: there is none of that id, or it has no message `leaf`.
+        """
+        given = {"title": title, "system": system, "options": None if options is None else _json(options), "leaf": leaf}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if leaf is not None:
+            self._require(self.conversation(id), leaf)
+        if changes:
+            with self._database.transaction() as connection:
+                names = ", ".join(f"{name} = ?" for name in changes)
+                connection.execute(f"UPDATE conversations SET {names} WHERE id = ?", (*changes.values(), id))
+        return self.conversation(id)
+
+    def delete(self, id: str) -> None:
+        """Deletes a conversation; errors as `conversation`."""
+        with self._database.transaction() as connection:
+            done = connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
+            if done.rowcount == 0:
+                raise NotFoundError("There is no such conversation.", "It may have been deleted already.")
+
+    def ask(self, id: str, parent: str | None, content: str) -> tuple[Message, Message]:
+        """Adds a user's message after `parent`, and the reply to it that now begins.
+
+        Raises:
+            NotFoundError: there is no such conversation or parent.
+            UsageError: the parent is a user's message, or the content is empty.
+        """
+        conversation = self.conversation(id)
+        if parent is not None and self._require(conversation, parent).role == "user":
+            raise UsageError("A user's message follows a reply.", "Give the id of a reply as parent, or null.")
+        if not content.strip():
+            raise UsageError("The message is empty.", "Write something.")
+        asked = _new("user", parent, content)
+        reply = _new("assistant", asked.id, "", "replying")
+        self._append(conversation, asked, reply)
+        return asked, reply
+
+    def edit(self, id: str, message: str, content: str) -> tuple[Message, Message | None]:
+        """Adds another version of a message beside it; of a user's message with a reply to it that now begins.
+
+        Raises: as `ask`.
+        """
+        conversation = self.conversation(id)
+        old = self._require(conversation, message)
+        if old.role == "user":
+            return self.ask(id, old.parent, content)
+        new = _new("assistant", old.parent, content)
+        self._append(conversation, new)
+        return new, None
+
+    def regenerate(self, id: str, message: str) -> Message:
+        """Adds another reply, which now begins, beside one.
+
+        Raises:
+            NotFoundError: there is no such conversation or message.
+            UsageError: the message is a user's.
+        """
+        conversation = self.conversation(id)
+        reply = _new("assistant", self._require_reply(conversation, message).parent, "", "replying")
+        self._append(conversation, reply)
+        return reply
+
+    def go_on(self, id: str, message: str) -> Message:
+        """Lets a reply go on from where it ended; errors as `regenerate`."""
+        conversation = self.conversation(id)
+        old = self._require_reply(conversation, message)
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE messages SET status = 'replying', failure = NULL, holder = ? WHERE id = ?",
+                (self._holder, old.id),
+            )
+            _touch(connection, id, old.id)
+        return dataclasses.replace(old, status="replying", failure=None)
+
+    def write(self, message: str, content: str) -> None:
+        """Keeps what there is of a reply that is being made."""
+        with self._database.transaction() as connection:
+            connection.execute("UPDATE messages SET content = ? WHERE id = ?", (content, message))
+
+    def finish(
+        self,
+        message: str,
+        content: str,
+        status: Status,
+        failure: Failure | None = None,
+        figures: Figures | None = None,
+    ) -> None:
+        """Keeps a reply that has ended."""
+        values = (content, status, _optional_json(failure), _optional_json(figures), message)
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE messages SET content = ?, status = ?, failure = ?, figures = ?, holder = NULL WHERE id = ?",
+                values,
+            )
+            connection.execute(
+                "UPDATE conversations SET updated = ? WHERE id = (SELECT conversation FROM messages WHERE id = ?)",
+                (time.time(), message),
+            )
+
+    def _append(self, conversation: Conversation, *messages: Message) -> None:
+        """Adds messages, the last of which becomes the leaf, and names a conversation that has no name."""
+        with self._database.transaction() as connection:
+            for message in messages:
+                self._insert(connection, conversation.id, message)
+            _touch(connection, conversation.id, messages[-1].id)
+            if messages[0].role == "user":
+                connection.execute(
+                    "UPDATE conversations SET title = ? WHERE id = ? AND title = ''",
+                    (_title(messages[0].content), conversation.id),
+                )
+
+    def _insert(self, connection: sqlite3.Connection, conversation: str, message: Message) -> None:
+        m = message
+        ended = _optional_json(m.failure), _optional_json(m.figures)
+        holder = self._holder if m.status == "replying" else None
+        try:
+            connection.execute(
+                "INSERT INTO messages"
+                " (id, conversation, parent, role, content, created, status, failure, figures, holder)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (m.id, conversation, m.parent, m.role, m.content, m.created, m.status, *ended, holder),
+            )
+        except sqlite3.IntegrityError as error:  # deleted meanwhile, by another window
+            raise NotFoundError("There is no such conversation any more.", "Open another.") from error
+
+    @staticmethod
+    def _require(conversation: Conversation, id: str) -> Message:
+        found = conversation.message(id)
+        if found is None:
+            raise NotFoundError("The conversation has no such message.", "Reload the page.")
+        return found
+
+    def _require_reply(self, conversation: Conversation, id: str) -> Message:
+        found = self._require(conversation, id)
+        if found.role != "assistant":
+            raise UsageError("That is a user's message.", "Choose a reply.")
+        return found
+
+    def _interrupt_lost(self) -> None:
+        """Marks the replies of programs that are gone; another that runs may be making its own."""
+        rows = self._database.rows("SELECT DISTINCT holder FROM messages WHERE status = 'replying'")
+        lost = [row["holder"] for row in rows if not _alive(row["holder"])]
+        if lost:
+            with self._database.transaction() as connection:
+                for holder in lost:
+                    connection.execute(
+                        "UPDATE messages SET status = 'interrupted', holder = NULL"
+                        " WHERE status = 'replying' AND holder IS ?",
+                        (holder,),
+                    )
+
+
+def _holder(pid: int) -> str:
+    """A name of a process that no later one has, though the system gives its number again."""
+    return f"{pid}@{psutil.Process(pid).create_time()}"
+
+
+def _alive(holder: str | None) -> bool:
+    pid, _, started = (holder or "").partition("@")
+    try:
+        # A corrected clock moves the times at which processes began.
+        return abs(psutil.Process(int(pid)).create_time() - float(started)) < _CLOCK_S
+    except (ValueError, psutil.Error):
+        return False
+
+
+def _new(role: Role, parent: str | None, content: str, status: Status = "complete") -> Message:
+    return Message(uuid.uuid4().hex, parent, role, content, time.time(), status)
+
+
+def _touch(connection: sqlite3.Connection, conversation: str, leaf: str) -> None:
+    connection.execute("UPDATE conversations SET leaf = ?, updated = ? WHERE id = ?", (leaf, time.time(), conversation))
+
+
+def _title(content: str) -> str:
+    """The first line of a text that has one, shortened at a word."""
+    line = " ".join(content.strip().splitlines()[0].split())
+    if len(line) <= _LONGEST_TITLE:
+        return line
+    head = line[: _LONGEST_TITLE - 1]
+    return f"{head.rsplit(' ', 1)[0] if ' ' in head[_LONGEST_TITLE // 2 :] else head}…"
+
+
+def _message(row: sqlite3.Row) -> Message:
+    return Message(
+        id=row["id"],
+        parent=row["parent"],
+        role=row["role"],
+        content=row["content"],
+        created=row["created"],
+        status=row["status"],
+        failure=None if row["failure"] is None else Failure.of(json.loads(row["failure"])),
+        figures=None if row["figures"] is None else Figures.of(json.loads(row["figures"])),
+    )
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _optional_json(value: Failure | Figures | None) -> str | None:
+    return None if value is None else _json(dataclasses.asdict(value))

@@ -1,0 +1,172 @@
+"""What the history keeps, as values: conversations, messages, figures of a reply; knows nothing of where or how."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, cast
+
+from edgeinfer.errors import UsageError
+from edgeinfer.results import Result
+
+__all__ = ["ROLES", "STATUSES", "Conversation", "Failure", "Figures", "Message", "Role", "Status", "Summary"]
+
+Role = Literal["user", "assistant"]
+# How a message stands: "interrupted" is what a program that ended left of a reply.
+Status = Literal["complete", "replying", "stopped", "error", "interrupted"]
+ROLES: tuple[Role, ...] = typing.get_args(Role)
+STATUSES: tuple[Status, ...] = typing.get_args(Status)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a reply failed.
+
+    Attributes:
+        code: for programs, such as "context_full".
+        minimum_bytes: the smallest budget that would do, where memory was short.
+    """
+
+    message: str
+    hint: str = ""
+    code: str = "error"
+    minimum_bytes: int | None = None
+
+    @classmethod
+    def of(cls, data: object) -> Self:
+        """From what was kept as JSON.
+
+        Raises:
+            UsageError: a field is unknown, missing or of a wrong type.
+        """
+        return cast(Self, _from_json(cls, data))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a reply took.
+
+    Attributes:
+        context: tokens that the model's context holds.
+        model: its name.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_ms: float
+    tokens_per_second: float
+    drafted: int
+    accepted: int
+    context: int
+    finish_reason: str
+    model: str
+
+    @classmethod
+    def of_result(cls, result: Result, context: int) -> Self:
+        """Those of a finished reply."""
+        return cls(
+            prompt_tokens=result.usage.prompt_tokens,
+            cached_tokens=result.timings.cached_prompt_tokens,
+            completion_tokens=result.usage.completion_tokens,
+            ttft_ms=round(result.timings.ttft_ms, 3),
+            tokens_per_second=round(result.timings.tokens_per_second, 3),
+            drafted=result.speculation.drafted,
+            accepted=result.speculation.accepted,
+            context=context,
+            finish_reason=result.finish_reason,
+            model=result.model.name,
+        )
+
+    @classmethod
+    def of(cls, data: object) -> Self:
+        """From what was kept as JSON; errors as `Failure.of`."""
+        return cast(Self, _from_json(cls, data))
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation's tree.
+
+    Attributes:
+        parent: id of the message it answers or follows; None begins the conversation.
+        created: seconds since 1970.
+        failure: why it failed, with status "error".
+        figures: of a reply that got as far as to have any.
+    """
+
+    id: str
+    parent: str | None
+    role: Role
+    content: str
+    created: float
+    status: Status = "complete"
+    failure: Failure | None = None
+    figures: Figures | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation with all its branches.
+
+    Attributes:
+        title: empty until there is a message to take it from.
+        options: generation options of its replies.
+        leaf: the message that the branch on show ends in.
+        messages: in the order in which they were made.
+    """
+
+    id: str
+    title: str
+    created: float
+    updated: float
+    system: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    leaf: str | None = None
+    messages: tuple[Message, ...] = ()
+
+    def message(self, id: str | None) -> Message | None:
+        """The message of that id, if it is in here."""
+        return next((message for message in self.messages if message.id == id), None)
+
+    def path(self, leaf: str | None) -> list[Message]:
+        """The messages from the first to `leaf`."""
+        known = {message.id: message for message in self.messages}
+        found: list[Message] = []
+        while leaf is not None and len(found) < len(known):
+            found.append(known[leaf])
+            leaf = known[leaf].parent
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A line of the list of conversations.
+
+    Attributes:
+        snippet: text around what was searched for; empty where the title has it or nothing was searched for.
+    """
+
+    id: str
+    title: str
+    created: float
+    updated: float
+    snippet: str = ""
+
+
+def _from_json(kind: type[Failure | Figures], data: object) -> Failure | Figures:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if not isinstance(data, dict) or not set(data) <= set(fields):
+        raise UsageError(f"{kind.__name__} must be an object of {', '.join(fields)}.", "Leave it out.")
+    types = typing.get_type_hints(kind)
+    for name in fields:
+        if name not in data:
+            if fields[name].default is dataclasses.MISSING:
+                raise UsageError(f"{kind.__name__} lacks {name!r}.", "Leave it out as a whole.")
+            continue
+        value, wanted = data[name], types[name]
+        if isinstance(value, bool) or not isinstance(value, wanted | int if wanted is float else wanted):
+            raise UsageError(f"{kind.__name__}.{name} has a wrong type.", "Leave it out as a whole.")
+    return kind(**data)

@@ -1,0 +1,201 @@
+"""What the user set, kept in a JSON file; knows nothing of who reads it.
+
+The file is written beside the old one and renamed, so that a crash leaves one or the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from edgeinfer.config import GenerationConfig, parse_size
+from edgeinfer.errors import StorageError, UsageError
+
+__all__ = ["CONVERSATIONAL", "OPTIONS", "Settings", "SettingsFile", "checked_options"]
+
+# Options of generation that the window offers.
+OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "max_tokens",
+    "speculation",
+)
+# The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
+CONVERSATIONAL: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+THEMES = ("light", "dark", "system")
+_MOST_RECENT = 20
+_LONGEST_SYSTEM = 100_000
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Generation options as GenerationConfig takes them; those that are None are left out.
+
+    Raises:
+        UsageError: an option is unknown or out of range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in options:
+        if name not in OPTIONS:
+            raise UsageError(f"Unknown option {name!r}.", f"Known options: {', '.join(OPTIONS)}.")
+    GenerationConfig().replace(**given)
+    return given
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user set; None leaves a choice to edgeinfer.
+
+    Attributes:
+        theme: one of THEMES.
+        memory: budget of the process in bytes.
+        context: tokens of prompt plus reply.
+        model: used last: path or hub id; None is the built-in model.
+        system: system message of new conversations.
+        options: generation options of all conversations that say nothing else.
+        recent: models used lately, the last one first.
+    """
+
+    theme: str | None = None
+    memory: int | None = None
+    context: int | None = None
+    model: str | None = None
+    system: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recent: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_size(self.memory))
+        _require(self.theme is None or self.theme in THEMES, "theme", f"one of {', '.join(THEMES)}, or null")
+        whole = isinstance(self.context, int) and not isinstance(self.context, bool)
+        _require(self.context is None or (whole and self.context >= 2), "context", "at least 2 tokens, or null")
+        _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a text, or null")
+        text = isinstance(self.system, str) and len(self.system) <= _LONGEST_SYSTEM
+        _require(text, "system", f"a text of at most {_LONGEST_SYSTEM:,} characters")
+        _require(isinstance(self.options, Mapping), "options", "an object")
+        object.__setattr__(self, "options", checked_options(self.options))
+        recent = self.recent
+        _require(isinstance(recent, list | tuple) and all(isinstance(m, str) for m in recent), "recent", "texts")
+        object.__setattr__(self, "recent", tuple(recent)[:_MOST_RECENT])
+
+    @classmethod
+    def of(cls, data: Any) -> Self:
+        """From JSON.
+
+        Raises:
+            UsageError: a setting is unknown or out of range.
+        """
+        _require(isinstance(data, dict), "settings", "an object")
+        return cls().changed(data)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """A copy with some settings changed; of the options those that are given, None taking one out.
+
+        Raises:
+            UsageError: a setting is unknown or out of range.
+        """
+        known = {f.name for f in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise UsageError(f"Unknown setting {name!r}.", f"Known settings: {', '.join(sorted(known))}.")
+        given = dict(changes)
+        if isinstance(given.get("options"), Mapping):
+            given["options"] = {**self.options, **given["options"]}
+        return dataclasses.replace(self, **given)
+
+    def used(self, model: str | None) -> Self:
+        """A copy that says which model was used last."""
+        others = tuple(other for other in self.recent if other != model)
+        return dataclasses.replace(self, model=model, recent=others if model is None else (model, *others))
+
+
+class SettingsFile:
+    """Settings and the file they are kept in.
+
+    Attributes:
+        now: the settings in force.
+        put_aside: where a file that could not be read was moved to; None where there was none.
+
+    Args:
+        path: of the file; it need not exist.
+        for_now: settings of this run only, which are not kept unless they are set again.
+
+    Raises:
+        StorageError: the file cannot be read.
+        UsageError: `for_now` has a setting that is unknown or out of range.
+    """
+
+    def __init__(self, path: Path, for_now: Mapping[str, Any] | None = None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.put_aside: Path | None = None
+        self._kept = self._read()
+        self.now = self._kept.changed(for_now or {})
+
+    def change(self, changes: Mapping[str, Any]) -> Settings:
+        """Changes settings and keeps them.
+
+        Raises:
+            UsageError: a setting is unknown or out of range; nothing is changed.
+            StorageError: the file cannot be written.
+        """
+        with self._lock:
+            now, kept = self.now.changed(changes), self._kept.changed(changes)
+            self._write(kept)
+            self.now, self._kept = now, kept
+        return now
+
+    def used(self, model: str | None) -> None:
+        """Keeps which model was used last; errors as `change`."""
+        with self._lock:
+            self._write(self._kept.used(model))
+            self.now, self._kept = self.now.used(model), self._kept.used(model)
+
+    def _read(self) -> Settings:
+        try:
+            return Settings.of(json.loads(self._path.read_text("utf-8")))
+        except FileNotFoundError:
+            return Settings()
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be read: {error.strerror}.", "Check its permissions.") from error
+        except (ValueError, RecursionError, UsageError):
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            self.put_aside = self._path.with_name(f"{self._path.stem}.damaged-{stamp}{self._path.suffix}")
+            self._path.replace(self.put_aside)
+            return Settings()
+
+    def _write(self, settings: Settings) -> None:
+        text = json.dumps(dataclasses.asdict(settings), ensure_ascii=False, indent=1) + "\n"
+        hint = "Free some space, check its permissions, or name another folder with --data."
+        temporary = None
+        try:
+            # Readable for this user only, as all files that mkstemp makes.
+            handle, temporary = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(self._path)
+        except OSError as error:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}.", hint) from error
+
+
+def _require(condition: bool, name: str, rule: str) -> None:
+    if not condition:
+        raise UsageError(f"{name} is out of range.", f"{name} must be {rule}.")

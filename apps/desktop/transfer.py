@@ -1,0 +1,170 @@
+"""Conversations as files: JSON that can be imported again, Markdown to read; knows nothing of databases or requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+import uuid
+from typing import Any
+
+from edgeinfer.apps.desktop.errors import TooLargeError
+from edgeinfer.apps.desktop.records import ROLES, STATUSES, Conversation, Failure, Figures, Message, Status
+from edgeinfer.apps.desktop.settings import checked_options
+from edgeinfer.config import format_size
+from edgeinfer.errors import UsageError
+
+__all__ = ["MOST_BYTES", "read_json", "write_json", "write_markdown"]
+
+MOST_BYTES = 32 * 1000**2
+_FORMAT, _VERSION = "edgeinfer-conversation", 1
+_HINT = "Give a file that the app exported as JSON."
+_HEAD = {"format", "version", "title", "system", "options", "created", "updated", "leaf", "messages"}
+_MESSAGE = {"id", "parent", "role", "content", "created", "status", "error", "figures"}
+_SPEAKERS = {"user": "You", "assistant": "Assistant"}
+
+
+def write_json(conversation: Conversation) -> str:
+    """The whole conversation with all its branches."""
+    c = conversation
+    data = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "title": c.title,
+        "system": c.system,
+        "options": dict(c.options),
+        "created": c.created,
+        "updated": c.updated,
+        "leaf": c.leaf,
+        "messages": [_written(message) for message in c.messages],
+    }
+    return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+
+
+def write_markdown(conversation: Conversation) -> str:
+    """The branch on show, to read."""
+    parts = [f"# {conversation.title or 'Conversation'}"]
+    if conversation.system:
+        parts.append("\n".join(f"> {line}".rstrip() for line in conversation.system.splitlines()))
+    for message in conversation.path(conversation.leaf):
+        ended = "" if message.status == "complete" else f" ({message.status})"
+        parts += [f"## {_SPEAKERS[message.role]}{ended}", message.content.strip("\n")]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def read_json(data: bytes) -> Conversation:
+    """A conversation from an exported file, with new ids.
+
+    Raises:
+        TooLargeError: the file is larger than MOST_BYTES.
+        UsageError: it is no such file, or something in it cannot be.
+    """
+    if len(data) > MOST_BYTES:
+        raise TooLargeError(f"The file is larger than {format_size(MOST_BYTES)}.", "Export fewer messages.")
+    try:
+        parsed = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError("The file is not JSON.", _HINT) from error
+    _require(isinstance(parsed, dict) and parsed.get("format") == _FORMAT, "it is not an exported conversation")
+    _require(parsed.get("version") == _VERSION, f"its version is {parsed.get('version')!r}, this edgeinfer reads 1")
+    _only(parsed, _HEAD, "The conversation")
+    listed = parsed.get("messages")
+    _require(isinstance(listed, list), "messages must be a list")
+    messages: dict[str, Message] = {}
+    for entry in listed:
+        _add(entry, messages)
+    leaf = parsed.get("leaf")
+    _require(leaf is None or (isinstance(leaf, str) and leaf in messages), "leaf must be the id of a message")
+    options = parsed.get("options", {})
+    _require(isinstance(options, dict), "options must be an object")
+    last = next(reversed(messages.values())).id if messages else None
+    return Conversation(
+        id=uuid.uuid4().hex,
+        title=_text(parsed, "title"),
+        created=_time(parsed, "created"),
+        updated=time.time(),
+        system=_text(parsed, "system"),
+        options=checked_options(options),
+        leaf=last if leaf is None else messages[leaf].id,
+        messages=tuple(messages.values()),
+    )
+
+
+def _written(message: Message) -> dict[str, Any]:
+    figures = None if message.figures is None else dataclasses.asdict(message.figures)
+    failure = None if message.failure is None else dataclasses.asdict(message.failure)
+    return {
+        "id": message.id,
+        "parent": message.parent,
+        "role": message.role,
+        "content": message.content,
+        "created": message.created,
+        "status": _ended(message.status),
+        "error": failure,
+        "figures": figures,
+    }
+
+
+def _ended(status: Status) -> Status:
+    """How a copy of a message stands that may still have been growing."""
+    return "interrupted" if status == "replying" else status
+
+
+def _add(entry: Any, messages: dict[str, Message]) -> None:
+    """Reads a message, by the id it has in the file; what it follows must stand before it, so there are no circles."""
+    _require(isinstance(entry, dict), "every message must be an object")
+    _only(entry, _MESSAGE, "A message")
+    id, parent, role = entry.get("id"), entry.get("parent"), entry.get("role")
+    _require(isinstance(id, str) and bool(id) and id not in messages, "every message must have an id of its own")
+    _require(role in ROLES, f"role must be one of {', '.join(ROLES)}")
+    _require(
+        parent is None or (isinstance(parent, str) and parent in messages),
+        "parent must be the id of an earlier message",
+    )
+    before = "assistant" if parent is None else messages[parent].role
+    _require(before != role, "a user's message follows a reply, and a reply a user's message")
+    status = entry.get("status", "complete")
+    _require(status in STATUSES, f"status must be one of {', '.join(STATUSES)}")
+    failure, figures = entry.get("error"), entry.get("figures")
+    messages[id] = Message(
+        id=uuid.uuid4().hex,
+        parent=None if parent is None else messages[parent].id,
+        role=role,
+        content=_text(entry, "content"),
+        created=_time(entry, "created"),
+        status=_ended(status),
+        failure=None if failure is None else Failure.of(failure),
+        figures=None if figures is None else Figures.of(figures),
+    )
+
+
+def _text(data: dict[str, Any], name: str) -> str:
+    value = data.get(name, "")
+    _require(isinstance(value, str) and _encodable(value), f"{name} must be a text")
+    return str(value)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half a pair of surrogates, which JSON can spell
+        return False
+    return True
+
+
+def _time(data: dict[str, Any], name: str) -> float:
+    value = data.get(name, time.time())
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(number and math.isfinite(value) and 0 <= value < 1e11, f"{name} must be seconds since 1970")
+    return float(value)
+
+
+def _only(data: dict[str, Any], known: set[str], what: str) -> None:
+    unknown = ", ".join(sorted(map(repr, set(data) - known)))
+    _require(not unknown, f"{what} has unknown fields: {unknown}")
+
+
+def _require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise UsageError(f"The file cannot be imported: {rule}.", _HINT)
