@@ -1,0 +1,281 @@
+"""The model that is loaded, for programs with an event loop: loading, replies as async iterators, state to watch.
+
+Knows nothing of HTTP or of what replies are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from edgeinfer.apps.server.rooms import load_with_room
+from edgeinfer.apps.server.worker import Ended, Job, Worker
+from edgeinfer.errors import EdgeInferError, UsageError, UserError
+
+if TYPE_CHECKING:
+    from edgeinfer import Chunk, Model, Result, TokenStream
+
+__all__ = ["BusyError", "HostState", "LoadCancelledError", "ModelHost", "Reply"]
+
+T = TypeVar("T")
+
+# Between two signs of progress.
+_PROGRESS_S = 0.05
+
+
+class BusyError(UserError):
+    """More requests than the queue holds."""
+
+
+class LoadCancelledError(UserError):
+    """Loading was cancelled."""
+
+
+@dataclass(frozen=True)
+class HostState:
+    """What the host is doing.
+
+    Attributes:
+        model: as it was asked for: a path or a hub id; None is the built-in one.
+        stage, done, total: progress of loading.
+        error: why loading failed.
+        number: grows with every change.
+    """
+
+    status: Literal["empty", "loading", "ready", "failed"] = "empty"
+    model: str | None = None
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    error: EdgeInferError | None = None
+    number: int = 0
+
+
+class Reply:
+    """The chunks of a reply, as they come. Leaving its `async with` block cancels what is left of it."""
+
+    def __init__(self, worker: Worker, start: Callable[[Model], TokenStream], owner: str) -> None:
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Chunk | Ended | Exception] = asyncio.Queue()
+        self._result: Result | None = None
+        self._job = Job(start, self._tell)
+        worker.add(self._job, owner)
+
+    @property
+    def result(self) -> Result:
+        """The finished reply.
+
+        Raises:
+            UsageError: it is not finished, or was cancelled before it began.
+        """
+        if self._result is None:
+            raise UsageError("The reply is not finished, or never began.", "Iterate to the end first.")
+        return self._result
+
+    def cancel(self) -> None:
+        """Ends it within the current pass; the iteration then ends."""
+        self._worker.cancel(self._job)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._chunks()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def _chunks(self) -> AsyncIterator[Chunk]:
+        while True:
+            item = await self._items.get()
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, Ended):
+                self._result = item.result
+                return
+            yield item
+
+    def _tell(self, item: Chunk | Ended | Exception) -> None:
+        _on(self._loop, self._items.put_nowait, item)
+
+
+class ModelHost:
+    """One model at a time, and the thread that runs it. All methods are the event loop's.
+
+    Args:
+        parallel: replies that take turns; others wait.
+        queue: replies that wait at most.
+    """
+
+    def __init__(self, *, parallel: int = 8, queue: int = 64) -> None:
+        for name, value in (("parallel", parallel), ("queue", queue)):
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}.", "Leave it out for the default.")
+        self.parallel = parallel
+        self.state = HostState()
+        self._queue = queue
+        self._worker = Worker(parallel)
+        self._worker.start()
+        self._changed = asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._cancelled = threading.Event()
+
+    @property
+    def model(self) -> Model | None:
+        """The loaded model, for what is known of it; replies are run by `submit`, questions by `ask`."""
+        return self._worker.model
+
+    @property
+    def running(self) -> int:
+        """Replies that take turns."""
+        return self._worker.running
+
+    @property
+    def waiting(self) -> int:
+        """Replies that wait for others to end."""
+        return self._worker.waiting
+
+    async def changed(self, after: int) -> HostState:
+        """The state as soon as its number is larger than this."""
+        while self.state.number <= after:
+            await self._changed.wait()
+        return self.state
+
+    async def load(self, model: str | None, options: Mapping[str, Any]) -> Model:
+        """Loads a model in place of the one that is loaded, whose replies are cancelled.
+
+        Args:
+            options: fields of LoadConfig. Without a `prefix_cache` there is one as large as replies that take turns
+                need and memory allows.
+
+        Raises:
+            EdgeInferError: as `edgeinfer.load`; no model is loaded then.
+            LoadCancelledError: `cancel_load` came in between.
+        """
+        async with self._loading:
+            self._cancelled.clear()
+            self._set(HostState("loading", model))
+            loop, told = asyncio.get_running_loop(), 0.0
+
+            def progress(stage: str, done: int, total: int) -> None:
+                nonlocal told
+                if self._cancelled.is_set():
+                    raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
+                if time.monotonic() - told >= _PROGRESS_S or done == total:
+                    told = time.monotonic()
+                    _on(loop, self._set, HostState("loading", model, stage, done, total))
+
+            def work() -> Model:
+                self._drop_model()
+                loaded = load_with_room(model, options, self.parallel, progress)
+                if self._cancelled.is_set():
+                    loaded.close()
+                    raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
+                self._worker.model = loaded
+                return loaded
+
+            try:
+                loaded = await self._do(work)
+            except LoadCancelledError:
+                self._set(HostState("empty"))
+                raise
+            except EdgeInferError as error:
+                self._set(HostState("failed", model, error=error))
+                raise
+            self._set(HostState("ready", model))
+            return loaded
+
+    def cancel_load(self) -> None:
+        """Ends loading at its next step, if a model is being loaded."""
+        self._cancelled.set()
+
+    async def unload(self) -> None:
+        """Frees the model and cancels its replies."""
+        async with self._loading:
+            await self._do(self._drop_model)
+            self._set(HostState("empty"))
+
+    def submit(self, start: Callable[[Model], TokenStream], owner: str) -> Reply:
+        """A reply that takes turns with the others.
+
+        Args:
+            start: makes its stream, on the model's thread; what it raises comes out of the iteration.
+            owner: who asks; each owner has the same share.
+
+        Raises:
+            UsageError: no model is loaded.
+            BusyError: too many requests wait.
+        """
+        if self.state.status != "ready":
+            raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
+        if self.waiting >= self._queue:
+            raise BusyError(f"{self.waiting} requests wait already.", "Try again in a moment.")
+        return Reply(self._worker, start, owner)
+
+    async def ask(self, question: Callable[[Model], T]) -> T:
+        """Asks something of the model between two turns.
+
+        Raises:
+            UsageError: no model is loaded.
+        """
+
+        def work() -> T:
+            if self._worker.model is None:
+                raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
+            return question(self._worker.model)
+
+        return await self._do(work)
+
+    async def close(self) -> None:
+        """Frees the model, cancels its replies and ends the thread."""
+        self._cancelled.set()
+        await self._do(self._drop_model)
+        self._worker.end()
+        self._set(HostState("empty"))
+
+    def _drop_model(self) -> None:
+        self._worker.drop_replies()
+        model, self._worker.model = self._worker.model, None
+        if model is not None:
+            model.close()
+
+    def _set(self, state: HostState) -> None:
+        self.state = dataclasses.replace(state, number=self.state.number + 1)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        """What `work` gives or raises on the model's thread."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(set: Callable[[Any], None], value: Any) -> None:
+            if not future.done():
+                set(value)
+
+        def task() -> None:
+            try:
+                value = work()
+            except Exception as error:  # the caller's, on its own thread
+                _on(loop, settle, future.set_exception, error)
+            else:
+                _on(loop, settle, future.set_result, value)
+
+        self._worker.do(task)
+        return await future
+
+
+def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: Any) -> None:
+    """Calls on the loop, unless the program is ending and it is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *arguments)

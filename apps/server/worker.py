@@ -1,0 +1,198 @@
+"""The thread that runs a model: replies in slices by their turns, and whatever else is asked of it in between.
+
+Knows no event loop: what comes of a reply is told by a callback, on this thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgeinfer.apps.server.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from edgeinfer import Chunk, Model, Result, TokenStream
+
+__all__ = ["Ended", "Job", "Worker"]
+
+# Seconds of a turn. It lasts longer where taking turns would cost more than this share of it.
+_TURN_S = 0.02
+_SWITCHING_SHARE = 0.2
+# Tokens of a prompt between two looks at the clock.
+_PROMPT_TOKENS = 64
+# Of a step's time: tokens that come sooner after another are of the same pass.
+_SAME_PASS = 0.1
+# By how much a new figure counts in a running mean.
+_WEIGHT = 0.1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A reply is over; without a result where it never began."""
+
+    result: Result | None
+
+
+@dataclass(eq=False)
+class Job:
+    """A reply that was asked for.
+
+    Attributes:
+        start: makes its stream.
+        tell: takes its chunks, then Ended or the error that ended it.
+        stream: once it has begun.
+        prepared: whether its prompt is taken in.
+        cancelled: whether it is to end.
+    """
+
+    start: Callable[[Model], TokenStream]
+    tell: Callable[[Chunk | Ended | Exception], None]
+    stream: TokenStream | None = None
+    prepared: bool = False
+    cancelled: bool = False
+
+
+class Worker(threading.Thread):
+    """Runs the replies of the model it is given.
+
+    Args:
+        parallel: replies that take turns; others wait.
+    """
+
+    def __init__(self, parallel: int) -> None:
+        super().__init__(name="edgeinfer-model", daemon=True)
+        self._scheduler: Scheduler[Job] = Scheduler(parallel)
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._ending = False
+        self._held: Job | None = None  # cannot be paused: nobody else runs before it is over
+        self._switch_s = 0.0
+        self._step_s = 0.0
+        self.model: Model | None = None
+
+    @property
+    def running(self) -> int:
+        """Replies that have begun."""
+        return self._scheduler.running
+
+    @property
+    def waiting(self) -> int:
+        """Replies that wait for others to end."""
+        return self._scheduler.waiting
+
+    def add(self, job: Job, owner: str) -> None:
+        """A reply to run."""
+        with self._changed:
+            self._scheduler.add(owner, job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Ends a reply within its current pass, or before it begins. Safe from any thread."""
+        with self._changed:
+            job.cancelled = True
+            if job.stream is not None:
+                job.stream.cancel()
+            self._changed.notify()
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Does something between two turns."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Ends the thread after what was asked before."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+
+    def drop_replies(self) -> None:
+        """Ends all replies; on this thread only."""
+        with self._changed:
+            jobs: Sequence[Job] = self._scheduler.clear()
+            self._held = None
+        for job in jobs:
+            if job.stream is not None:
+                job.stream.close()
+            job.tell(Ended(None if job.stream is None else job.stream.result))
+
+    def run(self) -> None:
+        """Works until `end`."""
+        while True:
+            with self._changed:
+                while not (self._tasks or self._ending or self._runnable()):
+                    self._changed.wait()
+                task = self._tasks.popleft() if self._tasks else None
+                if task is None and self._ending:
+                    return
+                job = None if task is not None else self._held or self._scheduler.next()
+            if task is not None:
+                task()
+            elif job is not None and self.model is not None:
+                self._turn(job, self.model)
+
+    def _runnable(self) -> bool:
+        return self.model is not None and self._scheduler.running > 0
+
+    def _turn(self, job: Job, model: Model) -> None:
+        """Runs a reply until its turn or its text is over."""
+        begun = time.perf_counter()
+        try:
+            if job.stream is None:
+                if job.cancelled:
+                    self._over(job, Ended(None))
+                    return
+                stream = job.start(model)
+                with self._changed:
+                    job.stream = stream
+                    if job.cancelled:
+                        stream.cancel()
+            if self._work(job, job.stream, begun):
+                self._held = None if job.stream.pause() else job
+            else:
+                self._over(job, Ended(job.stream.result))
+        except Exception as error:  # whatever it is, it is this reply's, and the others go on
+            if job.stream is not None:
+                job.stream.close()
+            self._over(job, error)
+
+    def _work(self, job: Job, stream: TokenStream, begun: float) -> bool:
+        """Lets a reply run; whether there is more of it."""
+        while not job.prepared:
+            job.prepared = stream.prepare(_PROMPT_TOKENS)
+            if self._is_over(begun):
+                return True
+        step = time.perf_counter()
+        first = True
+        for chunk in stream:
+            now = time.perf_counter()
+            self._learn(now - step, first)
+            step, first = now, False
+            job.tell(chunk)
+            if chunk.finish_reason is None and self._is_over(begun):
+                return True
+        return False
+
+    def _learn(self, seconds: float, first: bool) -> None:
+        """What a step takes, and what taking turns adds to the first one of a turn."""
+        if first:
+            self._switch_s += _WEIGHT * (max(0.0, seconds - self._step_s) - self._switch_s)
+        elif seconds > _SAME_PASS * self._step_s:
+            self._step_s += _WEIGHT * (seconds - self._step_s)
+
+    def _is_over(self, begun: float) -> bool:
+        if self._tasks or self._ending:
+            return True
+        turn = max(_TURN_S, self._switch_s / _SWITCHING_SHARE)
+        return self._scheduler.running > 1 and time.perf_counter() - begun >= turn
+
+    def _over(self, job: Job, end: Ended | Exception) -> None:
+        with self._changed:
+            self._scheduler.remove(job)
+            if self._held is job:
+                self._held = None
+        job.tell(end)

@@ -1,0 +1,217 @@
+"""The host of a model: replies that take turns, questions in between, loading that can be watched and cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.server.host import BusyError, LoadCancelledError, ModelHost, Reply
+from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.speculation import needs_builtin
+
+PROMPTS = [f"Once upon a time there was a {who}." for who in ("dog", "cat", "girl", "boy", "frog")]
+OPTIONS: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+
+
+def hosted(
+    work: Callable[[ModelHost], Awaitable[None]], model: str | None = None, parallel: int = 8, **options: Any
+) -> None:
+    async def run() -> None:
+        host = ModelHost(parallel=parallel, queue=16)
+        try:
+            await host.load(model, {"context": 256, "threads": 1} | options)
+            await work(host)
+        finally:
+            await host.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def ask_for(host: ModelHost, prompt: str, owner: str = "somebody", **options: Any) -> Reply:
+    return host.submit(lambda model: model.stream(prompt, **OPTIONS | options), owner)
+
+
+async def text_of(reply: Reply) -> str:
+    return "".join([chunk.text async for chunk in reply])
+
+
+@needs_builtin
+@pytest.mark.parametrize("parallel", [1, 2, 8])
+def test_replies_have_the_texts_they_would_have_alone(parallel: int) -> None:
+    async def work(host: ModelHost) -> None:
+        alone = await host.ask(lambda model: [model.generate(prompt, **OPTIONS).text for prompt in PROMPTS])
+        replies = [ask_for(host, prompt, prompt) for prompt in PROMPTS]
+        assert (host.running, host.waiting) == (min(parallel, 5), max(0, 5 - parallel))
+        assert await asyncio.gather(*map(text_of, replies)) == alone
+        assert [reply.result.text for reply in replies] == alone
+        assert host.running == host.waiting == 0
+
+    hosted(work, parallel=parallel)
+
+
+@needs_builtin
+def test_a_short_reply_does_not_wait_for_a_long_one() -> None:
+    async def work(host: ModelHost) -> None:
+        long = ask_for(host, "Once upon a time. " * 20, "long", max_tokens=140)
+        seen = 0
+        first = asyncio.Event()
+
+        async def read() -> None:
+            nonlocal seen
+            async for _ in long:
+                seen += 1
+                first.set()
+
+        reading = asyncio.create_task(read())
+        await first.wait()
+        await text_of(ask_for(host, PROMPTS[0], "short", max_tokens=3))
+        assert seen < 140
+        await reading
+
+    hosted(work)
+
+
+@needs_builtin
+def test_leaving_a_reply_frees_its_place() -> None:
+    async def work(host: ModelHost) -> None:
+        async with ask_for(host, PROMPTS[0], max_tokens=200) as reply:
+            async for _ in reply:
+                break
+        async with ask_for(host, PROMPTS[1]), ask_for(host, PROMPTS[2]):
+            pass
+        assert await text_of(ask_for(host, PROMPTS[3], max_tokens=3))
+        assert host.running + host.waiting == 0
+
+    hosted(work, parallel=1)
+
+
+@needs_builtin
+def test_errors_are_the_reply_s_own() -> None:
+    async def work(host: ModelHost) -> None:
+        good, bad = ask_for(host, PROMPTS[0]), ask_for(host, "")
+        with pytest.raises(PromptError):
+            await text_of(bad)
+        assert await text_of(good)
+        with pytest.raises(UsageError, match="never began"):
+            _ = bad.result
+        with pytest.raises(ZeroDivisionError):
+            await host.ask(lambda model: 1 // 0)
+
+    hosted(work)
+
+
+@needs_builtin
+def test_a_full_queue_is_busy() -> None:
+    async def work(host: ModelHost) -> None:
+        replies = [ask_for(host, PROMPTS[0], max_tokens=200) for _ in range(17)]
+        with pytest.raises(BusyError):
+            for _ in range(20):
+                replies.append(ask_for(host, PROMPTS[0], max_tokens=200))
+        for reply in replies:
+            reply.cancel()
+        await asyncio.gather(*map(text_of, replies))
+        assert await text_of(ask_for(host, PROMPTS[0], max_tokens=2))
+
+    hosted(work, parallel=1)
+
+
+@needs_builtin
+def test_another_model_takes_the_place_and_ends_replies(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "llama", seed=5)
+    other = export_checkpoint(tmp_path / "checkpoint", tmp_path / "other", ExportConfig(32))
+
+    async def work(host: ModelHost) -> None:
+        builtin = host.model
+        reply, waiting = ask_for(host, PROMPTS[0], max_tokens=200), ask_for(host, PROMPTS[1], max_tokens=200)
+        await host.load(str(other), {"context": 64})
+        assert host.model is not None and host.model is not builtin
+        await asyncio.gather(text_of(reply), text_of(waiting))
+        assert await host.ask(lambda model: model.context) == 64
+        await host.unload()
+        assert host.model is None and host.state.status == "empty"
+        for use in (lambda: ask_for(host, PROMPTS[0]), lambda: host.ask(lambda model: model.context)):
+            with pytest.raises(UsageError, match="No model is loaded"):
+                found = use()
+                if not isinstance(found, Reply):
+                    await found
+
+    hosted(work, parallel=1)
+
+
+@needs_builtin
+def test_what_goes_wrong_when_loading_is_the_state(tmp_path: Path) -> None:
+    async def work(host: ModelHost) -> None:
+        with pytest.raises(ModelError):
+            await host.load(str(tmp_path / "nothing"), {})
+        assert host.state.status == "failed" and isinstance(host.state.error, ModelError) and host.model is None
+        with pytest.raises(BudgetError):
+            await host.load(None, {"memory": 1_000_000})
+        assert isinstance(host.state.error, BudgetError) and host.state.error.minimum_bytes > 1_000_000
+        await host.load(None, {"context": 64})
+        assert host.state.status == "ready" and host.state.error is None
+
+    hosted(work)
+
+
+@needs_builtin
+def test_loading_is_watched_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(host: ModelHost) -> None:
+        # The built-in model is loaded in a moment and has nothing to pack; so slow ones are played.
+        def slow(model: Any = None, *, progress: Any, **options: Any) -> edgeinfer.Model:
+            for done in range(100_000):
+                progress("Packing", done, 100_000)
+            raise AssertionError("nobody cancelled it")
+
+        monkeypatch.setattr(edgeinfer, "load", slow)
+        loading = asyncio.create_task(host.load(None, {"context": 64}))
+        state = host.state
+        while not (state.status == "loading" and state.stage == "Packing"):
+            state = await host.changed(state.number)
+        assert 0 <= state.done <= state.total == 100_000
+        host.cancel_load()
+        with pytest.raises(LoadCancelledError):
+            await loading
+        assert host.state.status == "empty" and host.model is None
+
+    hosted(work)
+
+
+def test_models_whose_cache_cannot_be_copied_answer_one_after_the_other(tmp_path: Path) -> None:
+    bundle = make_bigram_bundle(tmp_path / "bigrams")
+
+    async def work(host: ModelHost) -> None:
+        options = {"max_tokens": 30, "ignore_eos": True}
+        alone = await host.ask(lambda model: [model.generate([n + 3, 5, 6], **options).token_ids for n in range(3)])
+        starts = [lambda model, n=n: model.stream([n + 3, 5, 6], **options) for n in range(3)]
+        replies = [host.submit(start, str(n)) for n, start in enumerate(starts)]
+        await asyncio.gather(*map(text_of, replies))
+        assert [reply.result.token_ids for reply in replies] == alone
+
+    hosted(work, str(bundle), context=64)
+
+
+@needs_builtin
+def test_room_for_turns_keeps_to_the_budget() -> None:
+    async def work(host: ModelHost) -> None:
+        assert host.model is not None
+        plan = host.model.plan
+        assert plan.fits and plan.prefix_cache > 0
+
+    for_one = edgeinfer.plan(None, context=256, threads=1)
+    hosted(work, memory=for_one.planned_bytes + 3 * for_one.terms["kv"])
+
+
+def test_numbers_of_replies() -> None:
+    async def work() -> None:
+        for options in ({"parallel": 0}, {"queue": 0}):
+            with pytest.raises(UsageError, match="at least 1"):
+                ModelHost(**options)
+
+    asyncio.run(work())
