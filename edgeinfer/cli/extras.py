@@ -12,6 +12,11 @@ _EXTRAS = {
     "safetensors": "export",
     "ml_dtypes": "export",
     "scipy": "export",
+    "starlette": "server",
+    "uvicorn": "server",
+    "llguidance": "structured",
+    "markdown_it": "desktop",
+    "pygments": "desktop",
     "gguf": "gguf",
     "llama_cpp": "gguf",
     "optimum": "optimum",
@@ -25,4 +30,4 @@ def missing_extra(error: ModuleNotFoundError) -> Exception:
     extra = _EXTRAS.get((error.name or "").partition(".")[0])
     if extra is None:
         return error
-    return UsageError(f"Exporting needs {error.name}, which is not installed.", f"pip install 'edgeinfer[{extra}]'")
+    return UsageError(f"This needs {error.name}, which is not installed.", f"pip install 'edgeinfer[{extra}]'")
