@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP on one side, a model host on the other; knows the public face only."""

@@ -1,0 +1,93 @@
+"""Puts endpoints, guard and errors together into one ASGI application; knows nothing of how any of them works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from edgeinfer.apps.server.completions import completion_paths
+from edgeinfer.apps.server.errors import error_response
+from edgeinfer.apps.server.facts import Facts
+from edgeinfer.apps.server.guard import Guard, KeyRequired
+from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.service import Service
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.openai.errors import RequestError
+
+__all__ = ["make_app"]
+
+
+def make_app(
+    host: ModelHost, security: Security, *, aliases: Sequence[str] = (), extra_routes: Sequence[BaseRoute] = ()
+) -> Starlette:
+    """The application; it closes the host when it ends.
+
+    Args:
+        host: runs the model.
+        security: who may ask what.
+        aliases: names, beside its own, by which requests may call the model.
+        extra_routes: served too. They are guarded as the rest, but for the API key, which they ask for themselves.
+    """
+    service = Service(host, security, tuple(aliases))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await host.close()
+
+    app = Starlette(
+        routes=[*_routes(service), *extra_routes],
+        middleware=[Middleware(Guard, security=security, metrics=service.metrics)],
+        exception_handlers={HTTPException: _http_error, EdgeInferError: _error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _routes(service: Service) -> list[BaseRoute]:
+    """OpenAI's paths with and without /v1, as llama-server has them. Health is everybody's to ask."""
+    facts = Facts(service)
+    key = [Middleware(KeyRequired, security=service.security)]
+    routes: list[BaseRoute] = []
+    for prefix in ("/v1", ""):
+        routes.append(Route(f"{prefix}/health", facts.health))
+        for path, endpoint in facts.asked.items():
+            routes.append(Route(prefix + path, endpoint, middleware=key))
+        for path, endpoint in [*facts.posted.items(), *completion_paths(service)]:
+            routes.append(Route(prefix + path, endpoint, methods=["POST"], middleware=key))
+    return routes
+
+
+async def _error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router refuses."""
+    assert isinstance(error, HTTPException)
+    allowed = dict(error.headers or {})
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers={"Allow": ", ".join([allowed.get("Allow", ""), "OPTIONS"])})
+    if error.status_code == 404:
+        hint = "GET /v1/models and POST /v1/chat/completions are among those that there are."
+        refusal = RequestError(f"There is no path {request.url.path!r}.", hint, status=404, code="not_found")
+    elif error.status_code == 405:
+        message = f"{request.method} is not a method of this path."
+        hint = f"Use {allowed.get('Allow', 'another')}."
+        refusal = RequestError(message, hint, status=405, code="method_not_allowed")
+    else:
+        refusal = RequestError(error.detail, status=error.status_code)
+    response = error_response(refusal)
+    response.headers.update(allowed)
+    return response

@@ -1,0 +1,51 @@
+"""Answers that errors become, and what is logged of them; knows nothing of what raises them."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from edgeinfer.errors import EdgeInferError, InternalError
+from edgeinfer.openai.errors import error_body
+
+__all__ = ["ClientGoneError", "error_answer", "error_response"]
+
+logger = logging.getLogger("edgeinfer.server")
+
+_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    # Seconds after which there may well be room.
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+_OUR_FAULT = 500
+
+
+class ClientGoneError(Exception):
+    """The client hung up, or takes nothing: there is nobody to answer."""
+
+
+def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body that tell a client of an error; where it is a fault of ours, the log tells the place.
+
+    What an error says may quote a prompt. It is logged for those alone who ask for it.
+    """
+    known = error if isinstance(error, EdgeInferError) else InternalError("Unexpected error.")
+    status, body = error_body(known)
+    if status == _OUR_FAULT:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+        logger.error("unexpected %s at %s", type(error).__name__, place)
+        logger.debug("what it says:", exc_info=error)
+    return status, body
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to a request that failed."""
+    status, body = error_answer(error)
+    return JSONResponse(body, status_code=status, headers=_HEADERS.get(status))

@@ -1,0 +1,147 @@
+"""What the server lets in: hosts, origins, keys and limits; knows nothing of HTTP messages or of what is served."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from edgeinfer.errors import UsageError
+
+__all__ = ["Security", "is_loopback"]
+
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+# Bound to all interfaces, a server is addressed by any of the machine's addresses.
+_ALL_INTERFACES = ("0.0.0.0", "[::]")
+_AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
+_SHORTEST_KEY = 8
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an interface."""
+    name = _bare(host)
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+@dataclass(frozen=True)
+class Security:
+    """Who may ask what of the server.
+
+    Attributes:
+        host: interface that the server is bound to, an address or a name.
+        allowed_hosts: names, beside `host` and those of the loopback interface, by which the server may be addressed.
+            A page of another name that was made to point here is refused (DNS rebinding).
+        allowed_origins: origins, beside the server's own, whose pages may use it, such as "https://example.com"; "*"
+            is all of them, which needs a key.
+        api_key: that requests must bear; None asks for none, which only the loopback interface may.
+        max_body: bytes of a request's body.
+        max_depth: of objects and arrays in one another in a body.
+        max_schema: characters of JSON of a schema, a grammar, or a list of tools.
+        max_requests: that are answered at once, those waiting included.
+        body_seconds: within which a body must arrive.
+        write_seconds: within which a client must take what it is sent.
+        comment_seconds: without an event after which a stream sends a comment, so that nobody takes it for dead.
+
+    Raises:
+        UsageError: another interface than loopback without a key, or a value out of range.
+    """
+
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+    max_body: int = 4 * 1000**2
+    max_depth: int = 100
+    max_schema: int = 256 * 1000
+    max_requests: int = 256
+    body_seconds: float = 30.0
+    write_seconds: float = 60.0
+    comment_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for limit in dataclasses.fields(self):
+            value = getattr(self, limit.name)
+            if isinstance(value, int | float) and value <= 0:
+                raise UsageError(f"{limit.name}={value!r} is out of range.", f"{limit.name} must be positive.")
+        self._check_key()
+        for name in (self.host, *self.allowed_hosts):
+            if not _is_address(_bare(name)) and not _AUTHORITY.fullmatch(name):
+                raise UsageError(f"{name!r} is no host name.", "Give a name or an address, without scheme and port.")
+        for origin in self.allowed_origins:
+            self._check_origin(origin)
+
+    def _check_key(self) -> None:
+        key = self.api_key
+        if key is None:
+            if not is_loopback(self.host):
+                message = f"On {self.host} others can reach the server, and it has no API key."
+                raise UsageError(message, "Give one with --api-key-file or EDGEINFER_API_KEY, or bind to 127.0.0.1.")
+        elif len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            message = "The API key cannot be used."
+            hint = f"It must be {_SHORTEST_KEY} or more ASCII characters without spaces, the more the safer."
+            raise UsageError(message, hint)
+
+    def _check_origin(self, origin: str) -> None:
+        if origin == "*":
+            if self.api_key is None:
+                message = "Without an API key, any page that you open could use the model."
+                raise UsageError(message, "Name the origins that may, or give an API key.")
+            return
+        parts = urlsplit(origin)
+        if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:
+            raise UsageError(f"{origin!r} is no origin.", "Write it like https://example.com or http://localhost:3000.")
+
+    def knows_host(self, authority: str | None) -> bool:
+        """Whether a request that is addressed so is meant for this server.
+
+        Args:
+            authority: the Host header.
+        """
+        match = _AUTHORITY.fullmatch(authority or "")
+        if match is None:
+            return False
+        name = match["name"].lower()
+        known = {_written(host) for host in (self.host, *self.allowed_hosts)}
+        # An address cannot be made to point elsewhere, as a name can.
+        return name in known.union(_LOOPBACK) or (not known.isdisjoint(_ALL_INTERFACES) and _is_address(_bare(name)))
+
+    def is_same_origin(self, origin: str, authority: str) -> bool:
+        """Whether a page of an origin was served under the name that its request is addressed to."""
+        return origin.lower() in (f"http://{authority.lower()}", f"https://{authority.lower()}")
+
+    def allows_origin(self, origin: str) -> bool:
+        """Whether pages of another origin may use the server."""
+        return "*" in self.allowed_origins or origin.lower() in {known.lower() for known in self.allowed_origins}
+
+    def accepts_key(self, authorization: str | None) -> bool:
+        """Whether a request bears the key, if there is one; takes as long for any key of the same length.
+
+        Args:
+            authorization: the header of this name.
+        """
+        if self.api_key is None:
+            return True
+        scheme, _, given = (authorization or "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.api_key.encode("ascii"))
+        return same and scheme.lower() == "bearer"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _bare(host: str) -> str:
+    return host.lower().removeprefix("[").removesuffix("]")
+
+
+def _written(host: str) -> str:
+    """As in a Host header: IPv6 addresses in brackets."""
+    bare = _bare(host)
+    return f"[{bare}]" if ":" in bare else bare
