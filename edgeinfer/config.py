@@ -244,6 +244,8 @@ class GenerationConfig:
         regex: the reply must match this regular expression from its first character to its last.
         grammar: the reply must be a text of this grammar, written in Lark's notation. Of these four and `choices`, one
             at most.
+        logprobs: tell the log-probabilities of the reply's tokens (`Chunk.logprobs`), and those of this many likeliest
+            tokens at each place; None tells none.
     """
 
     max_tokens: int | None = None
@@ -268,6 +270,7 @@ class GenerationConfig:
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -287,6 +290,7 @@ class GenerationConfig:
         _require(1 <= self.draft_width <= 8, "draft_width", self.draft_width, "between 1 and 8")
         known = ", ".join(VERIFICATIONS)
         _require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
+        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20")
         _require(all(self.choices), "choices", self.choices, "free of empty texts")
         forms = [name for name in _FORMS if getattr(self, name) not in (None, False, ())]
         if len(forms) > 1:
@@ -296,7 +300,7 @@ class GenerationConfig:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
         for name in _NUMBERS:
             _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
-        for name in ("max_tokens", "top_k", "seed", "draft_max", "draft_width"):
+        for name in ("max_tokens", "top_k", "seed", "draft_max", "draft_width", "logprobs"):
             value = getattr(self, name)
             optional = name not in ("top_k", "draft_width")
             _require(_is_integer(value) or (value is None and optional), name, value, "a whole number")

@@ -4,7 +4,8 @@ EdgeInferError
 ├── UserError                     something the caller can change
 │   ├── UsageError           (2)  an argument, option or value
 │   │   ├── PromptError      (2)  an empty, unreadable or malformed prompt
-│   │   └── ContextLengthError (2) more tokens than the context holds
+│   │   ├── ContextLengthError (2) more tokens than the context holds
+│   │   └── GrammarError     (2)  a schema, expression or grammar that no reply can follow
 │   ├── ModelError           (3)  a checkpoint, bundle, tokenizer or template
 │   │   ├── CheckpointError  (3)  files, tensors or config of a Hugging Face checkpoint
 │   │   ├── UnsupportedArchitectureError (3)
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointError",
     "ContextLengthError",
     "EdgeInferError",
+    "GrammarError",
     "HubError",
     "InternalError",
     "ModelError",
@@ -78,6 +80,10 @@ class PromptError(UsageError):
 
 class ContextLengthError(UsageError):
     """More tokens than the context holds, or a context larger than the model allows."""
+
+
+class GrammarError(UsageError):
+    """A schema, regular expression or grammar that is wrong, unsupported or unsatisfiable."""
 
 
 class ModelError(UserError):

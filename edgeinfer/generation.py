@@ -16,6 +16,7 @@ import numpy as np
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.engine import Engine, Prefill, Step
@@ -119,6 +120,7 @@ class TokenStream:
         constraint = self._constraint()
         self._grammar_costs = constraint.costs if isinstance(constraint, GrammarConstraint) else None
         self._token_chooser = self._chooser(constraint)
+        self._logprobs = ShownLogprobs(parts.tokenizer, self._token_chooser.logprobs)
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
@@ -229,13 +231,14 @@ class TokenStream:
                 if step.token in self._stop_ids:
                     reason = "stop"
                     break
-                text, matched = self._stops.push(self._decoder.push(step.token))
+                decoded = self._decoder.push(step.token)
+                self._logprobs.push(step.token, decoded)
+                text, matched = self._stops.push(decoded)
                 self._texts.append(text)
+                reason = "stop" if matched else reason
+                yield Chunk(text, (step.token,), logprobs=self._logprobs.show(text))
                 if matched:
-                    reason = "stop"
-                    yield Chunk(text, (step.token,))
                     break
-                yield Chunk(text, (step.token,))
             else:
                 if self._cancelled:
                     reason = "cancelled"
@@ -312,7 +315,7 @@ class TokenStream:
             text += self._stops.flush()
         self._texts.append(text)
         self._finish(reason)
-        return Chunk(text, (), reason)
+        return Chunk(text, (), reason, self._logprobs.show(text, rest=not self._stops.matched))
 
     def _record(self, step: Step, begun: float) -> None:
         self._token_ids.append(step.token)

@@ -23,6 +23,7 @@ __all__ = [
     "Result",
     "Speculation",
     "Timings",
+    "TokenLogprob",
     "Usage",
 ]
 
@@ -259,12 +260,34 @@ class DeviceLimits:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was by the model itself: before bias, penalties, constraints, temperature and truncation.
+
+    Attributes:
+        bytes: that it adds to the text, maybe a part of a character.
+        logprob: natural logarithm of its probability.
+        alternatives: the likeliest tokens at its place, best first, itself among them where it is one.
+    """
+
+    token_id: int
+    bytes: bytes
+    logprob: float
+    alternatives: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty."""
+    """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty.
+
+    Attributes:
+        logprobs: of the tokens whose text begins to show with this chunk, where they were asked for; none of a stop
+            string's.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Chooser(Protocol):
     def token(self, logits: Floats, position: int) -> int:  # (V,)
         """The token at `position`."""
 
-    def accept(self, token: int) -> None:
-        """The token joins the reply."""
+    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+        """The token joins the reply, whose place these logits predicted."""
 
 
 class Multistep(Protocol):
@@ -87,7 +87,7 @@ class _Plain:
         start = self._backend.length
         output = self._backend.forward(np.array([self._root]), np.array([start]), _ONE_ROW)
         self._root = self._chooser.token(output.logits[0], start + lost + 1)
-        self._chooser.accept(self._root)
+        self._chooser.accept(self._root, output.logits[0])
         return (self._root,)
 
 
@@ -187,8 +187,9 @@ class Engine:
     ) -> Generator[Step]:
         begun = time.perf_counter()
         try:
-            token = chooser.token(self._take_in(prompt), len(prompt))
-            chooser.accept(token)
+            logits = self._take_in(prompt)
+            token = chooser.token(logits, len(prompt))
+            chooser.accept(token, logits)
             tokens: Sequence[int] = (token,)
             # Drafters take in the prompt too, which belongs to the first token's time.
             rounds.begin([*prompt, token])

@@ -65,7 +65,7 @@ class _Greedy:
         self.session_ns.append(self._backend.run_ns)
         return int(logits.argmax())
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int, logits: Floats) -> None:  # (V,)
         """Nothing depends on the tokens before."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from edgeinfer.runtime.sampling.chooser import TokenChooser
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
 from edgeinfer.runtime.sampling.generator import uniform
-from edgeinfer.runtime.sampling.grammar import GrammarConstraint, GrammarCosts
-from edgeinfer.runtime.sampling.grammar_source import grammar_source
+from edgeinfer.runtime.sampling.grammar import GrammarConstraint, GrammarCosts, check_grammar
+from edgeinfer.runtime.sampling.grammar_source import grammar_source, json_rule
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 from edgeinfer.runtime.sampling.sampler import Sampler, TokenLogprobs
@@ -22,6 +22,8 @@ __all__ = [
     "TokenChooser",
     "TokenCounts",
     "TokenLogprobs",
+    "check_grammar",
     "grammar_source",
+    "json_rule",
     "uniform",
 ]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.sampling.constraint import Constraint
 from edgeinfer.runtime.sampling.generator import draw_from, uniform
 from edgeinfer.runtime.sampling.penalties import TokenCounts
-from edgeinfer.runtime.sampling.sampler import Logits, Sampler
+from edgeinfer.runtime.sampling.sampler import Logits, Sampler, TokenLogprobs
 
 __all__ = ["TokenChooser"]
 
@@ -31,12 +31,17 @@ class TokenChooser:
         sampler: with the options and the seed of the generation.
         prompt: token ids, for penalties.
         constraint: on what may follow; None leaves it free.
+
+    Attributes:
+        logprobs: of the reply's tokens so far, where they were asked for.
     """
 
     def __init__(self, sampler: Sampler, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
         self._sampler = sampler
         self._counts = TokenCounts(prompt) if sampler.counting else None
         self._constraint = constraint
+        self._alternatives = sampler.config.logprobs
+        self.logprobs: list[TokenLogprobs] = []
 
     @property
     def follows_paths(self) -> bool:
@@ -75,8 +80,14 @@ class TokenChooser:
         with self._along(path):
             return self._constraint.forced()
 
-    def accept(self, token: int) -> None:
-        """The token joins the reply."""
+    def accept(self, token: int, logits: Logits) -> None:  # (V,)
+        """The token joins the reply.
+
+        Args:
+            logits: the model's own of its place.
+        """
+        if self._alternatives is not None:
+            self.logprobs.append(self._sampler.logprobs(logits, token, self._alternatives))
         if self._counts is not None:
             self._counts.push(token)
         if self._constraint is not None:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.grammar_source import in_words
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import GrammarError, UsageError
+from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
 from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried
 
-__all__ = ["GrammarConstraint", "GrammarCosts"]
+__all__ = ["GrammarConstraint", "GrammarCosts", "check_grammar"]
 
 
 @dataclass
@@ -45,8 +46,8 @@ class GrammarConstraint:
         end_ids: stop tokens of the vocabulary, any of which ends the reply where the grammar lets it end, only there.
 
     Raises:
-        UsageError: the grammar is wrong, unsupported, unsatisfiable or takes too much to compile; there are no stop
-            tokens; or the engine is not installed.
+        GrammarError: the grammar is wrong, unsupported, unsatisfiable or takes too much to compile.
+        UsageError: there are no stop tokens, or the engine is not installed.
         TokenizerError: the model's tokens cannot be followed.
 
     Attributes:
@@ -159,13 +160,29 @@ class GrammarConstraint:
             raise UsageError(message + f"{in_words(self._matcher.get_error())}.", "Simplify it, or bound repetitions.")
 
 
-def _compiled(tokens: Any, source: str) -> Any:
-    """The engine's `LLMatcher` of a grammar at its beginning."""
-    library = engine()
+def check_grammar(config: GenerationConfig) -> None:
+    """Refuses a form of replies that takes too much to compile, which may take seconds; making the reply then takes no
+    such time. Safe from any thread.
+
+    Raises:
+        GrammarError, UsageError: as `grammar_source`, or it takes too much.
+    """
+    source = grammar_source(config)
+    if source is not None:
+        _try(source)
+
+
+def _try(source: str) -> None:
     if needs_trial(source):
         wrong = _tried(source)
         if wrong:
             raise _unusable(in_words(wrong))
+
+
+def _compiled(tokens: Any, source: str) -> Any:
+    """The engine's `LLMatcher` of a grammar at its beginning."""
+    library = engine()
+    _try(source)
     matcher = library.LLMatcher(tokens, source, log_level=0, limits=library.LLParserLimits(**ENGINE_LIMITS))
     if not matcher.is_error():
         # Whether anything follows it shows only here.
@@ -180,7 +197,7 @@ def _tried(source: str) -> str:
     return tried(source, engine())
 
 
-def _unusable(reason: str) -> UsageError:
+def _unusable(reason: str) -> GrammarError:
     if "NoExtension" in reason:
         reason = "no text at all satisfies it"
-    return UsageError(f"The schema or grammar cannot be used: {reason}.", "Change that part, or leave it out.")
+    return GrammarError(f"The schema or grammar cannot be used: {reason}.", "Change that part, or leave it out.")

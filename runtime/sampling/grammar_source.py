@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_tokens import engine
 
-__all__ = ["MAX_SOURCE", "grammar_source", "in_words"]
+__all__ = ["MAX_SOURCE", "grammar_source", "in_words", "json_rule"]
 
 MAX_SOURCE = 2**20  # characters of a schema, an expression or a grammar
 _MAX_REGEX = 4096  # the engine's time and memory grow with its square
@@ -24,6 +24,8 @@ _MESSAGE = 300
 _DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
 # Blanks without an end would be allowed nearly everywhere otherwise, and small models do not stop writing them.
 _SCHEMA_OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}", "lenient": False}
+# As json.dumps writes, which is what models see most: of blanks, nothing is left to choose.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 # Of all drafts since the fourth. Others are annotations, by the standard; one of these that the engine cannot follow is
 # refused.
 _FORMATS = frozenset(
@@ -46,12 +48,13 @@ def grammar_source(config: GenerationConfig) -> str | None:
     """The engine's source of the form that a reply must have; None where there is none, or a list of choices.
 
     Raises:
-        UsageError: it is too large or too deep, or not JSON where it should be; or the engine is not installed.
+        GrammarError: it is too large or too deep, or not JSON where it should be.
+        UsageError: the engine is not installed.
     """
     if config.json_schema is not None:
-        return _of_schema(config.json_schema)
+        return f"start: {json_rule(config.json_schema)}{_DIRECTIVE}"
     if config.json_object:
-        return _of_schema({"type": "object"})
+        return f"start: {json_rule({'type': 'object'})}{_DIRECTIVE}"
     if config.regex is not None:
         _check_size("regex", config.regex, _MAX_REGEX)
         grammars = json.loads(engine().LLMatcher.grammar_from_regex(config.regex))["grammars"]
@@ -60,6 +63,33 @@ def grammar_source(config: GenerationConfig) -> str | None:
         _check_size("grammar", config.grammar, MAX_SOURCE)
         return config.grammar + _DIRECTIVE
     return None
+
+
+def json_rule(schema: Mapping[str, Any] | str, *, compact: bool = False) -> str:
+    """What stands for a document of a JSON Schema in a grammar's rule.
+
+    Args:
+        compact: its blanks are those of json.dumps; else there may be others.
+
+    Raises:
+        GrammarError: it is too large or too deep, or not JSON.
+    """
+    if isinstance(schema, str):
+        _check_size("json_schema", schema, MAX_SOURCE)
+        try:
+            schema = json.loads(schema, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"json_schema is not JSON: {error}.", "Give a JSON Schema, an object.") from error
+    if not isinstance(schema, Mapping):
+        raise GrammarError("json_schema is not an object.", "Give a JSON Schema such as {'type': 'object'}.")
+    _check_depth(schema)
+    options = _COMPACT if compact else _SCHEMA_OPTIONS
+    try:
+        text = json.dumps({**_followed(schema), "x-guidance": options}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"json_schema cannot be written as JSON: {error}.", "Give plain values.") from error
+    _check_size("json_schema", text, MAX_SOURCE)
+    return f"%json {text}"
 
 
 def in_words(message: str) -> str:
@@ -84,24 +114,6 @@ def in_words(message: str) -> str:
     return _clipped(f"line {place.group(1)}, column {place.group(2)}: {text}" if place else text)
 
 
-def _of_schema(schema: Mapping[str, Any] | str) -> str:
-    if isinstance(schema, str):
-        _check_size("json_schema", schema, MAX_SOURCE)
-        try:
-            schema = json.loads(schema, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"json_schema is not JSON: {error}.", "Give a JSON Schema, an object.") from error
-    if not isinstance(schema, Mapping):
-        raise UsageError("json_schema is not an object.", "Give a JSON Schema such as {'type': 'object'}.")
-    _check_depth(schema)
-    try:
-        text = json.dumps({**_followed(schema), "x-guidance": _SCHEMA_OPTIONS}, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"json_schema cannot be written as JSON: {error}.", "Give plain values.") from error
-    _check_size("json_schema", text, MAX_SOURCE)
-    return f"start: %json {text}{_DIRECTIVE}"
-
-
 def _followed(value: Any) -> Any:
     """A schema without formats that mean nothing."""
     if isinstance(value, Mapping):
@@ -119,11 +131,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _check_size(name: str, text: str, limit: int) -> None:
     if len(text) > limit:
-        raise UsageError(f"{name} has {len(text)} characters.", f"The limit is {limit}.")
+        raise GrammarError(f"{name} has {len(text)} characters.", f"The limit is {limit}.")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not valid Unicode.", "It holds a lone surrogate.") from error
+        raise GrammarError(f"{name} is not valid Unicode.", "It holds a lone surrogate.") from error
 
 
 def _check_depth(schema: Mapping[str, Any]) -> None:
@@ -139,11 +151,11 @@ def _check_depth(schema: Mapping[str, Any]) -> None:
                 below.extend(value)
         values += len(below)
         if values > MAX_SOURCE:
-            raise UsageError("json_schema is too large.", f"The limit is {MAX_SOURCE} characters.")
+            raise GrammarError("json_schema is too large.", f"The limit is {MAX_SOURCE} characters.")
         if not below:
             return
         level = below
-    raise UsageError(f"json_schema nests deeper than {_MAX_DEPTH}.", "Move inner schemas to $defs.")
+    raise GrammarError(f"json_schema nests deeper than {_MAX_DEPTH}.", "Move inner schemas to $defs.")
 
 
 def _clipped(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -11,14 +10,12 @@ from edgeinfer.errors import TokenizerError, UsageError
 from edgeinfer.runtime.memory import release_freed
 from edgeinfer.runtime.text.byte_level import token_bytes
 from edgeinfer.runtime.text.contracts import TokenizerLike
+from edgeinfer.runtime.text.spelling import BYTE_LEVEL, piece_bytes
 
 __all__ = ["GrammarVocabulary", "engine", "spelled"]
 
-_BYTE_LEVEL = ("ByteLevel",)
 # One of these is among the decoding steps of every tokenizer that spells spaces as SentencePiece does.
 _PIECES = frozenset({"Replace", "Metaspace"})
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # How the engine is told that a token is special: no text leads to it.
 _SPECIAL = b"\xff"
 # Texts of strings, of which the engine keeps the tokens apart. At 150 thousand tokens its own four of these take 87 MB,
@@ -50,14 +47,14 @@ def spelled(tokenizer: TokenizerLike, size: int) -> list[bytes]:
         TokenizerError: its tokens spell neither bytes nor SentencePiece's pieces.
     """
     kinds = tokenizer.decoder_types
-    if kinds != _BYTE_LEVEL and _PIECES.isdisjoint(kinds):
+    if kinds != BYTE_LEVEL and _PIECES.isdisjoint(kinds):
         message = (
             f"Tokens of this model cannot be followed by a grammar (decoding steps: {', '.join(kinds) or 'none'})."
         )
         raise TokenizerError(message, "Leave the schema or grammar out, or take a model with byte-level tokens.")
     special = tokenizer.special_ids
     texts = map(tokenizer.id_to_token, range(size))
-    text_bytes = token_bytes if kinds == _BYTE_LEVEL else _piece_bytes
+    text_bytes = token_bytes if kinds == BYTE_LEVEL else piece_bytes
     return [
         b"" if text is None else _SPECIAL + text.encode("utf-8") if id_ in special else text_bytes(text)
         for id_, text in enumerate(texts)
@@ -115,8 +112,3 @@ class _Spelled:
     def __call__(self, text: str | bytes) -> list[int]:
         """Nothing: grammars are made such that no way of spelling a text is forced upon the model."""
         return []
-
-
-def _piece_bytes(text: str) -> bytes:
-    byte = _BYTE.fullmatch(text)
-    return bytes([int(byte.group(1), 16)]) if byte else text.replace(_SPACE, " ").encode("utf-8")

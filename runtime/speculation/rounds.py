@@ -111,7 +111,7 @@ class Rounds:
         output = self._backend.forward(self._root, self._place, _ONE_ROW)
         verified = time.perf_counter_ns()
         token = self._chooser.token(output.logits[0], len(tokens))
-        self._chooser.accept(token)
+        self._chooser.accept(token, output.logits[0])
         tokens.append(token)
         self._left -= 1
         self._pass_ns.append(verified - begun)
@@ -213,7 +213,7 @@ class Rounds:
         """Takes the first choice again that rounding may have decided, by the pass that plain decoding would run.
 
         Returns:
-            The verdict, and the logits, which are copied before such a pass overwrites them.
+            The verdict, and the logits, which are copied before such a pass overwrites them, with what that gave.
         """
         for place, node in enumerate((-1, *verdict.accepted)):
             if not view.near_tie(node, self._noise):
@@ -222,14 +222,16 @@ class Rounds:
             self._backend.truncate(base + place)
             position = np.array([base + place])
             output = self._backend.forward(fed[node + 1 : node + 2], position, np.zeros(1, np.int64))
-            token = self._chooser.token(output.logits[0], view.position(node), view.path(node))
+            logits[node + 1] = output.logits[0]
+            token = self._chooser.token(logits[node + 1], view.position(node), view.path(node))
             self.tally.rechecked += 1
             return Verdict(verdict.accepted[:place], token, False), logits
         return verdict, logits
 
     def _commit(self, round: Round) -> None:
-        for token in round.committed:
-            self._chooser.accept(token)
+        rows = [0, *(node + 1 for node in round.verdict.accepted)]
+        for row, token in zip(rows, round.committed, strict=True):
+            self._chooser.accept(token, round.logits[row])
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
             drafter.observe(round)

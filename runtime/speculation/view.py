@@ -40,8 +40,8 @@ class PathChooser(Protocol):
     def forced(self, path: Sequence[int]) -> Sequence[int]:
         """Tokens that a constraint leaves no choice about after `path`."""
 
-    def accept(self, token: int) -> None:
-        """The token joins the reply."""
+    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+        """The token joins the reply, whose place these logits predicted."""
 
 
 class RoundView:

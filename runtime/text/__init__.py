@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.detokenizer import StreamDecoder
+from edgeinfer.runtime.text.spelling import bytes_of
 from edgeinfer.runtime.text.stops import StopMatcher
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
@@ -16,5 +17,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerLike",
     "TransientTokenizer",
+    "bytes_of",
     "tokenizer_facts",
 ]

@@ -299,7 +299,7 @@ def test_the_registry_finds_it(sums: Sums) -> None:
         def token(self, logits: NDArray[np.float32], position: int) -> int:
             return int(logits.argmax())
 
-        def accept(self, token: int) -> None:
+        def accept(self, token: int, logits: NDArray[np.float32]) -> None:
             pass
 
     tokens = [1, 2, 3, 4]

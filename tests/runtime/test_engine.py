@@ -153,7 +153,7 @@ class Greedy:
         self.positions.append(position)
         return int(logits.argmax())
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int, logits: Floats) -> None:
         pass
 
 

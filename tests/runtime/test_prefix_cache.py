@@ -155,7 +155,7 @@ class Greedy:
     def token(self, logits: Floats, position: int) -> int:
         return int(logits.argmax())
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int, logits: Floats) -> None:
         pass
 
 

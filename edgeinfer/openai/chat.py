@@ -1,0 +1,192 @@
+"""/v1/chat/completions: a request's fields, and answers and chunks as OpenAI's reference has them; knows no HTTP."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.openai.contract import Event
+from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.figures import timings, usage
+from edgeinfer.openai.logprobs import entries
+from edgeinfer.openai.messages import Message, read_messages
+from edgeinfer.openai.options import IGNORED, MOST_REPLIES, form, limit, sampling
+from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.prompt import ChatPrompt
+from edgeinfer.openai.reply import Call, Reply
+from edgeinfer.openai.tools import ToolUse, dialect_of, read_choice, read_functions
+from edgeinfer.results import Chunk, Result, TokenLogprob
+from edgeinfer.version import VERSION
+
+if TYPE_CHECKING:
+    from edgeinfer.api import Model
+    from edgeinfer.generation import TokenStream
+
+__all__ = ["FINGERPRINT", "ChatCompletion"]
+
+# With which the same seed gives the same text.
+FINGERPRINT = f"edgeinfer-{VERSION}"
+_MOST_ALTERNATIVES = 20
+
+
+class ChatCompletion:
+    """Implements `contract.Completion` for a chat completion.
+
+    Args:
+        body: of the request.
+        model: that answers.
+
+    Raises:
+        RequestError: a field is unknown, malformed or asks for what cannot be.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: Model) -> None:
+        fields = Fields(body)
+        self.stream = fields.flag("stream")
+        self._usage_wanted = _usage_wanted(fields)
+        self.n = fields.whole("n", 1, MOST_REPLIES) or 1
+        self._logprobs_wanted, options = _logprobs(fields)
+        options |= sampling(fields) | form(fields, "response_format")
+        options |= limit(fields, "max_completion_tokens", "max_tokens")
+        self._prompt = _prompt(fields, model, options)
+        _refuse(fields)
+        fields.end()
+        self._replies = [Reply() for _ in range(self.n)]
+        self._head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion.chunk" if self.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model.info.name,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def start(self, model: Model, index: int) -> TokenStream:
+        """Begins a reply."""
+        stream, reader = self._prompt.start(model, index)
+        self._replies[index] = Reply(reader)
+        return stream
+
+    def opening(self) -> list[Event]:
+        """Who speaks."""
+        return [self._event(index, {"role": "assistant", "content": "", "refusal": None}) for index in range(self.n)]
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Event]:
+        """What became certain with a chunk."""
+        return self._events(index, self._replies[index].push(chunk))
+
+    def finished(self, index: int, result: Result) -> list[Event]:
+        """What was held back, and why the reply ended."""
+        reply = self._replies[index]
+        events = self._events(index, reply.finish(result))
+        last = self._event(index, {}, self._told(reply), reply.finish_reason)
+        return [*events, last | {"timings": timings([result])}]
+
+    def closing(self) -> list[Event]:
+        """The tokens of all replies, where they were asked for."""
+        if not self._usage_wanted:
+            return []
+        return [{**self._head, "choices": [], **self._figures()}]
+
+    def whole(self) -> Event:
+        """The answer."""
+        choices = [self._choice(index, reply) for index, reply in enumerate(self._replies)]
+        return {**self._head, "choices": choices, **self._figures()}
+
+    def _events(self, index: int, pieces: list[Piece]) -> list[Event]:
+        reply = self._replies[index]
+        return [self._event(index, _delta(piece), self._told(reply)) for piece in pieces]
+
+    def _told(self, reply: Reply) -> list[TokenLogprob]:
+        return reply.tell() if self._logprobs_wanted else []
+
+    def _event(
+        self, index: int, delta: dict[str, Any], told: list[TokenLogprob] | None = None, reason: str | None = None
+    ) -> Event:
+        logprobs = {"content": entries(told), "refusal": None} if told else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        # OpenAI's chunks say null where the tokens come at the end.
+        return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
+
+    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.calls:
+            message["content"] = reply.text or None
+            message["tool_calls"] = list(map(_call, reply.calls))
+        logprobs = {"content": entries(reply.logprobs), "refusal": None} if self._logprobs_wanted else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+
+    def _figures(self) -> dict[str, Any]:
+        results = [reply.result for reply in self._replies if reply.result is not None]
+        return {"usage": usage(results, per_prompt=self.n), "timings": timings(results)}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case TextPiece(text):
+            return {"content": text}
+        case CallPiece(place, id_, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
+        case ArgumentsPiece(place, text):
+            return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _usage_wanted(fields: Fields) -> bool:
+    inner = fields.inner("stream_options")
+    if inner is None:
+        return False
+    wanted = inner.flag("include_usage")
+    inner.ignore("include_obfuscation")
+    inner.end()
+    return wanted
+
+
+def _logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
+    wanted = fields.flag("logprobs")
+    alternatives = fields.whole("top_logprobs", 0, _MOST_ALTERNATIVES)
+    if alternatives and not wanted:
+        raise RequestError("top_logprobs needs logprobs.", "Set logprobs to true.", param="top_logprobs")
+    return wanted, {"logprobs": alternatives or 0} if wanted else {}
+
+
+def _prompt(fields: Fields, model: Model, options: Mapping[str, Any]) -> ChatPrompt:
+    messages = read_messages(fields.any("messages"))
+    functions = read_functions(fields.items("tools"))
+    several = fields.take("parallel_tool_calls", bool, "true or false")
+    choice = read_choice(fields.any("tool_choice"), functions, several is not False)
+    variables = dict(fields.take("chat_template_kwargs", dict, "an object") or {})
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    begun = ""
+    if fields.flag("continue_final_message"):
+        messages, begun = _continued(messages)
+    fields.ignore("add_generation_prompt")
+    tools = ToolUse(dialect_of(model.chat_template_text), choice)
+    return ChatPrompt(messages, tools, options, variables or None, begun)
+
+
+def _continued(messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages before the last, and that one's text, which the reply goes on with."""
+    *before, last = messages
+    if last["role"] != "assistant" or "tool_calls" in last or not before:
+        message = "continue_final_message needs a text of the assistant's as the last message."
+        raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")
+    return before, last["content"]
+
+
+def _refuse(fields: Fields) -> None:
+    """What is ignored, and what cannot be."""
+    fields.ignore(*IGNORED, "verbosity")
+    fields.only("modalities", (["text"],), "Text is all that this model writes.")
+    fields.refuse("audio", hint="Text is all that this model writes.")
+    fields.refuse("web_search_options", hint="This server reads nothing from other machines.")
+    fields.refuse("functions", "function_call", hint="Give tools and tool_choice instead.")
+    fields.refuse("moderation", hint="Nothing is judged here.")

@@ -1,0 +1,75 @@
+"""Errors as OpenAI's clients read them: a status and a body; knows nothing of who raised them or of HTTP servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeinfer.errors import (
+    BudgetError,
+    CapabilityError,
+    ContextLengthError,
+    EdgeInferError,
+    GrammarError,
+    TemplateError,
+    UsageError,
+)
+
+__all__ = ["RequestError", "error_body", "unknown_model"]
+
+# By the first that an error is one of: status and code.
+_KINDS: tuple[tuple[type[EdgeInferError], int, str | None], ...] = (
+    (ContextLengthError, 400, "context_length_exceeded"),
+    (GrammarError, 400, "unsupported_schema"),
+    (UsageError, 400, None),
+    (TemplateError, 400, "template_rejected"),
+    (CapabilityError, 501, "not_supported"),
+    (BudgetError, 503, "insufficient_memory"),
+    (EdgeInferError, 500, "internal_error"),
+)
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+_INTERNAL = "The model could not answer; the server's own output says why."
+
+
+class RequestError(UsageError):
+    """A field of a request that cannot be followed.
+
+    Args:
+        message, hint: as of every error.
+        param: where it is in the request, such as "messages[0].content".
+        code: for programs.
+        status: of HTTP.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message, hint)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+def unknown_model(name: str) -> RequestError:
+    """The error of a request for a model that is not served."""
+    hint = "GET /v1/models lists what is served."
+    return RequestError(f"The model {name!r} does not exist.", hint, param="model", code="model_not_found", status=404)
+
+
+def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
+    """HTTP's status of an error, and the object that tells of it.
+
+    An error may name its own by attributes `status`, `code` and `param`. Of what broke inside nothing is told.
+    """
+    status, code = next((status, code) for kind, status, code in _KINDS if isinstance(error, kind))
+    status = getattr(error, "status", status)
+    code = getattr(error, "code", None) or code
+    message = _INTERNAL if status == 500 else str(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    param = getattr(error, "param", None)
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

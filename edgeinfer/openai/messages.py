@@ -1,0 +1,108 @@
+"""The messages of a request as a chat template takes them; knows nothing of templates or endpoints.
+
+Text alone is taken: nothing that a request names, file or address, is ever opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgeinfer.openai.errors import RequestError
+
+__all__ = ["Message", "joined", "read_messages"]
+
+Message = dict[str, Any]
+
+# OpenAI's newer word for the system's messages; templates know the older one.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def read_messages(value: Any) -> list[Message]:
+    """The conversation, contents as text and arguments of calls as objects; other keys are kept.
+
+    Raises:
+        RequestError: it is malformed, or holds something that is no text.
+    """
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
+        hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'
+        raise RequestError("messages is not a non-empty list.", hint, param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def joined(content: Any, where: str) -> str:
+    """The text of a content, which is one or a list of parts.
+
+    Raises:
+        RequestError: a part is no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} is not a text.", "Give a text, or a list of text parts.", param=where)
+    return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _TEXTS:
+        message = f"{where} is {f'of type {kind!r}' if isinstance(kind, str) else 'no content part'}, not text."
+        hint = "This model reads text only; files and addresses are not opened."
+        raise RequestError(message, hint, param=where, code="unsupported_content")
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{where} has no text.", 'Parts look like {"type": "text", "text": "..."}.', param=where)
+    return text
+
+
+def _message(message: Any, where: str) -> Message:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in _ROLES:
+        hint = f"Give each message a role, one of {', '.join(_ROLES)}, and content."
+        raise RequestError(f"{where} has no known role.", hint, param=f"{where}.role")
+    read = {key: value for key, value in message.items() if value is not None}
+    calls = read.pop("tool_calls", [])
+    read["role"] = _ROLES[role]
+    content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
+    if content is None and role != "assistant":
+        raise RequestError(f"{where}.content is missing.", "Give it a text.", param=f"{where}.content")
+    read["content"] = "" if content is None else joined(content, f"{where}.content")
+    if content is None and "content" not in message and not calls:
+        raise RequestError(f"{where} is empty.", "Give it content or tool_calls.", param=f"{where}.content")
+    if role == "tool" and not isinstance(read.get("tool_call_id"), str):
+        param = f"{where}.tool_call_id"
+        raise RequestError(f"{param} is missing.", "Name the call that it answers.", param=param)
+    if calls:
+        read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return read
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where} is not a list.", "Give the calls as they were answered.", param=where)
+    return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        hint = 'Calls look like {"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}.'
+        raise RequestError(f"{where} is no call of a function.", hint, param=where)
+    id_ = call.get("id")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": id_ if isinstance(id_, str) else "", "type": "function", "function": function}
+
+
+def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+    if arguments is None or arguments == "":
+        return {}
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, Mapping):
+        raise RequestError(f"{where} is no JSON object.", "Give it as it was answered.", param=where)
+    return dict(read)

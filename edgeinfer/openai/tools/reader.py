@@ -1,0 +1,163 @@
+"""Takes a reply apart into text and calls while it is written; knows nothing of grammars or endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.tools.format import ToolFormat
+from edgeinfer.results import Chunk
+
+__all__ = ["CallReader"]
+
+
+class CallReader:
+    """Implements `pieces.Reader` for a format of calls.
+
+    What turns out to be no call is text, so that nothing of a reply is lost.
+
+    Args:
+        form: how calls are written.
+        marker_id: of the marker where it is a special token, which has no text; else None.
+    """
+
+    def __init__(self, form: ToolFormat, marker_id: int | None = None) -> None:
+        self._form = form
+        self._marker_id = marker_id
+        self._head = _head_pattern(form)
+        self._buffer = ""
+        self._state: Callable[[], list[Piece] | None] = self._in_text
+        self._said = False  # whether any text was given
+        self._place = -1
+        self._value = _ObjectEnd()
+
+    def push(self, chunk: Chunk) -> list[Piece]:
+        """What became certain with a chunk."""
+        if self._marker_id is not None and self._marker_id in chunk.token_ids:
+            # The text of a chunk comes after its token.
+            self._buffer += self._form.marker
+        self._buffer += chunk.text
+        return self._read()
+
+    def finish(self) -> list[Piece]:
+        """What was held back for more to come."""
+        left, self._buffer = self._buffer, ""
+        # A call that was cut short inside its shell has nothing to tell but its arguments, which were given.
+        return [TextPiece(left)] if left and self._state in (self._in_text, self._in_rest) else []
+
+    def _read(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while (found := self._state()) is not None:
+            pieces += found
+        return pieces
+
+    def _in_text(self) -> list[Piece] | None:
+        marker, text = self._form.marker, self._buffer
+        if not self._form.anywhere:
+            if not self._said and marker.startswith(text):
+                return None
+            self._state = self._before_first if not self._said and text.startswith(marker) else self._in_rest
+            return []
+        at = text.find(marker)
+        if at >= 0:
+            self._state = self._before_first
+        else:
+            at = len(text) - _beginning(text, marker)
+        # Blanks before a marker are not given, so those at the end wait for what follows.
+        shown = text[:at].rstrip()
+        self._buffer = text[at:] if self._state == self._before_first else text[len(shown) :]
+        return self._text(shown) or ([] if self._state == self._before_first else None)
+
+    def _before_first(self) -> list[Piece] | None:
+        prefix = self._form.prefix
+        if len(self._buffer) < len(prefix):
+            return None if prefix.startswith(self._buffer) else self._no_call()
+        if not self._buffer.startswith(prefix):
+            return self._no_call()
+        self._buffer = self._buffer[len(prefix) :]
+        self._state = self._in_head
+        return []
+
+    def _in_head(self) -> list[Piece] | None:
+        match = self._head.match(self._buffer)
+        if match is None:
+            return None
+        self._buffer = self._buffer[match.end() :]
+        self._place += 1
+        self._value = _ObjectEnd()
+        self._state = self._in_arguments
+        return [CallPiece(self._place, self._form.new_id(), match.group(1))]
+
+    def _in_arguments(self) -> list[Piece] | None:
+        text, self._buffer = self._buffer, ""
+        if not text:
+            return None
+        end = self._value.find(text)
+        if end is None:
+            return [ArgumentsPiece(self._place, text)]
+        self._buffer = text[end:]
+        self._state = self._behind_arguments
+        return [ArgumentsPiece(self._place, text[:end])]
+
+    def _behind_arguments(self) -> list[Piece] | None:
+        """Another call, or the end of all, which may be how another begins."""
+        text, another = self._buffer, self._form.tail + self._form.between
+        end = self._form.tail + self._form.suffix
+        if text.startswith(another):
+            self._buffer, self._state = text[len(another) :], self._in_head
+        elif another.startswith(text) or end.startswith(text):
+            return None
+        else:
+            self._buffer, self._state = text.removeprefix(end), self._in_rest
+        return []
+
+    def _in_rest(self) -> list[Piece] | None:
+        text, self._buffer = self._buffer, ""
+        return self._text(text) or None
+
+    def _no_call(self) -> list[Piece]:
+        self._state = self._in_rest
+        return []
+
+    def _text(self, text: str) -> list[Piece]:
+        self._said = self._said or bool(text)
+        return [TextPiece(text)] if text else []
+
+
+class _ObjectEnd:
+    """Finds where a JSON object ends that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """The end of the object in this piece; None where it goes on."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped = character == "\\"
+                self._quoted = character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+def _head_pattern(form: ToolFormat) -> re.Pattern[str]:
+    """What stands before arguments, with the function's name as its group."""
+    before, _, behind = form.head("NAME").partition("NAME")
+    return re.compile(re.escape(before) + r"([^\"\\]*)" + re.escape(behind))
+
+
+def _beginning(text: str, marker: str) -> int:
+    """How many characters at the end of the text may begin the marker."""
+    most = min(len(text), len(marker) - 1)
+    return next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
