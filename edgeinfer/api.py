@@ -25,6 +25,7 @@ from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo, Result
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.session_file import SessionFile, open_session
 from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.sessions import resume, save
@@ -155,6 +156,18 @@ class Model(Measured):
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """Continues a prompt and returns the whole reply; arguments and errors as `stream`."""
         return self.stream(prompt, **options).complete()
+
+    def check(self, **options: Any) -> None:
+        """Refuses generation options that no reply can be given. A hostile schema or grammar takes some seconds to be
+        found out, which a reply with the same options then need not take again. Safe from any thread.
+
+        Args:
+            options: fields of GenerationConfig.
+
+        Raises:
+            UsageError: an option is unknown or out of range, or a schema or grammar is too large, or takes too much.
+        """
+        check_grammar(GenerationConfig().replace(**options))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, optionally with a system message."""

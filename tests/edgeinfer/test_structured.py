@@ -245,3 +245,12 @@ def test_a_gguf_vocabulary_is_followed_as_well() -> None:
             for result in found:
                 if result.finish_reason == "stop":
                     check(form, result.text)
+
+
+@needs_builtin
+def test_what_takes_too_much_is_found_out_before_the_reply(tales: edgeinfer.Model) -> None:
+    tales.check(temperature=0.5, **FORMS["schema"])
+    bomb = {"type": "integer", "multipleOf": 1_000_003_000_000_007}
+    for options in ({"json_schema": bomb}, {"regex": "(" * 5000}, {"temperature": -1}, {"nonsense": 1}):
+        with pytest.raises(UsageError):
+            tales.check(**options)
