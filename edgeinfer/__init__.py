@@ -10,6 +10,7 @@ from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
+    from edgeinfer.catalog import ModelFacts, describe
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
     from edgeinfer.device import measure_device
@@ -29,10 +30,12 @@ __all__ = [
     "LoadConfig",
     "MemoryPlan",
     "Model",
+    "ModelFacts",
     "Result",
     "TokenStream",
     "TuneResult",
     "calibrate_kv",
+    "describe",
     "evaluate",
     "load",
     "measure_device",
@@ -56,10 +59,12 @@ _HOMES = {
     "LoadConfig": "config",
     "MemoryPlan": "api",
     "Model": "api",
+    "ModelFacts": "catalog",
     "Result": "results",
     "TokenStream": "api",
     "TuneResult": "api",
     "calibrate_kv": "kv_calibration",
+    "describe": "catalog",
     "evaluate": "evaluation",
     "load": "api",
     "measure_device": "device",

@@ -16,7 +16,7 @@ from typing import Any
 from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
 from edgeinfer.errors import BundleError, HubError, ModelError, StorageError
 
-__all__ = ["BUILTIN", "find", "find_checkpoint", "is_bundle", "pull", "resolve"]
+__all__ = ["BUILTIN", "cached", "find", "find_checkpoint", "is_bundle", "local", "pull", "resolve"]
 
 BUILTIN = "tales"
 
@@ -68,19 +68,52 @@ def resolve(model: str | Path | None) -> Path:
         ModelError: no such path, or the repository holds a checkpoint that has to be exported first.
         HubError: the repository could not be fetched.
     """
+    path = local(model) or pull(str(model))
+    if isinstance(model, str) and not is_bundle(path) and _HUB_ID.fullmatch(model) and _existing(model) is None:
+        hint = f"Make one: edgeinfer export {model} {model.split('/')[1]}"
+        raise ModelError(f"{model} is a checkpoint, not an edgeinfer bundle.", hint)
+    return path
+
+
+def local(model: str | Path | None) -> Path | None:
+    """Where a model is on this machine; None where it would have to be fetched first.
+
+    Args:
+        model: as `resolve` takes it.
+
+    Raises:
+        ModelError: no such path.
+    """
     if model is None:
         return _builtin()
-    local = _existing(model)
-    if local is not None:
-        return local
-    if (gguf := _gguf_id(model)) is not None:
-        return _cached_gguf(*gguf) or pull(str(model))
-    repo_id = _hub_id(model)
-    path = _cached(repo_id) or pull(repo_id)
-    if not is_bundle(path):
-        hint = f"Make one: edgeinfer export {repo_id} {repo_id.split('/')[1]}"
-        raise ModelError(f"{repo_id} is a checkpoint, not an edgeinfer bundle.", hint)
-    return path
+    path = _existing(model)
+    if path is not None:
+        return path
+    gguf = _gguf_id(model)
+    return _cached(_hub_id(model)) if gguf is None else _cached_gguf(*gguf)
+
+
+def cached() -> list[str]:
+    """Models in the hub's cache, as `resolve` takes them: ids of bundles, and paths of GGUF files."""
+    hub = _library()
+    try:
+        repos = hub.scan_cache_dir().repos
+    except hub.errors.CacheNotFound:
+        return []
+    found: list[str] = []
+    for repo in repos:
+        for revision in repo.revisions:
+            if repo.repo_type != "model" or "main" not in revision.refs:
+                continue
+            folder = Path(revision.snapshot_path)
+            if is_bundle(folder):
+                found += [repo.repo_id] if _cached(repo.repo_id) else []
+                continue
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{_GGUF}")]
+            # Of a model in several parts the first stands for all.
+            parts = {name: _GGUF_PART.search(name) for name in names if _is_gguf_model(name)}
+            found += [str(folder / name) for name, part in parts.items() if part is None or int(part[1]) == 1]
+    return sorted(found)
 
 
 def find(source: str | Path) -> Path:

@@ -151,18 +151,22 @@ class History:
         self._append(conversation, asked, reply)
         return asked, reply
 
-    def edit(self, id: str, message: str, content: str) -> tuple[Message, Message | None]:
-        """Adds another version of a message beside it; of a user's message with a reply to it that now begins.
+    def edit_question(self, id: str, message: str, content: str) -> tuple[Message, Message]:
+        """Adds another version of a user's message beside it, and the reply to it that now begins; errors as `ask`."""
+        old = self._require(self.conversation(id), message)
+        return self.ask(id, old.parent, content)
 
-        Raises: as `ask`.
+    def edit_reply(self, id: str, message: str, content: str) -> Message:
+        """Adds another version of a reply beside it, as the user wrote it.
+
+        Raises:
+            NotFoundError: there is no such conversation or message.
+            UsageError: the message is a user's.
         """
         conversation = self.conversation(id)
-        old = self._require(conversation, message)
-        if old.role == "user":
-            return self.ask(id, old.parent, content)
-        new = _new("assistant", old.parent, content)
+        new = _new("assistant", self._require_reply(conversation, message).parent, content)
         self._append(conversation, new)
-        return new, None
+        return new
 
     def regenerate(self, id: str, message: str) -> Message:
         """Adds another reply, which now begins, beside one.

@@ -23,7 +23,7 @@ from pygments.util import ClassNotFound
 __all__ = ["render_reply", "render_user"]
 
 # Beyond these, text is shown as it is: rendering goes on while a reply is made, and must not fall behind.
-_MOST_RENDERED = 200_000
+_MOST_RENDERED = 60_000
 _MOST_HIGHLIGHTED = 20_000
 _LONGEST_LANGUAGE = 30
 _LINK = re.compile(r"(?:https?://|mailto:)[^\s]", re.IGNORECASE)
@@ -39,6 +39,15 @@ class _Renderer(RendererHTML):
 
     def code_block(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
         return _code(tokens[index].content, "")
+
+    def th_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
+        # The page allows no styles of its own.
+        style = str(tokens[index].attrs.pop("style", ""))
+        if style:
+            tokens[index].attrSet("class", f"align-{style.removeprefix('text-align:')}")
+        return self.renderToken(tokens, index, options, env)
+
+    td_open = th_open
 
     def link_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
         tokens[index].attrSet("rel", "noopener noreferrer")
@@ -69,7 +78,7 @@ def render_reply(text: str) -> str:
         return _plain(text)
     thought = _THOUGHT.match(text)
     if thought is None:
-        return _REPLY.render(text)
+        return str(_REPLY.render(text))
     opened = "" if thought["end"] else " open"
     inner = _REPLY.render(thought["thought"])
     return (
@@ -80,7 +89,7 @@ def render_reply(text: str) -> str:
 
 def render_user(text: str) -> str:
     """A user's message as it was typed, with code in fences and backticks."""
-    return _plain(text) if len(text) > _MOST_RENDERED else _USER.render(text)
+    return _plain(text) if len(text) > _MOST_RENDERED else str(_USER.render(text))
 
 
 def _plain(text: str) -> str:
@@ -103,5 +112,5 @@ def _highlighted(content: str, language: str) -> str:
             lexer = get_lexer_by_name(language, stripnl=False, ensurenl=False)
         except (ClassNotFound, ValueError):
             return escape(content)
-        return highlight(content, lexer, _FORMATTER)
+        return str(highlight(content, lexer, _FORMATTER))
     return escape(content)

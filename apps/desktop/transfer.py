@@ -17,7 +17,7 @@ from edgeinfer.errors import UsageError
 
 __all__ = ["MOST_BYTES", "read_json", "write_json", "write_markdown"]
 
-MOST_BYTES = 32 * 1000**2
+MOST_BYTES = 16 * 1000**2
 _FORMAT, _VERSION = "edgeinfer-conversation", 1
 _HINT = "Give a file that the app exported as JSON."
 _HEAD = {"format", "version", "title", "system", "options", "created", "updated", "leaf", "messages"}

@@ -1,0 +1,207 @@
+"""Endpoints about conversations and their messages, replies included; knows no models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from edgeinfer.apps.desktop import transfer
+from edgeinfer.apps.desktop.errors import TooLargeError
+from edgeinfer.apps.desktop.feed import News
+from edgeinfer.apps.desktop.markdown import render_reply
+from edgeinfer.apps.desktop.records import Conversation, Message
+from edgeinfer.apps.desktop.replies import RunningReply
+from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional
+from edgeinfer.apps.desktop.services import Services
+from edgeinfer.apps.desktop.settings import checked_options
+from edgeinfer.apps.desktop.views import conversation_view, message_view, summary_view
+from edgeinfer.errors import UsageError
+
+__all__ = ["conversation_routes"]
+
+# Keeps a new reply, and returns it after the message it answers where that is new too.
+_Recorder = Callable[[], tuple[Message | None, Message]]
+
+# Between two pictures of a growing reply, and how much of the time making them may take.
+_EVERY_S, _SHARE = 0.1, 0.25
+_LONGEST_TITLE, _LONGEST_TEXT = 200, 1_000_000
+
+
+def conversation_routes(services: Services) -> list[BaseRoute]:
+    """The routes."""
+    api = _Conversations(services)
+    one = "/conversations/{id}"
+    message = f"{one}/messages/{{message}}"
+    table: tuple[tuple[str, str, Endpoint], ...] = (
+        ("GET", "/conversations", api.listed),
+        ("POST", "/conversations", api.create),
+        ("GET", one, api.read),
+        ("PATCH", one, api.change),
+        ("DELETE", one, api.delete),
+        ("POST", f"{one}/messages", api.ask),
+        ("POST", f"{message}/regenerate", api.regenerate),
+        ("POST", f"{message}/edit", api.edit),
+        ("POST", f"{message}/continue", api.go_on),
+        ("POST", f"{one}/stop", api.stop),
+        ("GET", f"{one}/reply", api.follow),
+        ("GET", f"{one}/export", api.export),
+        ("POST", "/import", api.take_in),
+    )
+    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
+
+
+class _Conversations:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._security = services.security
+        self._history = services.history
+        self._replies = services.replies
+
+    async def listed(self, request: Request) -> Response:
+        found = await asyncio.to_thread(self._history.summaries, request.query_params.get("search", ""))
+        return JSONResponse({"conversations": list(map(summary_view, found))})
+
+    async def create(self, request: Request) -> Response:
+        body = await fields(request, self._security, title=str, system=str)
+        system = body.get("system", self._services.settings.now.system)
+        title = _short(body.get("title", ""), _LONGEST_TITLE, "title")
+        made = await asyncio.to_thread(self._history.create, title, _short(system, _LONGEST_TEXT, "system"))
+        self._tell()
+        return await self._view(made, status=201)
+
+    async def read(self, request: Request) -> Response:
+        return await self._view(await asyncio.to_thread(self._history.conversation, request.path_params["id"]))
+
+    async def change(self, request: Request) -> Response:
+        body = await fields(request, self._security, title=str, system=str, options=dict, leaf=str)
+        changes = optional(body, "title", "system", "leaf")
+        _short(changes.get("title", ""), _LONGEST_TITLE, "title")
+        _short(changes.get("system", ""), _LONGEST_TEXT, "system")
+        if "options" in body:
+            changes["options"] = checked_options(body["options"])
+        id = request.path_params["id"]
+        changed = await asyncio.to_thread(lambda: self._history.change(id, **changes))
+        self._tell()
+        return await self._view(changed)
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._replies.stop(id)
+        await asyncio.to_thread(self._history.delete, id)
+        self._tell()
+        return Response(status_code=204)
+
+    async def ask(self, request: Request) -> Response:
+        body = await fields(request, self._security, parent=str | None, content=str)
+        id, content = request.path_params["id"], _short(body.get("content", ""), _LONGEST_TEXT, "content")
+        return await self._begin(id, lambda: self._history.ask(id, body.get("parent"), content))
+
+    async def edit(self, request: Request) -> Response:
+        body = await fields(request, self._security, content=str)
+        id, message = request.path_params["id"], request.path_params["message"]
+        content = _short(body.get("content", ""), _LONGEST_TEXT, "content")
+        whole = await asyncio.to_thread(self._history.conversation, id)
+        old = whole.message(message)
+        if old is None or old.role == "user":
+            return await self._begin(id, lambda: self._history.edit_question(id, message, content))
+        new = await asyncio.to_thread(self._history.edit_reply, id, message, content)
+        self._tell()
+        return JSONResponse({"assistant": message_view(new)}, status_code=202)
+
+    async def regenerate(self, request: Request) -> Response:
+        id, message = request.path_params["id"], request.path_params["message"]
+        return await self._begin(id, lambda: (None, self._history.regenerate(id, message)))
+
+    async def go_on(self, request: Request) -> Response:
+        id, message = request.path_params["id"], request.path_params["message"]
+        return await self._begin(id, lambda: (None, self._history.go_on(id, message)))
+
+    async def stop(self, request: Request) -> Response:
+        await asyncio.to_thread(self._history.conversation, request.path_params["id"])
+        self._replies.stop(request.path_params["id"])
+        return JSONResponse({}, status_code=202)
+
+    async def follow(self, request: Request) -> Response:
+        whole = await asyncio.to_thread(self._history.conversation, request.path_params["id"])
+        return event_stream(self._picture(whole.id, self._replies.running(whole.id)))
+
+    async def export(self, request: Request) -> Response:
+        format = request.query_params.get("format", "json")
+        if format not in _EXPORTS:
+            raise UsageError(f"There is no format {format!r}.", f"Choose one of {', '.join(_EXPORTS)}.")
+        write, kind, ending = _EXPORTS[format]
+        whole = await asyncio.to_thread(self._history.conversation, request.path_params["id"])
+        text = await asyncio.to_thread(write, whole)
+        headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(_file_name(whole) + ending)}"}
+        return Response(text, media_type=kind, headers=headers)
+
+    async def take_in(self, request: Request) -> Response:
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > transfer.MOST_BYTES:
+            raise TooLargeError("The file is too large.", f"At most {transfer.MOST_BYTES:,} bytes are taken.")
+        data = await request.body()
+        read = await asyncio.to_thread(transfer.read_json, data)
+        await asyncio.to_thread(self._history.add, read)
+        self._tell()
+        return await self._view(read, status=201)
+
+    async def _begin(self, id: str, record: _Recorder) -> Response:
+        """Begins a reply, and answers with what was kept of it and of the message it answers."""
+        kept: list[Message | None] = []
+
+        def keep() -> Message:
+            question, reply = record()
+            kept.append(question)
+            return reply
+
+        reply = await self._replies.begin(id, keep)
+        self._tell()
+        views = {"user": kept[0], "assistant": reply}
+        return JSONResponse({name: message_view(m) for name, m in views.items() if m is not None}, status_code=202)
+
+    async def _picture(self, id: str, running: RunningReply | None) -> AsyncIterator[News]:
+        """The growing message, and then the finished one."""
+        shown = None if running is None else running.message.id
+        if running is not None:
+            async for content in running.contents():
+                begun = time.monotonic()
+                html = await asyncio.to_thread(render_reply, content)
+                yield News("text", {"id": shown, "html": html, "content": content})
+                took = time.monotonic() - begun
+                await running.wait_over(max(_EVERY_S, took / _SHARE))
+        whole = await asyncio.to_thread(self._history.conversation, id)
+        last = whole.message(shown or whole.leaf)
+        failed = shown is not None and last is not None and last.status == "error"
+        yield News("failed" if failed else "done", {} if last is None else message_view(last))
+
+    async def _view(self, conversation: Conversation, status: int = 200) -> Response:
+        running = self._replies.running(conversation.id)
+        data = await asyncio.to_thread(conversation_view, conversation, running)
+        return JSONResponse(data, status_code=status)
+
+    def _tell(self) -> None:
+        self._services.feed.publish("conversations", {})
+
+
+_EXPORTS = {
+    "json": (transfer.write_json, "application/json", ".json"),
+    "markdown": (transfer.write_markdown, "text/markdown; charset=utf-8", ".md"),
+}
+
+
+def _file_name(conversation: Conversation) -> str:
+    """A name that every system takes."""
+    kept = "".join(c if c.isalnum() or c in " -_" else " " for c in conversation.title)
+    return " ".join(kept.split())[:60].strip() or "conversation"
+
+
+def _short(text: str, most: int, name: str) -> str:
+    if len(text) > most:
+        raise UsageError(f"{name} is longer than {most:,} characters.", "Shorten it.")
+    return text

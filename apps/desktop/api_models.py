@@ -1,0 +1,119 @@
+"""Endpoints about the app's state: settings, models, plans, loading, downloads, events; knows no conversations."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+import edgeinfer
+from edgeinfer import hub
+from edgeinfer.apps.desktop.library import model_of
+from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
+from edgeinfer.apps.desktop.services import Services
+from edgeinfer.apps.desktop.views import download_view, listed_view, settings_view
+from edgeinfer.errors import HubError, UsageError
+
+__all__ = ["model_routes"]
+
+_TEXT = str | None
+_NUMBER = int | None
+
+
+def model_routes(services: Services) -> list[BaseRoute]:
+    """The routes."""
+    api = _Models(services)
+    table: tuple[tuple[str, str, Endpoint], ...] = (
+        ("GET", "/state", api.state),
+        ("PATCH", "/settings", api.change_settings),
+        ("GET", "/models", api.models),
+        ("POST", "/plan", api.plan),
+        ("POST", "/model/load", api.load),
+        ("POST", "/model/cancel", api.cancel),
+        ("POST", "/model/unload", api.unload),
+        ("POST", "/downloads", api.download),
+        ("DELETE", "/downloads/{key}", api.cancel_download),
+        ("GET", "/events", api.events),
+    )
+    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
+
+
+class _Models:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._security = services.security
+
+    async def state(self, request: Request) -> Response:
+        s = self._services
+        memory = psutil.virtual_memory()
+        return JSONResponse(
+            {
+                "version": edgeinfer.__version__,
+                "model": s.control.state(),
+                "settings": settings_view(s.settings.now),
+                "defaults": {"options": s.control.defaults},
+                "machine": {"total_bytes": memory.total, "available_bytes": memory.available},
+                "notices": list(s.notices),
+            }
+        )
+
+    async def change_settings(self, request: Request) -> Response:
+        kinds = {"theme": _TEXT, "memory": int | str | None, "context": _NUMBER, "model": _TEXT, "system": str}
+        changes = await fields(request, self._security, **kinds, options=dict)
+        if "model" in changes:
+            changes["model"] = model_of(changes["model"])
+        return JSONResponse(settings_view(await asyncio.to_thread(self._services.settings.change, changes)))
+
+    async def models(self, request: Request) -> Response:
+        settings = self._services.settings.now
+        found = await asyncio.to_thread(self._services.library.models, settings.recent, settings.context)
+        return JSONResponse({"models": list(map(listed_view, found))})
+
+    async def plan(self, request: Request) -> Response:
+        body = await fields(request, self._security, model=_TEXT, memory=_NUMBER, context=_NUMBER, kv=_TEXT)
+        model = model_of(body.get("model"))
+        numbers = {name: whole_number(body, name) for name in ("memory", "context")}
+
+        def make() -> dict[str, object]:
+            _require_local(model)
+            return self._services.planner.plan(model, **numbers, **optional(body, "kv"))
+
+        return JSONResponse(await asyncio.to_thread(make))
+
+    async def load(self, request: Request) -> Response:
+        body = await fields(request, self._security, model=_TEXT, memory=_NUMBER, context=_NUMBER)
+        model = model_of(body.get("model"))
+        memory, context = whole_number(body, "memory"), whole_number(body, "context")
+        await asyncio.to_thread(_require_local, model)
+        self._services.control.load(model, memory, context)
+        return JSONResponse(self._services.control.state(), status_code=202)
+
+    async def cancel(self, request: Request) -> Response:
+        self._services.control.cancel()
+        return JSONResponse(self._services.control.state(), status_code=202)
+
+    async def unload(self, request: Request) -> Response:
+        await self._services.control.unload()
+        return JSONResponse(self._services.control.state(), status_code=202)
+
+    async def download(self, request: Request) -> Response:
+        id = (await fields(request, self._security, id=str)).get("id", "").strip()
+        if not id or id.startswith("-"):
+            raise UsageError("There is no model to fetch.", "Give a hub id, ORG/NAME, or ORG/NAME:TYPE of a GGUF file.")
+        return JSONResponse(download_view(self._services.downloads.begin(id)), status_code=202)
+
+    async def cancel_download(self, request: Request) -> Response:
+        return JSONResponse(download_view(await self._services.downloads.cancel(request.path_params["key"])))
+
+    async def events(self, request: Request) -> Response:
+        self._services.control.publish()
+        return event_stream(self._services.feed.read())
+
+
+def _require_local(model: str | None) -> None:
+    """Refuses a model that would be fetched behind the user's back."""
+    if hub.local(model) is None:
+        raise HubError(f"{model} is not on this machine.", "Download it first.")

@@ -1,0 +1,139 @@
+"""Models on their way from the hub: begun, followed, cancelled; knows nothing of how they are fetched.
+
+Each is fetched by a process of its own, which can be ended at any moment and takes the memory it needs with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from edgeinfer.apps.desktop.errors import ConflictError, NotFoundError
+
+__all__ = ["Download", "Downloads"]
+
+_FETCH = (sys.executable, "-m", "edgeinfer.apps.desktop.fetch")
+
+
+@dataclass(frozen=True)
+class Download:
+    """How far a model is.
+
+    Attributes:
+        key: of this download.
+        id: of the model.
+        done, total: bytes; total is 0 before it is known.
+        error: what went wrong and what to do, where it failed.
+    """
+
+    key: str
+    id: str
+    done: int = 0
+    total: int = 0
+    status: Literal["running", "done", "failed", "cancelled"] = "running"
+    error: dict[str, str] | None = None
+
+
+class Downloads:
+    """All downloads of this run.
+
+    Args:
+        changed: called with each state.
+        command: that fetches the model which is added to it.
+    """
+
+    def __init__(self, changed: Callable[[Download], None], command: Sequence[str] = _FETCH) -> None:
+        self._changed = changed
+        self._command = tuple(command)
+        self._states: dict[str, Download] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, id: str) -> Download:
+        """Begins to fetch a model.
+
+        Raises:
+            ConflictError: it is being fetched already.
+        """
+        if any(state.id == id and state.status == "running" for state in self._states.values()):
+            raise ConflictError(f"{id} is being fetched already.", "Wait for it, or cancel it.")
+        state = Download(uuid.uuid4().hex, id)
+        self._set(state)
+        self._tasks[state.key] = asyncio.create_task(self._run(state.key))
+        return state
+
+    def state(self, key: str) -> Download:
+        """One download.
+
+        Raises:
+            NotFoundError: there is none of that key.
+        """
+        if key not in self._states:
+            raise NotFoundError("There is no such download.", "Reload the page.")
+        return self._states[key]
+
+    async def cancel(self, key: str) -> Download:
+        """Ends a download; what was fetched stays for the next time. Errors as `state`."""
+        self.state(key)
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        return self._states[key]
+
+    async def close(self) -> None:
+        """Ends all."""
+        for key in list(self._tasks):
+            await self.cancel(key)
+
+    def _set(self, state: Download) -> None:
+        self._states[state.key] = state
+        self._changed(state)
+
+    def _update(self, key: str, **changes: Any) -> None:
+        self._set(dataclasses.replace(self._states[key], **changes))
+
+    async def _run(self, key: str) -> None:
+        try:
+            await self._follow(key)
+        except asyncio.CancelledError:
+            self._update(key, status="cancelled")
+        except Exception as error:  # a process that cannot be started, or says what nobody expects
+            self._fail(key, f"The download failed: {error}.")
+        finally:
+            del self._tasks[key]
+
+    async def _follow(self, key: str) -> None:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *self._command, self._states[key].id, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                self._take(key, json.loads(line))
+            await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if self._states[key].status == "running":
+            self._fail(key, "The download ended before it was done.")
+
+    def _take(self, key: str, said: dict[str, Any]) -> None:
+        if "error" in said:
+            self._update(key, status="failed", error=said["error"])
+        elif "path" in said:
+            total = self._states[key].total
+            self._update(key, status="done", done=total)
+        else:
+            self._update(key, done=said["done"], total=said["total"])
+
+    def _fail(self, key: str, message: str) -> None:
+        self._update(key, status="failed", error={"message": message, "hint": "Try again; downloads resume."})

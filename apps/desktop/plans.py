@@ -1,0 +1,81 @@
+"""What models need, as if nothing were loaded yet; knows nothing of loading them.
+
+A plan counts the process it is made in. While a model is loaded, that process is larger than the one that would load
+another after it, by what the model takes; plans are corrected by as much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+import edgeinfer
+
+__all__ = ["Planner"]
+
+# The terms of the process around a model.
+_PROCESS = ("interpreter", "libraries")
+
+
+class Planner:
+    """Makes plans; may be called from any thread.
+
+    Args:
+        options: fields of LoadConfig that hold for every model.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self._options = dict(options or {})
+        self._lock = threading.Lock()
+        self._empty: dict[str, int] | None = None
+
+    def measure(self) -> None:
+        """Measures the process; to be called before a model is loaded."""
+        with self._lock:
+            if self._empty is None:
+                terms = edgeinfer.plan(None).terms
+                self._empty = {name: terms.get(name, 0) for name in _PROCESS}
+
+    def plan(self, model: str | None, memory: int | None = None, **options: Any) -> dict[str, Any]:
+        """The JSON object of a plan.
+
+        Args:
+            memory: budget in bytes.
+            options: fields of LoadConfig; those that are None are left open.
+
+        Raises:
+            EdgeInferError: as `edgeinfer.plan`.
+        """
+        given = self._options | {name: value for name, value in options.items() if value is not None}
+        with self._lock:
+            plan = edgeinfer.plan(model, **given)
+            excess = self._excess(plan.terms)
+            counted = sum(size for name, size in excess.items() if name in _counted(plan.counted))
+            if memory is not None:
+                # No more than the machine has, which a plan refuses.
+                room = max(memory, min(memory + counted, psutil.virtual_memory().total))
+                plan = edgeinfer.plan(model, memory=room, **given)
+            return _corrected(plan.to_dict(), excess, counted, memory)
+
+    def _excess(self, terms: Mapping[str, int]) -> dict[str, int]:
+        if self._empty is None:
+            return dict.fromkeys(_PROCESS, 0)
+        return {name: max(0, terms.get(name, 0) - self._empty[name]) for name in _PROCESS}
+
+
+def _counted(kind: str) -> tuple[str, ...]:
+    return _PROCESS if kind == "resident" else ("interpreter",)
+
+
+def _corrected(data: dict[str, Any], excess: Mapping[str, int], counted: int, memory: int | None) -> dict[str, Any]:
+    data["terms"] = {name: size - excess.get(name, 0) for name, size in data["terms"].items()}
+    data["anonymous_bytes"] -= excess["interpreter"]
+    data["budget_bytes"] = memory
+    for part in (data, *data["alternatives"]):
+        part["planned_bytes"] -= counted
+        part["fits"] = memory is None or part["planned_bytes"] <= memory
+    data["minimum_bytes"] -= counted
+    return data

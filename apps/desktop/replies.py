@@ -1,0 +1,250 @@
+"""Replies under way: made by the host, kept in the history as they grow, followed by windows; knows no requests.
+
+A reply belongs to its conversation, not to the window that asked for it: it goes on when the window closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from edgeinfer.apps.desktop.errors import ConflictError
+from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.records import Conversation, Failure, Figures, Message, Status
+from edgeinfer.apps.server.host import ModelHost, Reply
+from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
+
+__all__ = ["Replies", "RunningReply"]
+
+_log = logging.getLogger("edgeinfer.desktop")
+
+# How often a growing reply is written to the disk.
+_KEEP_S = 0.4
+
+
+class RunningReply:
+    """A reply that is being made.
+
+    Attributes:
+        message: its row, as it was when it began.
+        stopped: whether the user asked it to stop.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self.stopped = False
+        self._pieces = [message.content]
+        self._grown = asyncio.Event()
+        self._reply: Reply | None = None
+        self._over = asyncio.Event()
+
+    @property
+    def content(self) -> str:
+        """The whole message so far."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        self._pieces.append(text)
+        self._tell()
+
+    def attach(self, reply: Reply) -> None:
+        """Takes what makes it, to be able to stop it."""
+        self._reply = reply
+        if self.stopped:
+            reply.cancel()
+
+    def stop(self) -> None:
+        """Ends it within the current pass."""
+        self.stopped = True
+        if self._reply is not None:
+            self._reply.cancel()
+        self._tell()
+
+    def end(self) -> None:
+        """Tells whoever follows that nothing comes any more."""
+        self._over.set()
+        self._tell()
+
+    async def changed(self) -> None:
+        """Waits until there is more, or it is to stop or over."""
+        await self._grown.wait()
+
+    async def wait_over(self, seconds: float) -> None:
+        """Waits for so long, or until the reply is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+
+    async def contents(self) -> AsyncIterator[str]:
+        """The whole message, again whenever it has grown; the latest only, for who is slow."""
+        shown = -1
+        while not self._over.is_set():
+            content = self.content
+            if len(content) != shown:
+                shown = len(content)
+                yield content
+            else:
+                await self.changed()
+
+    def _tell(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+
+class Replies:
+    """The replies of all conversations, one of each at a time.
+
+    Args:
+        host: makes them.
+        history: keeps them.
+        defaults: generation options that hold where a conversation says nothing else.
+        finished: called when one has ended.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        history: History,
+        defaults: Callable[[], Mapping[str, Any]],
+        finished: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._history = history
+        self._defaults = defaults
+        self._finished = finished
+        self._running: dict[str, RunningReply] = {}
+        self._starting: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def running(self, conversation: str) -> RunningReply | None:
+        """The reply that a conversation is getting."""
+        return self._running.get(conversation)
+
+    async def begin(self, conversation: str, record: Callable[[], Message]) -> Message:
+        """Begins a reply, once its row is kept.
+
+        Args:
+            record: keeps the row and returns it, with status "replying"; called on another thread.
+
+        Raises:
+            ConflictError: the conversation is getting one already.
+            EdgeInferError: as `record`.
+        """
+        if conversation in self._running or conversation in self._starting:
+            raise ConflictError("A reply is being made.", "Wait for it, or stop it.")
+        self._starting.add(conversation)
+        try:
+            message = await asyncio.to_thread(record)
+            running = self._running[conversation] = RunningReply(message)
+        finally:
+            self._starting.discard(conversation)
+        task = asyncio.create_task(self._run(conversation, running))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return message
+
+    def stop(self, conversation: str) -> None:
+        """Stops the reply that a conversation is getting, if any."""
+        running = self._running.get(conversation)
+        if running is not None:
+            running.stop()
+
+    async def close(self) -> None:
+        """Ends all replies and keeps what there is of them."""
+        self._closing = True
+        for running in self._running.values():
+            running.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, conversation: str, running: RunningReply) -> None:
+        status: Status = "error"
+        failure: Failure | None = None
+        figures: Figures | None = None
+        try:
+            whole = await asyncio.to_thread(self._history.conversation, conversation)
+            figures = await self._make(whole, running)
+            cut = running.stopped or figures is None or figures.finish_reason == "cancelled"
+            status = "complete" if not cut else "stopped" if running.stopped and not self._closing else "interrupted"
+        except EdgeInferError as error:
+            failure = _failure(error)
+        except Exception as error:  # whatever it is, it is this reply's; the app goes on
+            _log.exception("a reply failed")
+            failure = Failure(f"Unexpected {type(error).__name__}.", "Try again; the program's output says more.")
+        try:
+            await asyncio.to_thread(self._history.finish, running.message.id, running.content, status, failure, figures)
+        except EdgeInferError as error:
+            _log.error("a reply could not be kept: %s", error)
+        finally:
+            del self._running[conversation]
+            running.end()
+            self._finished()
+
+    async def _make(self, whole: Conversation, running: RunningReply) -> Figures | None:
+        """Makes the text; its figures, if it began."""
+        begun, context = running.content, 0
+        messages = messages_for(whole, running.message)
+        options = {**self._defaults(), **whole.options}
+
+        def start(model: Any) -> Any:
+            nonlocal context
+            context = model.context
+            return model.stream_chat(messages, begun=begun, **options)
+
+        await self._model_ready(running)
+        if running.stopped:
+            return None
+        async with self._host.submit(start, whole.id) as reply:
+            running.attach(reply)
+            kept = time.monotonic() - _KEEP_S
+            async for chunk in reply:
+                if chunk.text:
+                    running.add(chunk.text)
+                if time.monotonic() - kept >= _KEEP_S:
+                    kept = time.monotonic()
+                    await asyncio.to_thread(self._history.write, running.message.id, running.content)
+        try:
+            result = reply.result
+        except UsageError:  # cancelled before it began
+            return None
+        return Figures.of_result(result, context)
+
+    async def _model_ready(self, running: RunningReply) -> None:
+        """Waits while a model is loading."""
+        while self._host.state.status == "loading" and not running.stopped:
+            changed = asyncio.ensure_future(self._host.changed(self._host.state.number))
+            stopped = asyncio.ensure_future(running.changed())
+            _, pending = await asyncio.wait((changed, stopped), return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+        error = self._host.state.error
+        if self._host.state.status == "failed" and error is not None and not running.stopped:
+            raise error
+
+
+def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, str]]:
+    """What the model is given to answer: the branch that leads to a reply. A turn whose reply failed is left out."""
+    turns = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    path = conversation.path(reply.parent)
+    for message, after in zip(path, [*path[1:], None], strict=True):
+        failed = after is not None and after.role == "assistant" and not after.content
+        if message.content and not failed:
+            turns.append({"role": message.role, "content": message.content})
+    return turns
+
+
+def _failure(error: EdgeInferError) -> Failure:
+    """An error as it is kept with the message."""
+    failure = Failure(error.message, error.hint, getattr(error, "code", None) or "error")
+    if isinstance(error, ContextLengthError):
+        return dataclasses.replace(failure, code="context_full")
+    if isinstance(error, BudgetError):
+        return dataclasses.replace(failure, code="memory_short", minimum_bytes=error.minimum_bytes or None)
+    return failure

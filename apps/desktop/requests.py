@@ -1,0 +1,127 @@
+"""What endpoints share: bodies checked field by field, errors as JSON, server-sent events; knows no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from edgeinfer.apps.desktop.feed import News
+from edgeinfer.apps.server.body import read_json
+from edgeinfer.apps.server.security import Security
+from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
+
+__all__ = ["Endpoint", "answered", "event_stream", "fields", "optional", "whole_number"]
+
+_log = logging.getLogger("edgeinfer.desktop")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+# By the first that an error is one of: status and code, where it does not name its own.
+_KINDS: tuple[tuple[type[EdgeInferError], int, str], ...] = (
+    (UsageError, 400, "invalid"),
+    (BudgetError, 409, "memory_short"),
+    (HubError, 409, "hub"),
+    (ModelError, 409, "model"),
+    (StorageError, 507, "storage"),
+    (UserError, 409, "refused"),
+    (EdgeInferError, 500, "internal"),
+)
+_COMMENT_S = 15.0
+
+
+def answered(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with errors turned into answers."""
+
+    @functools.wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except EdgeInferError as error:
+            return _refusal(error)
+
+    return answer
+
+
+def _refusal(error: EdgeInferError) -> Response:
+    status, code = next((status, code) for kind, status, code in _KINDS if isinstance(error, kind))
+    status = getattr(error, "status", status)
+    data: dict[str, Any] = {"message": error.message, "hint": error.hint, "code": getattr(error, "code", None) or code}
+    if isinstance(error, BudgetError):
+        data["minimum_bytes"] = error.minimum_bytes
+    if status == 500:
+        _log.error("%s", error, exc_info=error)
+    return JSONResponse({"error": data}, status_code=status)
+
+
+async def fields(request: Request, security: Security, **kinds: Any) -> dict[str, Any]:
+    """The fields of a request's body.
+
+    Args:
+        kinds: the type of each field that there may be; a request without a body has none of them.
+
+    Raises:
+        UsageError: the body is no JSON object, or a field is unknown or of a wrong type.
+    """
+    body = await read_json(request, security) if await request.body() else {}
+    for name, value in body.items():
+        if name not in kinds:
+            raise UsageError(f"Unknown field {name!r}.", f"Known fields: {', '.join(kinds) or 'none'}.")
+        if not isinstance(value, kinds[name]) or (isinstance(value, bool) and kinds[name] is not bool):
+            raise UsageError(f"{name} has a wrong type.", f"Known fields: {', '.join(kinds)}.")
+    return body
+
+
+def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Those of the fields that were given."""
+    return {name: body[name] for name in names if name in body}
+
+
+def whole_number(body: Mapping[str, Any], name: str) -> int | None:
+    """A positive whole number, or None.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise UsageError(f"{name} is out of range.", f"{name} must be a positive whole number, or null.")
+    return value
+
+
+def event_stream(news: AsyncIterator[News]) -> Response:
+    """Server-sent events, with a comment now and then so that nobody takes a quiet stream for a dead one."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_with_comments(news), media_type="text/event-stream", headers=headers)
+
+
+async def _with_comments(news: AsyncIterator[News]) -> AsyncIterator[str]:
+    iterator = aiter(news)
+    step = asyncio.ensure_future(_next(iterator))
+    try:
+        while True:
+            done, _ = await asyncio.wait([step], timeout=_COMMENT_S)
+            if not done:
+                yield ": still here\n\n"
+                continue
+            item = step.result()
+            if item is None:
+                return
+            # JSON as Python writes it has no line ends.
+            yield f"event: {item.kind}\ndata: {json.dumps(item.data)}\n\n"
+            step = asyncio.ensure_future(_next(iterator))
+    finally:
+        step.cancel()
+        await asyncio.wait([step])
+        if hasattr(iterator, "aclose"):
+            await iterator.aclose()
+
+
+async def _next(iterator: AsyncIterator[News]) -> News | None:
+    return await anext(iterator, None)

@@ -1,0 +1,102 @@
+"""The parts of the running app, made once and handed to every endpoint; knows nothing of endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from edgeinfer.apps.desktop.control import ModelControl
+from edgeinfer.apps.desktop.downloads import Downloads
+from edgeinfer.apps.desktop.feed import Feed
+from edgeinfer.apps.desktop.folders import DataFolder
+from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.library import Library
+from edgeinfer.apps.desktop.plans import Planner
+from edgeinfer.apps.desktop.replies import Replies
+from edgeinfer.apps.desktop.settings import SettingsFile
+from edgeinfer.apps.desktop.views import download_view
+from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.security import Security
+
+__all__ = ["Services"]
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts.
+
+    Attributes:
+        notices: what the user should know of how the app started.
+    """
+
+    host: ModelHost
+    security: Security
+    history: History
+    settings: SettingsFile
+    planner: Planner
+    library: Library
+    control: ModelControl
+    replies: Replies
+    downloads: Downloads
+    feed: Feed
+    notices: tuple[str, ...]
+
+    @classmethod
+    def make(
+        cls,
+        folder: DataFolder,
+        security: Security,
+        host: ModelHost,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        models: Sequence[Path] = (),
+    ) -> Self:
+        """Makes them.
+
+        Args:
+            folder: where the user's own is kept.
+            settings: settings of this run.
+            options: fields of LoadConfig that hold for every model.
+            models: folders that are searched for models, beside the data folder's.
+
+        Raises:
+            StorageError: the data folder cannot be used.
+            UsageError: a setting or an option is unknown or out of range.
+        """
+        folder.make()
+        kept = SettingsFile(folder.settings, settings)
+        history = History.open(folder.history)
+        feed, planner = Feed(), Planner(options)
+        library = Library((folder.models, *models), planner)
+        control = ModelControl(host, kept, options or {}, planner, library, feed)
+
+        def told() -> None:
+            feed.publish("conversations", {})
+
+        replies = Replies(host, history, lambda: {**control.defaults, **kept.now.options}, told)
+        downloads = Downloads(lambda state: feed.publish("download", download_view(state), state.key))
+        notices = tuple(
+            f"The file of your {what} was damaged. It was put aside as {path}, and a new one begun."
+            for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))
+            if path is not None
+        )
+        return cls(host, security, history, kept, planner, library, control, replies, downloads, feed, notices)
+
+    async def start(self) -> None:
+        """Begins what goes on by itself."""
+        self.feed.publish("conversations", {})
+        self.control.start()
+
+    async def stop(self) -> None:
+        """Ends what goes on, and keeps what there is of it; windows are told nothing more."""
+        await self.replies.close()
+        await self.downloads.close()
+        await self.control.close()
+        self.feed.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self.history.close()
