@@ -1,0 +1,309 @@
+"""What requests meet before any endpoint sees them: names, origins, keys, limits, unknown paths. No model is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("starlette", reason="the server extra is not installed")
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from edgeinfer.apps.server.app import make_app
+from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.security import Security
+
+KEY = "a-key-of-some-length"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+def ask(
+    *requests: tuple[str, str, dict[str, Any]], security: Security | None = None, routes: Any = ()
+) -> list[httpx.Response]:
+    """The answers of an application without a model."""
+
+    async def run() -> list[httpx.Response]:
+        host = ModelHost()
+        app = make_app(host, security or Security(), extra_routes=routes)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client:
+            answers = [await client.request(method, path, **options) for method, path, options in requests]
+        await host.close()
+        return answers
+
+    return asyncio.run(run())
+
+
+def ask_one(method: str, path: str, security: Security | None = None, **options: Any) -> httpx.Response:
+    return ask((method, path, options), security=security)[0]
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which must have OpenAI's shape."""
+    inner: dict[str, Any] = answer.json()["error"]
+    assert set(inner) == {"message", "type", "param", "code"}
+    assert inner["message"]
+    return inner
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/", "/v1", "/v2/models", "/v1/chat/completions/", "//", "/%00%0a"])
+def test_unknown_paths(path: str) -> None:
+    answer = ask_one("GET", path)
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/chat/completions"), ("POST", "/v1/models"), ("DELETE", "/health"), ("PUT", "/v1/responses")],
+)
+def test_wrong_methods(method: str, path: str) -> None:
+    answer = ask_one(method, path)
+    assert answer.status_code == 405
+    assert error_of(answer)["code"] == "method_not_allowed"
+    assert answer.headers["allow"]
+
+
+def test_options_lists_methods() -> None:
+    answer = ask_one("OPTIONS", "/v1/chat/completions")
+    assert answer.status_code == 204
+    assert answer.headers["allow"] == "POST, OPTIONS"
+    assert ask_one("OPTIONS", "/v1/nothing").status_code == 404
+
+
+def test_without_a_model_requests_are_put_off() -> None:
+    answers = ask(
+        ("POST", "/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": "Hello"}]}}),
+        ("POST", "/v1/completions", {"json": {"prompt": "Hello"}}),
+        ("POST", "/v1/responses", {"json": {"input": "Hello"}}),
+        ("POST", "/tokenize", {"json": {"content": "Hello"}}),
+        ("GET", "/props", {}),
+    )
+    for answer in answers:
+        assert answer.status_code == 503
+        assert error_of(answer)["code"] == "no_model"
+        assert answer.headers["retry-after"]
+
+
+def test_health_without_a_model() -> None:
+    for path in ("/health", "/v1/health"):
+        answer = ask_one("GET", path)
+        assert answer.status_code == 503
+        assert answer.json()["status"] == "empty"
+        error_of(answer)
+
+
+def test_models_and_metrics_without_a_model() -> None:
+    models, metrics = ask(("GET", "/v1/models", {}), ("GET", "/metrics", {}))
+    assert models.json() == {"object": "list", "data": []}
+    assert 'edgeinfer:requests_total{status="200"} 1' in metrics.text
+
+
+@pytest.mark.parametrize("host", ["evil.com", "evil.com:8080", "localhost.evil.com", "192.168.0.1:8080"])
+def test_other_hosts_are_refused(host: str) -> None:
+    answer = ask_one("GET", "/v1/models", headers={"Host": host})
+    assert answer.status_code == 403
+    assert error_of(answer)["code"] == "host_not_allowed"
+
+
+def test_hosts_that_were_allowed() -> None:
+    security = Security(allowed_hosts=("box.lan",))
+    assert ask_one("GET", "/v1/models", security, headers={"Host": "box.lan:80"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.com", "null", "http://localhost:3000", "https://localhost"])
+def test_other_origins_are_refused(origin: str) -> None:
+    answer = ask_one("GET", "/v1/models", headers={"Origin": origin})
+    assert answer.status_code == 403
+    assert error_of(answer)["code"] == "origin_not_allowed"
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_own_origin_needs_no_permission() -> None:
+    answer = ask_one("GET", "/v1/models", headers={"Origin": "http://localhost:8080"})
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers
+
+
+PREFLIGHT = {
+    "Origin": "https://example.com",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+def test_origins_that_were_allowed() -> None:
+    security = Security(allowed_origins=("https://example.com",), api_key=KEY)
+    answer = ask_one("GET", "/v1/models", security, headers=BEARER | {"Origin": "https://example.com"})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://example.com"
+    assert answer.headers["vary"] == "Origin"
+    # What is refused must be readable too, or the page could not say why.
+    refused = ask_one("GET", "/v1/models", security, headers={"Origin": "https://example.com"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://example.com"
+
+
+def test_preflight() -> None:
+    security = Security(allowed_origins=("https://example.com",), api_key=KEY)
+    answer = ask_one("OPTIONS", "/v1/chat/completions", security, headers=PREFLIGHT)
+    assert answer.status_code == 204
+    assert answer.headers["access-control-allow-origin"] == "https://example.com"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert ask_one("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT).status_code == 403
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong-key"}, {"Authorization": f"Basic {KEY}"}])
+def test_a_key_is_asked_for(headers: dict[str, str]) -> None:
+    security = Security(api_key=KEY)
+    for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):
+        answer = ask_one(method, path, security, headers=headers)
+        assert answer.status_code == 401
+        assert error_of(answer)["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert ask_one("GET", "/v1/models", security, headers=BEARER).status_code == 200
+    # Health is everybody's to ask.
+    assert ask_one("GET", "/health", security, headers=headers).status_code == 503
+
+
+def test_extra_routes_ask_for_themselves() -> None:
+    async def page(_: Request) -> Response:
+        return PlainTextResponse("a page")
+
+    routes = [Route("/page", page)]
+    request: tuple[str, str, dict[str, Any]] = ("GET", "/page", {})
+    assert ask(request, security=Security(api_key=KEY), routes=routes)[0].text == "a page"
+    evil: tuple[str, str, dict[str, Any]] = ("GET", "/page", {"headers": {"Host": "evil.com"}})
+    assert ask(evil, routes=routes)[0].status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"nonsense", "invalid_json"),
+        (b'{"a": NaN}', "invalid_json"),
+        (b'{"a": -Infinity}', "invalid_json"),
+        (b'{"a": 1e999}', "invalid_json"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json"),
+        (b'{"a": "\xff\xfe"}', "invalid_json"),
+        (rb'{"a": "\ud800"}', "invalid_json"),
+        (rb'{"\udc00": 1}', "invalid_json"),
+        ('{"a": 1}'.encode("utf-16"), "invalid_json"),
+        (b"[]", "invalid_json"),
+        (b"3", "invalid_json"),
+        (b"null", "invalid_json"),
+        (b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}", "too_deep"),
+        (b'{"a": ' * 150 + b"1" + b"}" * 150, "too_deep"),
+        (b"[" * 1_000_000, "too_deep"),
+        (json.dumps({"response_format": {"schema": {"enum": ["x" * 300_000]}}}).encode(), "schema_too_large"),
+        (json.dumps({"tools": [{"name": "x" * 100}] * 3000}).encode(), "schema_too_large"),
+    ],
+)
+def test_bodies_that_are_no_good(content: bytes, code: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize"):
+        answer = ask_one("POST", path, content=content)
+        assert answer.status_code == 400, answer.text
+        assert error_of(answer)["code"] == code
+
+
+def test_large_bodies_are_refused_before_they_are_read() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    headers = {"Content-Length": str(100 * 1000**2)}
+    answer = ask_one("POST", "/v1/chat/completions", content=never(), headers=headers)
+    assert answer.status_code == 413
+    assert error_of(answer)["code"] == "body_too_large"
+
+
+def test_bodies_of_unknown_size_are_counted() -> None:
+    sent = 0
+
+    async def much() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 100_000
+            yield b" " * 100_000
+
+    answer = ask_one("POST", "/v1/chat/completions", content=much())
+    assert answer.status_code == 413
+    assert sent < 5_000_000
+
+
+def test_slow_bodies_are_refused() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    answer = ask_one("POST", "/v1/chat/completions", Security(body_seconds=0.05), content=slow())
+    assert answer.status_code == 408
+    assert error_of(answer)["code"] == "request_timeout"
+    assert answer.headers["connection"] == "close"
+
+
+def call_at_once(security: Security, count: int, endpoint: Callable[[Request], Awaitable[Response]]) -> list[int]:
+    """Statuses of requests that arrive together."""
+
+    async def run() -> list[int]:
+        host = ModelHost()
+        app = make_app(host, security, extra_routes=[Route("/wait", endpoint)])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            answers = await asyncio.gather(*(client.get("/wait") for _ in range(count)))
+        await host.close()
+        for answer in answers:
+            if answer.status_code == 503:
+                assert error_of(answer)["code"] == "server_busy"
+                assert answer.headers["retry-after"]
+        return sorted(answer.status_code for answer in answers)
+
+    return asyncio.run(run())
+
+
+def test_more_requests_than_allowed_are_put_off() -> None:
+    async def wait(_: Request) -> Response:
+        await asyncio.sleep(0.01)
+        return PlainTextResponse("done")
+
+    assert call_at_once(Security(max_requests=3), 5, wait) == [200, 200, 200, 503, 503]
+
+
+def test_faults_of_ours_say_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(_: Request) -> Response:
+        raise ValueError("the prompt was: a secret")
+
+    with caplog.at_level(logging.INFO, "edgeinfer.server"):
+        answer = ask(("GET", "/broken?query=secret", {}), routes=[Route("/broken", broken)])[0]
+    assert answer.status_code == 500
+    assert error_of(answer)["code"] == "internal_error"
+    assert "secret" not in answer.text
+    # The log tells the place, and neither what was said nor the query.
+    assert "ValueError" in caplog.text
+    assert "test_guard.py" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_the_log_cannot_be_written_by_others(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "edgeinfer.server"):
+        ask_one("GET", "/a%0aGET '/forged' 200")
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+def test_every_answer_has_an_id_and_is_what_it_says() -> None:
+    answers = ask(("GET", "/v1/models", {}), ("GET", "/nothing", {}), ("GET", "/health", {}))
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 3
+    for answer in answers:
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in answer.headers

@@ -1,0 +1,297 @@
+"""The official `openai` client against a real server: every endpoint, streamed and whole, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from tests.apps.server.served import MESSAGES, Served, served
+from tests.speculation import needs_builtin
+
+openai = pytest.importorskip("openai", reason="the official client is not installed")
+
+pytestmark = needs_builtin
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture
+def client(server: Served) -> Any:
+    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    with edgeinfer.load() as model:
+        yield model
+
+
+def test_models(client: Any) -> None:
+    names = [model.id for model in client.models.list()]
+    assert names == ["tales", "small"]
+    assert client.models.retrieve("small").object == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+@pytest.mark.parametrize("name", ["tales", "small"])
+def test_chat(client: Any, model: edgeinfer.Model, name: str) -> None:
+    answer = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=24)
+    expected = model.stream_chat(MESSAGES, max_tokens=24).complete()
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.total_tokens == 24 + answer.usage.prompt_tokens
+    timings = answer.model_extra["timings"]
+    assert timings["predicted_n"] == 24
+    assert {"draft_n", "draft_n_accepted", "prompt_ms", "predicted_per_second", "cache_n"} <= set(timings)
+
+
+def test_sampled_chat_is_the_models_own(client: Any, model: edgeinfer.Model) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "frequency_penalty": 0.3}
+    answer = client.chat.completions.create(model="tales", messages=MESSAGES, max_tokens=40, **options)
+    assert answer.choices[0].message.content == model.stream_chat(MESSAGES, max_tokens=40, **options).complete().text
+
+
+def test_chat_stream(client: Any, model: edgeinfer.Model) -> None:
+    stream = client.chat.completions.create(
+        model="tales", messages=MESSAGES, max_tokens=24, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == model.stream_chat(MESSAGES, max_tokens=24).complete().text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].usage.completion_tokens == 24
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_chat_stream_helper(client: Any) -> None:
+    with client.chat.completions.stream(model="tales", messages=MESSAGES, stop=".") as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert final.choices[0].message.content
+
+
+def test_stop(client: Any) -> None:
+    answer = client.chat.completions.create(model="tales", messages=MESSAGES, max_tokens=200, stop=["."])
+    assert "." not in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_several_replies(client: Any, model: edgeinfer.Model) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 16}
+    answer = client.chat.completions.create(model="tales", messages=MESSAGES, n=3, **options)
+    texts = [choice.message.content for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1
+    assert texts[0] == model.stream_chat(MESSAGES, **options).complete().text
+    assert answer.usage.completion_tokens == 48
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in client.chat.completions.create(model="tales", messages=MESSAGES, n=3, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == texts
+
+
+def test_logprobs(client: Any) -> None:
+    answer = client.chat.completions.create(
+        model="tales", messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=3
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 8
+    for token in content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        # Greedy: the token is the likeliest.
+        assert token.top_logprobs[0].token == token.token
+    text = b"".join(bytes(token.bytes) for token in content).decode("utf-8", "replace")
+    assert text.strip() == answer.choices[0].message.content.strip()
+
+
+def test_json_schema(client: Any) -> None:
+    answer = client.chat.completions.create(
+        model="tales", messages=MESSAGES, max_tokens=200, response_format=FORMAT, temperature=1.0, seed=1
+    )
+    data = json.loads(answer.choices[0].message.content)
+    assert set(data) == {"name", "age"}
+    assert 0 <= data["age"] <= 99
+
+
+def test_json_object(client: Any) -> None:
+    form = {"type": "json_object"}
+    answer = client.chat.completions.create(
+        model="tales", messages=MESSAGES, max_tokens=300, response_format=form, temperature=1.2, seed=5
+    )
+    choice = answer.choices[0]
+    assert choice.message.content.startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+def test_parsed_by_pydantic(client: Any) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    animal = pydantic.create_model("Animal", kind=(str, pydantic.Field(pattern="^(dog|cat)$")), legs=(int, ...))
+    answer = client.chat.completions.parse(model="tales", messages=MESSAGES, max_tokens=100, response_format=animal)
+    assert answer.choices[0].message.parsed.kind in ("dog", "cat")
+
+
+def test_tools(client: Any) -> None:
+    answer = client.chat.completions.create(
+        model="tales",
+        messages=MESSAGES,
+        max_tokens=100,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    call = choice.message.tool_calls[0]
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    follow = [
+        *MESSAGES,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    after = client.chat.completions.create(model="tales", messages=follow, tools=[WEATHER], max_tokens=8)
+    assert after.choices[0].finish_reason
+
+
+def test_tools_streamed(client: Any) -> None:
+    chosen = {"type": "function", "function": {"name": "weather"}}
+    stream = client.chat.completions.create(
+        model="tales", messages=MESSAGES, max_tokens=100, tools=[WEATHER], tool_choice=chosen, stream=True
+    )
+    name, arguments, reasons = "", "", []
+    for chunk in stream:
+        choice = chunk.choices[0]
+        reasons.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or []:
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert name == "weather"
+    assert json.loads(arguments)["city"] in ("Paris", "Rome")
+    # OpenAI's own word where the caller has chosen the function.
+    assert reasons[-1] in ("stop", "tool_calls")
+
+
+def test_completions(client: Any, model: edgeinfer.Model) -> None:
+    prompt = "Once upon a time"
+    expected = model.generate(prompt, max_tokens=20).text
+    answer = client.completions.create(model="tales", prompt=prompt, max_tokens=20, temperature=0)
+    assert answer.choices[0].text == expected
+    stream = client.completions.create(model="tales", prompt=prompt, max_tokens=20, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == expected
+    echoed = client.completions.create(model="tales", prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=2)
+    assert echoed.choices[0].text.startswith(prompt)
+
+
+def test_responses(client: Any) -> None:
+    answer = client.responses.create(model="tales", input="Tell me about a little dog.", max_output_tokens=16)
+    assert answer.output_text
+    assert answer.usage.output_tokens == 16
+    kinds, text = [], ""
+    for event in client.responses.create(
+        model="tales", input="Tell me about a little dog.", max_output_tokens=16, stream=True
+    ):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert kinds[0] == "response.created"
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert text == answer.output_text
+
+
+def test_embeddings_are_not_for_this_model(client: Any) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.embeddings.create(model="tales", input="Hello")
+    assert caught.value.status_code == 501
+    assert "embeddings" in caught.value.message
+
+
+def test_unknown_model(client: Any) -> None:
+    calls = (
+        lambda: client.chat.completions.create(model="gpt-4", messages=MESSAGES),
+        lambda: client.completions.create(model="gpt-4", prompt="Hello"),
+        lambda: client.responses.create(model="gpt-4", input="Hello"),
+        lambda: client.embeddings.create(model="gpt-4", input="Hello"),
+    )
+    for call in calls:
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.code == "model_not_found"
+
+
+def test_errors_before_the_stream_have_their_status(client: Any) -> None:
+    long = [{"role": "user", "content": "dog " * 5000}]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tales", messages=long, stream=stream)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tales", messages=MESSAGES, temperature=-1, stream=stream)
+        assert "temperature" in caught.value.message
+
+
+def test_a_schema_that_is_not_supported(client: Any) -> None:
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tales", messages=MESSAGES, response_format=bad)
+    assert "uniqueItems" in caught.value.message
+
+
+def test_many_at_once_each_get_their_own(server: Served, model: edgeinfer.Model) -> None:
+    asked = [[{"role": "user", "content": f"A story about {what}."}] for what in ("a dog", "a cat", "Tom", "the sea")]
+    expected = [model.stream_chat(messages, max_tokens=80).complete().text for messages in asked]
+
+    async def one(client: Any, messages: Any) -> str:
+        stream = await client.chat.completions.create(model="tales", messages=messages, max_tokens=80, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.api, api_key="none", max_retries=0) as client:
+            return list(await asyncio.gather(*(one(client, messages) for messages in asked * 3)))
+
+    assert asyncio.run(run()) == expected * 3
+
+
+def test_a_key() -> None:
+    with served(key="a-key-of-some-length") as server:
+        with openai.OpenAI(base_url=server.api, api_key="a-key-of-some-length") as client:
+            assert client.models.list().data
+        with openai.OpenAI(base_url=server.api, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                client.chat.completions.create(model="tales", messages=MESSAGES)
+        assert "a-key-of-some-length" not in server.logged()
