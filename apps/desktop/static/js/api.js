@@ -1,0 +1,71 @@
+// Calls the app's HTTP API; knows nothing of the page.
+
+const BASE = "app/api";
+
+/** A call that was refused or got no answer. */
+export class ApiError extends Error {
+  constructor(message, { hint = "", code = "", status = 0 } = {}) {
+    super(message);
+    Object.assign(this, { hint, code, status });
+  }
+
+  /** Nobody answered: the server is not there. */
+  get gone() {
+    return this.status === 0;
+  }
+}
+
+async function call(method, path, { body, signal, keepalive } = {}) {
+  const headers = body === undefined ? {} : { "content-type": "application/json" };
+  const text = body === undefined || typeof body === "string" ? body : JSON.stringify(body);
+  let answer;
+  try {
+    answer = await fetch(`${BASE}${path}`, { method, headers, body: text, signal, keepalive, cache: "no-store" });
+  } catch (failure) {
+    if (failure.name === "AbortError") throw failure;
+    throw new ApiError("The app's server does not answer.", { hint: "Start it again with `edgeinfer chat`.", code: "gone" });
+  }
+  const found = answer.status === 204 ? null : await read(answer);
+  if (answer.ok) return found;
+  const { message, hint, code } = found?.error ?? {};
+  throw new ApiError(message ?? `The server answered ${answer.status}.`, { hint: hint ?? "", code: code ?? "", status: answer.status });
+}
+
+async function read(answer) {
+  try {
+    return await answer.json();
+  } catch (failure) {
+    if (failure.name === "AbortError") throw failure;
+    // Not every refusal comes from the app itself; its status says enough.
+    if (!answer.ok) return null;
+    throw new ApiError("The server's answer could not be read.", { code: "unreadable", status: answer.status });
+  }
+}
+
+const chat = (id) => `/conversations/${encodeURIComponent(id)}`;
+const message = (id, which) => `${chat(id)}/messages/${encodeURIComponent(which)}`;
+
+export const getState = () => call("GET", "/state");
+export const patchSettings = (settings) => call("PATCH", "/settings", { body: settings });
+export const getModels = () => call("GET", "/models");
+export const plan = (wanted, signal) => call("POST", "/plan", { body: wanted, signal });
+export const loadModel = (wanted) => call("POST", "/model/load", { body: wanted });
+export const cancelLoad = () => call("POST", "/model/cancel");
+export const unloadModel = () => call("POST", "/model/unload");
+export const startDownload = (id) => call("POST", "/downloads", { body: { id } });
+export const cancelDownload = (key) => call("DELETE", `/downloads/${encodeURIComponent(key)}`);
+export const listConversations = (search, signal) => call("GET", `/conversations?search=${encodeURIComponent(search)}`, { signal });
+export const createConversation = (fields) => call("POST", "/conversations", { body: fields });
+export const getConversation = (id) => call("GET", chat(id));
+export const patchConversation = (id, fields) => call("PATCH", chat(id), { body: fields });
+/** `keepalive`: also while the page goes away. */
+export const deleteConversation = (id, keepalive = false) => call("DELETE", chat(id), { keepalive });
+export const sendMessage = (id, parent, content) => call("POST", `${chat(id)}/messages`, { body: { parent, content } });
+export const regenerate = (id, which) => call("POST", `${message(id, which)}/regenerate`);
+export const editMessage = (id, which, content) => call("POST", `${message(id, which)}/edit`, { body: { content } });
+export const continueMessage = (id, which) => call("POST", `${message(id, which)}/continue`);
+export const stopReply = (id) => call("POST", `${chat(id)}/stop`);
+export const importConversation = (text) => call("POST", "/import", { body: text });
+export const exportAddress = (id, format) => `${BASE}${chat(id)}/export?format=${format}`;
+export const replyAddress = (id) => `${BASE}${chat(id)}/reply`;
+export const eventsAddress = `${BASE}/events`;

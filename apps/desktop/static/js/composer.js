@@ -1,0 +1,131 @@
+// The field a message is written in, the context meter and the button that sends or stops.
+
+import { send, stop } from "./chats.js";
+import { h, icon, svg } from "./dom.js";
+import { contextUse } from "./figures.js";
+import { count } from "./format.js";
+import { follow, get } from "./store.js";
+import { editLast } from "./thread.js";
+import { path } from "./tree.js";
+
+const RADIUS = 7;
+const ROUND = 2 * Math.PI * RADIUS;
+const HIGH = 0.85;
+
+let field = null;
+let sending = false;
+
+/** Puts the composer into the dock. */
+export function createComposer() {
+  field = h("textarea", { id: "prompt", rows: 1, placeholder: "Write a message", "aria-label": "Message", autocomplete: "off", spellcheck: "true", enterkeyhint: "send" });
+  const button = h("button", { type: "submit", class: "round" }, icon("send"));
+  const meter = createMeter();
+  const row = h("div", { class: "row" }, meter.element, h("span", { class: "spacer" }), button);
+  const form = h("form", { class: "composer" }, field, row);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (get().conversation?.replying) stop();
+    else submit();
+  });
+  form.addEventListener("click", (event) => { if (!event.target.closest("button")) field.focus(); });
+  field.addEventListener("input", () => { remember(); show(button); });
+  field.addEventListener("keydown", onKey);
+  document.getElementById("dock").append(form);
+  follow(["conversation", "model", "link"], (state) => {
+    show(button);
+    meter.show(state.conversation ? contextUse(path(state.conversation), state.model) : null, state.model);
+  });
+  followDraft();
+}
+
+/** Puts the cursor into the field. */
+export function focusComposer() {
+  field.focus();
+}
+
+function canSend() {
+  const { model, link, conversation } = get();
+  return link === "open" && model?.status === "ready" && !conversation?.replying && !sending && field.value.trim() !== "";
+}
+
+function show(button) {
+  const replying = Boolean(get().conversation?.replying);
+  const label = replying ? "Stop the reply" : "Send";
+  if (button.getAttribute("aria-label") !== label) {
+    button.replaceChildren(icon(replying ? "stop" : "send"));
+    button.classList.toggle("stop", replying);
+    button.setAttribute("aria-label", label);
+    button.title = replying ? "Stop (Esc)" : "Send (Enter)";
+  }
+  button.disabled = !replying && !canSend();
+}
+
+async function submit() {
+  if (!canSend()) return;
+  const content = field.value.trim();
+  sending = true;
+  write("");
+  const taken = await send(content);
+  sending = false;
+  // What was not taken must not be lost.
+  if (!taken && !field.value) write(content);
+  field.dispatchEvent(new Event("input"));
+}
+
+function onKey(event) {
+  if (event.isComposing) return;
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    submit();
+  } else if (event.key === "ArrowUp" && !field.value && editLast()) {
+    event.preventDefault();
+  }
+}
+
+function write(text) {
+  field.value = text;
+  field.dispatchEvent(new Event("input"));
+}
+
+const draftKey = () => `draft:${get().conversation?.id ?? ""}`;
+
+function remember() {
+  if (field.value) sessionStorage.setItem(draftKey(), field.value);
+  else sessionStorage.removeItem(draftKey());
+}
+
+/** Each conversation has its own unsent text. */
+function followDraft() {
+  let key = null;
+  follow(["conversation", "opening"], ({ opening }) => {
+    // A new chat that has just been given its number keeps what is being written.
+    if (opening || draftKey() === key) return;
+    const fresh = key === "draft:" && sending;
+    key = draftKey();
+    if (!fresh) write(sessionStorage.getItem(key) ?? "");
+  });
+}
+
+function createMeter() {
+  const circle = (name) => svg("circle", { class: name, cx: 9, cy: 9, r: RADIUS });
+  const used = circle("used");
+  used.setAttribute("stroke-dasharray", ROUND);
+  const text = h("span");
+  const element = h("span", { class: "meter", role: "img" }, svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, circle("all"), used), text);
+  return {
+    element,
+    show(use, model) {
+      const holds = use?.holds ?? (model?.status === "ready" ? model.context : null);
+      element.hidden = !holds;
+      if (!holds) return;
+      const part = Math.min(1, (use?.used ?? 0) / holds);
+      used.setAttribute("stroke-dashoffset", ROUND * (1 - part));
+      used.setAttribute("visibility", part > 0 ? "visible" : "hidden");
+      text.textContent = `${count(use?.used ?? 0)} / ${count(holds)}`;
+      element.classList.toggle("high", part >= HIGH && part < 1);
+      element.classList.toggle("full", part >= 1);
+      element.setAttribute("aria-label", `Context: ${count(use?.used ?? 0)} of ${count(holds)} tokens in use`);
+      element.title = element.getAttribute("aria-label");
+    },
+  };
+}

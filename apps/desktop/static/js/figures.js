@@ -1,0 +1,41 @@
+// Says in words what a reply took and how full the context is; knows nothing of elements.
+
+import { count, counted, duration, rate } from "./format.js";
+
+/** What is told below a reply: [text, explanation] each. */
+export function figuresOf(message) {
+  const figures = message.figures;
+  if (!figures) return [];
+  const told = [];
+  if (figures.tokens_per_second > 0) told.push([rate(figures.tokens_per_second), "Speed after the first token"]);
+  told.push([`${duration(figures.ttft_ms)} to first token`, "From sending to the first token, the prompt's evaluation included"]);
+  const cached = figures.cached_tokens ? `, ${count(figures.cached_tokens)} of them kept from before` : "";
+  told.push([counted(figures.completion_tokens, "token"), `After a prompt of ${counted(figures.prompt_tokens, "token")}${cached}`]);
+  if (figures.drafted > 0) {
+    told.push([
+      `${count(figures.accepted)} of ${count(figures.drafted)} drafts accepted`,
+      "Tokens proposed by drafting that the model confirmed; the text is the same without drafting",
+    ]);
+  }
+  return told;
+}
+
+/** Tokens in use at the end of a path, and how many the context holds; null before the first reply. */
+export function contextUse(path, model) {
+  const last = path.findLast((message) => message.figures);
+  if (!last) return null;
+  const { prompt_tokens, completion_tokens, context } = last.figures;
+  const holds = model?.status === "ready" && model.context ? model.context : context;
+  return holds ? { used: prompt_tokens + completion_tokens, holds } : null;
+}
+
+const CONTEXT_CODES = new Set(["context_full", "context_length_exceeded"]);
+
+/** Whether the path ends because the context holds no more. */
+export function contextIsFull(path, model) {
+  const last = path.at(-1);
+  if (!last || last.role !== "assistant" || last.status === "replying") return false;
+  if (CONTEXT_CODES.has(last.error?.code)) return true;
+  const use = contextUse(path, model);
+  return last.figures?.finish_reason === "length" && use !== null && use.used >= use.holds - 1;
+}

@@ -1,0 +1,162 @@
+// The dialog in which a model, its context and its memory budget are chosen, with the plan that follows from them.
+
+import * as api from "./api.js";
+import { createBudget } from "./budget.js";
+import { h, icon, iconButton } from "./dom.js";
+import { createDownloads } from "./downloads.js";
+import { bits, count, parameters, size } from "./format.js";
+import { createModelList } from "./model-list.js";
+import { createPlanView } from "./plan.js";
+import { change, follow, get } from "./store.js";
+import { report } from "./toast.js";
+
+const PLAN_WAIT_MS = 150;
+const SMALLEST_CONTEXT = 256;
+// Where the slider begins: below the smallest budget, so that one sees what does not fit.
+const BELOW_LEAST = 0.7;
+
+let dialog = null;
+let parts = null;
+// What is chosen in the dialog and not yet loaded.
+const wanted = { model: null, memory: null, context: null };
+let models = [];
+let asking = null;
+let wait = 0;
+
+/** Makes the dialog. */
+export function createModels() {
+  dialog = document.getElementById("models");
+  parts = {
+    list: createModelList(select),
+    budget: createBudget((memory) => { wanted.memory = memory; planSoon(); }),
+    context: h("select", { class: "select", id: "context-size" }),
+    view: createPlanView((memory) => { wanted.memory = memory; setBudget(); planNow(); }),
+    title: h("h3", {}),
+    subtitle: h("p", { class: "subtitle" }),
+    load: h("button", { type: "button", class: "button primary", id: "load-button", onclick: load }, "Load"),
+    unload: h("button", { type: "button", class: "button", onclick: unload }, icon("eject"), "Unload"),
+    plan: h("div", { class: "plan" }),
+  };
+  const { list, budget, context, view, title, subtitle, plan } = parts;
+  const contextRow = h("div", { class: "pair" }, h("label", { for: "context-size" }, "Context"), context);
+  parts.controls = h("div", { class: "plan-result" }, contextRow, budget.element);
+  plan.append(h("div", {}, title, subtitle), parts.controls, view.element);
+  dialog.append(
+    h("div", { class: "dialog-head" },
+      iconButton("left", "Back to the list", () => dialog.classList.remove("detail"), { class: "back" }),
+      h("h2", { id: "models-title" }, "Models"), iconButton("close", "Close", () => dialog.close())),
+    h("div", { class: "models-body" },
+      h("div", { class: "models-left" }, list.element, createDownloads(readModels)),
+      h("div", { class: "models-right" }, plan,
+        h("div", { class: "models-foot" }, parts.unload, h("span", { class: "spacer" }), parts.load))));
+  context.addEventListener("change", () => { wanted.context = context.value ? Number(context.value) : null; planNow(); });
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+  follow(["model"], () => { if (dialog.open) showList(); });
+}
+
+/** Opens the dialog with a model chosen: the named one, else the loaded one. */
+export async function openModels(id) {
+  if (dialog.open) return;
+  const { settings, model } = get();
+  Object.assign(wanted, { memory: settings?.memory ?? null, context: settings?.context ?? null });
+  dialog.classList.remove("detail");
+  dialog.showModal();
+  await readModels();
+  const chosen = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
+  if (chosen) select(chosen, { detail: id !== undefined });
+  parts.list.element.querySelector("[aria-selected=true]")?.focus();
+}
+
+async function readModels() {
+  try {
+    ({ models } = await api.getModels());
+  } catch (failure) {
+    report(failure);
+  }
+  showList();
+}
+
+function showList() {
+  const { model } = get();
+  parts.list.show(models, wanted.model?.id, model);
+  parts.unload.hidden = model?.status !== "ready";
+  parts.load.textContent = model?.status === "ready" && model.id === wanted.model?.id ? "Load again" : "Load";
+}
+
+function select(model, { detail = true } = {}) {
+  const other = wanted.model?.id !== model.id;
+  wanted.model = model;
+  dialog.classList.toggle("detail", detail);
+  showList();
+  parts.title.textContent = model.name;
+  const facts = [model.architecture, parameters(model.parameters), bits(model.bits_per_weight), model.bytes && `${size(model.bytes)} on disk`];
+  parts.subtitle.textContent = facts.filter(Boolean).join(" · ");
+  parts.controls.hidden = Boolean(model.error);
+  if (other) parts.view.showNothing();
+  if (model.error) {
+    parts.view.showError(typeof model.error === "string" ? { message: model.error } : model.error);
+    parts.load.disabled = true;
+    return;
+  }
+  fillContexts(model);
+  setBudget();
+  planNow();
+}
+
+function fillContexts({ context: most }) {
+  const sizes = [];
+  for (let tokens = SMALLEST_CONTEXT; most && tokens < most; tokens *= 2) sizes.push(tokens);
+  if (most) sizes.push(most);
+  const fitting = sizes.includes(wanted.context) || wanted.context === null || (most && wanted.context > most) ? sizes : [...sizes, wanted.context].sort((a, b) => a - b);
+  if (most && wanted.context > most) wanted.context = most;
+  parts.context.replaceChildren(
+    h("option", { value: "" }, "Automatic"),
+    ...fitting.map((tokens) => h("option", { value: tokens }, `${count(tokens)} tokens`)));
+  parts.context.value = wanted.context ?? "";
+}
+
+function setBudget() {
+  const least = (wanted.model.minimum_bytes ?? 60e6) * BELOW_LEAST;
+  const most = get().machine?.total_bytes ?? 16e9;
+  parts.budget.set({ least, most }, wanted.memory);
+}
+
+function planSoon() {
+  clearTimeout(wait);
+  wait = setTimeout(planNow, PLAN_WAIT_MS);
+}
+
+async function planNow() {
+  clearTimeout(wait);
+  asking?.abort();
+  asking = new AbortController();
+  const own = asking;
+  parts.plan.classList.add("stale");
+  parts.load.disabled = true;
+  try {
+    const plan = await api.plan({ model: wanted.model.id, memory: wanted.memory, context: wanted.context }, own.signal);
+    if (asking !== own) return;
+    parts.view.show(plan, get().machine);
+    parts.load.disabled = !plan.fits;
+  } catch (failure) {
+    if (failure.name === "AbortError" || asking !== own) return;
+    parts.view.showError(failure);
+  }
+  parts.plan.classList.remove("stale");
+}
+
+async function load() {
+  const { model, memory, context } = wanted;
+  try {
+    change({ model: await api.loadModel({ model: model.id, memory, context }) });
+    change({ settings: { ...get().settings, model: model.id, memory, context } });
+    dialog.close();
+    document.getElementById("prompt").focus();
+  } catch (failure) {
+    report(failure);
+  }
+}
+
+async function unload() {
+  await api.unloadModel().catch(report);
+}

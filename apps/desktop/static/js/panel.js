@@ -1,0 +1,132 @@
+// The panel of system prompt and sampler, of this chat or of all; knows nothing of what the options do.
+
+import { patchSettings } from "./api.js";
+import { update } from "./chats.js";
+import { h, icon, iconButton } from "./dom.js";
+import { OPTIONS, RESET } from "./samplers.js";
+import { change, follow, get } from "./store.js";
+import { report } from "./toast.js";
+
+const SAVE_MS = 400;
+
+let panel = null;
+let scope = "chat";
+
+/** Fills the panel. */
+export function createPanel() {
+  panel = document.getElementById("panel");
+  const scopes = [["chat", "This chat"], ["all", "Defaults"]].map(([name, text]) =>
+    h("button", { type: "button", "data-scope": name, onclick: () => { scope = name; render(); } }, text));
+  const note = h("p", { class: "note" });
+  const system = h("textarea", { class: "textarea", rows: 4, placeholder: "How the model should behave. Empty says nothing.", "aria-label": "System prompt" });
+  const rows = OPTIONS.map(createOption);
+  const reset = h("button", { type: "button", class: "button", onclick: () => save({ options: RESET }) }, icon("retry"), "Reset to the model's defaults");
+  panel.append(
+    h("div", { class: "panel-head" }, h("h2", {}, "Chat settings"), iconButton("close", "Close the settings", togglePanel)),
+    h("div", { class: "panel-body" },
+      h("div", { class: "segments", role: "group", "aria-label": "What the settings are for" }, scopes), note,
+      h("label", { class: "field" }, h("span", { class: "label" }, "System prompt"), system),
+      h("h3", {}, "Sampler"), rows.map(({ element }) => element),
+      h("div", { class: "panel-foot" }, reset)));
+  saveWhenQuiet(system, () => save({ system: system.value }));
+  panel.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); togglePanel(); } });
+
+  function render() {
+    const { conversation, settings, defaults } = get();
+    if (!settings) return;
+    const chat = conversation && scope === "chat";
+    for (const button of scopes) {
+      button.disabled = button.dataset.scope === "chat" && !conversation;
+      button.setAttribute("aria-pressed", String(button.dataset.scope === (chat ? "chat" : "all")));
+    }
+    note.textContent = chat ? "Holds for this conversation only." : "For new chats, and for those that say nothing else.";
+    if (document.activeElement !== system) system.value = (chat ? conversation.system : settings.system) ?? "";
+    const base = { ...defaults.options, ...(chat ? settings.options : {}) };
+    const own = (chat ? conversation.options : settings.options) ?? {};
+    for (const row of rows) row.show(own[row.name] ?? base[row.name] ?? null, own[row.name] !== undefined && own[row.name] !== null);
+    reset.disabled = !OPTIONS.some(({ name }) => own[name] !== undefined && own[name] !== null);
+  }
+  follow(["conversation", "settings", "defaults"], render);
+}
+
+/** Opens or closes the panel. */
+export function togglePanel() {
+  panel.hidden = !panel.hidden;
+  const button = document.getElementById("panel-button");
+  button.setAttribute("aria-expanded", String(!panel.hidden));
+  if (panel.hidden) button.focus();
+  else panel.querySelector("textarea").focus();
+}
+
+async function save({ options, ...rest }) {
+  const { conversation, settings } = get();
+  const own = conversation && scope === "chat" ? conversation.options : settings.options;
+  const changes = options ? { ...rest, options: { ...own, ...options } } : rest;
+  if (conversation && scope === "chat") {
+    await update(conversation.id, changes);
+    return;
+  }
+  try {
+    change({ settings: await patchSettings(changes) });
+  } catch (failure) {
+    report(failure);
+    change({ settings: get().settings });
+  }
+}
+
+function saveWhenQuiet(field, run) {
+  let wait = 0;
+  let dirty = false;
+  const now = () => {
+    clearTimeout(wait);
+    if (dirty) run();
+    dirty = false;
+  };
+  field.addEventListener("input", () => {
+    dirty = true;
+    clearTimeout(wait);
+    wait = setTimeout(now, SAVE_MS);
+  });
+  field.addEventListener("change", now);
+}
+
+function createOption({ name, label, min, max, step, usual, empty, choices, help }) {
+  const id = `option-${name}`;
+  const fields = choices ? [choiceField(id, choices)] : max === undefined ? [numberField(id, { min, step, empty })] : rangeFields(id, label, { min, max, step });
+  const [field, slider] = fields;
+  const element = h("div", { class: "option" }, h("label", { for: id }, label), field, slider, h("small", {}, help));
+  const read = () => (choices ? field.value : field.value === "" ? null : Number(field.value));
+  const send = () => { if (field.checkValidity()) save({ options: { [name]: read() } }); };
+  for (const one of fields) saveWhenQuiet(one, send);
+  return {
+    name,
+    element,
+    show(value, changed) {
+      element.classList.toggle("changed", changed);
+      if (fields.includes(document.activeElement)) return;
+      field.value = value ?? usual ?? "";
+      if (slider) setSlider(slider, value ?? usual);
+    },
+  };
+}
+
+function choiceField(id, choices) {
+  return h("select", { id, class: "select compact" }, choices.map(([value, text]) => h("option", { value }, text)));
+}
+
+function numberField(id, { min, max, step, empty }) {
+  return h("input", { id, type: "number", class: "input number", min, max, step, placeholder: empty ?? null, inputmode: "decimal" });
+}
+
+function rangeFields(id, label, range) {
+  const field = numberField(id, range);
+  const slider = h("input", { type: "range", class: "slider", "aria-label": label, tabindex: -1, ...range });
+  slider.addEventListener("input", () => { field.value = slider.value; setSlider(slider, slider.value); });
+  field.addEventListener("input", () => setSlider(slider, field.value));
+  return [field, slider];
+}
+
+function setSlider(slider, value) {
+  slider.value = value;
+  slider.style.setProperty("--filled", `${(100 * (slider.value - slider.min)) / (slider.max - slider.min)}%`);
+}

@@ -1,0 +1,143 @@
+// A plan drawn: a bar of what needs memory, what was chosen, what was given up; knows nothing of how it was asked for.
+
+import { h, icon } from "./dom.js";
+import { count, megabytes, rate, size } from "./format.js";
+import { withSlack } from "./budget.js";
+
+const GROUPS = [
+  { name: "weights", label: "Weights", terms: ["weights_packed", "weights_mapped", "experts"] },
+  { name: "cache", label: "Cache of the conversation", terms: ["kv", "prefix_cache"] },
+  { name: "drafting", label: "Drafting", terms: ["drafting", "draft_model"] },
+  { name: "work", label: "Working memory", terms: ["activations", "session", "loading"] },
+  { name: "text", label: "Tokenizer", terms: ["tokenizer"] },
+  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code"] },
+];
+const OTHER = { name: "other", label: "Other", terms: [] };
+const TERMS = { kv: "cache (keys and values)", weights_mapped: "weights, mapped from the file", weights_packed: "weights, packed in memory" };
+// A budget much larger than the plan would leave no room in the bar for the plan.
+const WIDEST = 1.6;
+
+/** A view of plans; `wish` is called with the budget that a button proposes. */
+export function createPlanView(wish) {
+  const verdict = h("div", { class: "verdict", role: "status", id: "verdict" });
+  const parts = [...GROUPS, OTHER].map((group) => ({ ...group, element: h("span", { class: `part-${group.name}` }) }));
+  const row = h("div", { class: "segments-row" }, parts.map(({ element }) => element));
+  const limit = h("div", { class: "limit" });
+  const over = h("div", { class: "over" });
+  const bar = h("div", { class: "bar", role: "img", id: "plan-bar" }, row, over, limit);
+  const legend = h("ul", { class: "legend" });
+  const more = h("div", { class: "plan-result" });
+  const figure = h("div", {}, bar, legend);
+  const element = h("div", { class: "plan-result" }, verdict, figure, more);
+  return {
+    element,
+    show(plan, machine) {
+      figure.hidden = more.hidden = false;
+      verdict.className = plan.fits ? "verdict" : "verdict short";
+      verdict.replaceChildren(...verdictOf(plan, machine, wish));
+      const grouped = groupTerms(plan.terms, parts);
+      drawBar(plan, grouped, { bar, over, limit });
+      legend.replaceChildren(...grouped.filter(({ bytes }) => bytes > 0).map(legendEntry));
+      more.replaceChildren(...details(plan));
+    },
+    showError({ message, hint }) {
+      figure.hidden = more.hidden = true;
+      verdict.className = "verdict broken";
+      verdict.replaceChildren(icon("warning"), h("span", { class: "text" }, message, hint && h("small", {}, hint)));
+    },
+    showNothing() {
+      figure.hidden = more.hidden = true;
+      verdict.className = "verdict";
+      verdict.replaceChildren(h("span", { class: "text" }, "Planning…"));
+    },
+  };
+}
+
+function verdictOf(plan, machine, wish) {
+  const needs = size(plan.planned_bytes);
+  if (!plan.fits) {
+    const enough = withSlack(plan.minimum_bytes);
+    return [icon("warning"),
+      h("span", { class: "text" }, "Does not fit", h("small", {}, `The smallest budget that does is ${size(plan.minimum_bytes)}.`)),
+      h("button", { type: "button", class: "button small", onclick: () => wish(enough) }, `Use ${size(enough)}`)];
+  }
+  if (plan.budget_bytes) {
+    const spare = size(Math.max(0, plan.budget_bytes - plan.planned_bytes));
+    return [icon("check"), h("span", { class: "text" }, `Fits: ${needs} of ${size(plan.budget_bytes)}`, h("small", {}, `${spare} to spare.`))];
+  }
+  const free = machine?.available_bytes;
+  const scarce = free && plan.planned_bytes > free;
+  const note = scarce ? `Only ${size(free)} are free on this computer.` : free ? `${size(free)} are free on this computer.` : "";
+  return [icon(scarce ? "warning" : "check"), h("span", { class: "text" }, `Needs ${needs}`, h("small", {}, note))];
+}
+
+function groupTerms(terms, parts) {
+  const known = new Set(GROUPS.flatMap((group) => group.terms));
+  const others = Object.keys(terms).filter((name) => !known.has(name));
+  return parts.map((part) => {
+    const names = part.name === OTHER.name ? others : part.terms;
+    return { ...part, bytes: names.reduce((sum, name) => sum + (terms[name] ?? 0), 0) };
+  });
+}
+
+function drawBar(plan, grouped, { bar, over, limit }) {
+  const total = grouped.reduce((sum, { bytes }) => sum + bytes, 0);
+  const budget = plan.budget_bytes;
+  const scale = budget ? Math.max(total, Math.min(budget, total * WIDEST)) : total;
+  for (const { element, bytes, label } of grouped) {
+    element.hidden = bytes === 0;
+    element.style.width = `${(100 * bytes) / scale}%`;
+    element.title = `${label}: ${megabytes(bytes)}`;
+  }
+  limit.hidden = !budget || budget > scale;
+  bar.classList.toggle("with-limit", !limit.hidden);
+  over.hidden = !budget || budget >= total;
+  over.style.left = `${(100 * budget) / scale}%`;
+  if (!limit.hidden) {
+    limit.style.left = `calc(${(100 * budget) / scale}% - 1px)`;
+    limit.dataset.label = `budget ${size(budget)}`;
+    limit.classList.toggle("at-start", budget / scale < 0.35);
+  }
+  const told = grouped.filter(({ bytes }) => bytes > 0).map(({ label, bytes }) => `${label} ${megabytes(bytes)}`);
+  bar.setAttribute("aria-label", `Planned memory ${size(total)}: ${told.join(", ")}`);
+}
+
+function legendEntry({ name, label, bytes }) {
+  return h("li", {}, h("span", { class: `swatch part-${name}` }), label, h("span", { class: "size" }, megabytes(bytes)));
+}
+
+function details(plan) {
+  const given = plan.given_up ?? [];
+  return [
+    h("section", {}, h("h4", {}, "Chosen"), choiceList(plan)),
+    given.length > 0 && h("section", {}, h("h4", {}, plan.fits ? "Given up to fit" : "Given up, and still not enough"), h("ul", { class: "given" }, given.map((text) => h("li", {}, text)))),
+    waysTable(plan.alternatives ?? []),
+    termsTable(plan.terms),
+  ].filter(Boolean);
+}
+
+function choiceList({ choice, speed }) {
+  const drafters = choice.drafters ?? [];
+  const rows = [
+    ["Context", `${count(choice.context)} tokens`],
+    ["Cache", choice.kv],
+    ["Weights", choice.window_layers ? `${choice.weights}, ${choice.window_layers} layers at a time` : choice.weights],
+    ["Drafting", drafters.length ? `up to ${choice.draft_max} tokens, by ${drafters.join(", ")}` : "none"],
+    speed && ["Speed", `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", guessed until it has run here"}`],
+  ].filter(Boolean);
+  return h("dl", { class: "choice" }, rows.flatMap(([term, value]) => [h("dt", {}, term), h("dd", {}, value)]));
+}
+
+function waysTable(ways) {
+  if (!ways.length) return null;
+  const rows = ways.map(({ name, planned_bytes, tokens_per_second, fits }) =>
+    h("tr", {}, h("td", {}, name), h("td", {}, size(planned_bytes)), h("td", {}, rate(tokens_per_second)), h("td", {}, fits ? "fits" : "too large")));
+  const head = h("tr", {}, ["Instead", "needs", "speed", ""].map((text) => h("th", { scope: "col" }, text)));
+  return h("details", {}, h("summary", {}, "What else could be had"), h("table", { class: "ways" }, h("thead", {}, head), h("tbody", {}, rows)));
+}
+
+function termsTable(terms) {
+  const rows = Object.entries(terms).filter(([, bytes]) => bytes > 0).sort(([, a], [, b]) => b - a)
+    .map(([name, bytes]) => h("tr", {}, h("td", {}, TERMS[name] ?? name.replaceAll("_", " ")), h("td", {}, megabytes(bytes))));
+  return h("details", {}, h("summary", {}, "Every term of the plan"), h("table", { class: "terms" }, h("tbody", {}, rows)));
+}

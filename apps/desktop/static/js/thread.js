@@ -1,0 +1,76 @@
+// The messages of the shown conversation, or the start of a new one; knows nothing of a single message's looks.
+
+import { send } from "./chats.js";
+import { h, iconButton } from "./dom.js";
+import { enableCopying } from "./markdown.js";
+import { createMessage } from "./message.js";
+import { createFollower } from "./scroll.js";
+import { follow } from "./store.js";
+import { path, siblings } from "./tree.js";
+
+const SUGGESTIONS = ["Tell me a story about a little boat.", "Once upon a time there was a lighthouse", "A story about two friends and a kite"];
+const BUILT_IN = "The built-in model is tiny and tells short children's stories. Choose another above for more than that.";
+
+let views = new Map();
+let shownId = null;
+let follower = null;
+
+/** Fills the thread and keeps it up to date. */
+export function createThread() {
+  const box = document.getElementById("thread");
+  const inner = document.getElementById("messages");
+  const newest = iconButton("newest", "Go to the newest message", () => follower.toEnd(), { class: "newest", hidden: true });
+  document.getElementById("dock").prepend(newest);
+  follower = createFollower(box, inner, (following) => { newest.hidden = following; });
+  enableCopying(inner);
+  follow(["conversation", "opening", "model"], (state) => render(inner, state));
+}
+
+/** Opens the editor of the last message of the user; false where there is none. */
+export function editLast() {
+  const view = [...views.values()].findLast(({ message, busy }) => message.role === "user" && !busy);
+  view?.edit();
+  return Boolean(view);
+}
+
+function render(inner, { conversation, opening, model }) {
+  const shown = conversation ? path(conversation) : [];
+  if (!shown.length) {
+    views = new Map();
+    shownId = conversation?.id ?? null;
+    inner.replaceChildren(...(opening ? [] : [welcome(model)]));
+    return;
+  }
+  const moved = shownId !== conversation.id;
+  shownId = conversation.id;
+  const lastBefore = [...views.keys()].at(-1);
+  const next = new Map();
+  const busy = Boolean(conversation.replying);
+  shown.forEach((message, place) => {
+    const view = views.get(message.id) ?? createMessage(message.role);
+    view.show(message, siblings(conversation, message), { last: place === shown.length - 1, busy });
+    next.set(message.id, view);
+  });
+  views = next;
+  arrange(inner, [...next.values()].map(({ element }) => element));
+  if (moved || lastBefore !== shown.at(-1).id) follower.toEnd();
+}
+
+/** Puts elements in order without moving those that are in their place, which would lose focus and selections. */
+function arrange(inner, elements) {
+  const wanted = new Set(elements);
+  for (const child of [...inner.children]) if (!wanted.has(child)) child.remove();
+  elements.forEach((element, place) => {
+    if (inner.children[place] !== element) inner.insertBefore(element, inner.children[place] ?? null);
+  });
+}
+
+function welcome(model) {
+  const ready = model?.status === "ready";
+  const builtIn = ready && (model.id === null || model.id === "built-in" || model.source === "built-in");
+  const suggestion = (text) => h("button", { type: "button", onclick: () => send(text) }, text);
+  return h("div", { class: "welcome" },
+    h("h1", {}, "What shall we talk about?"),
+    h("p", {}, builtIn ? BUILT_IN : "Everything stays on this computer: the model, and what you write."),
+    ready && h("div", { class: "suggestions" }, SUGGESTIONS.map(suggestion)));
+}
