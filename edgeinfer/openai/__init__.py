@@ -12,7 +12,9 @@ from edgeinfer.errors import UsageError
 from edgeinfer.openai.chat import ChatCompletion
 from edgeinfer.openai.contract import Completion, Event
 from edgeinfer.openai.errors import RequestError, error_body, unknown_model
+from edgeinfer.openai.responses import ResponseCompletion
 from edgeinfer.openai.synchronous import chat_completion
+from edgeinfer.openai.text import TextCompletion
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model
@@ -29,6 +31,8 @@ __all__ = [
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], Model], Completion]] = {
     "chat.completion": ChatCompletion,
+    "text_completion": TextCompletion,
+    "response": ResponseCompletion,
 }
 
 

@@ -13,23 +13,27 @@ from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.figures import timings, usage
 from edgeinfer.openai.logprobs import entries
 from edgeinfer.openai.messages import Message, read_messages
-from edgeinfer.openai.options import IGNORED, MOST_REPLIES, form, limit, sampling
+from edgeinfer.openai.options import (
+    FINGERPRINT,
+    IGNORED,
+    MOST_ALTERNATIVES,
+    MOST_REPLIES,
+    form,
+    limit,
+    sampling,
+    usage_wanted,
+)
 from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
 from edgeinfer.openai.prompt import ChatPrompt
 from edgeinfer.openai.reply import Call, Reply
 from edgeinfer.openai.tools import ToolUse, dialect_of, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
-from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model
     from edgeinfer.generation import TokenStream
 
-__all__ = ["FINGERPRINT", "ChatCompletion"]
-
-# With which the same seed gives the same text.
-FINGERPRINT = f"edgeinfer-{VERSION}"
-_MOST_ALTERNATIVES = 20
+__all__ = ["ChatCompletion"]
 
 
 class ChatCompletion:
@@ -46,7 +50,7 @@ class ChatCompletion:
     def __init__(self, body: Mapping[str, Any], model: Model) -> None:
         fields = Fields(body)
         self.stream = fields.flag("stream")
-        self._usage_wanted = _usage_wanted(fields)
+        self._usage_wanted = usage_wanted(fields)
         self.n = fields.whole("n", 1, MOST_REPLIES) or 1
         self._logprobs_wanted, options = _logprobs(fields)
         options |= sampling(fields) | form(fields, "response_format")
@@ -62,6 +66,10 @@ class ChatCompletion:
             "model": model.info.name,
             "system_fingerprint": FINGERPRINT,
         }
+
+    def check(self, model: Model) -> None:
+        """Refuses a form of the reply that cannot be had."""
+        self._prompt.check(model)
 
     def start(self, model: Model, index: int) -> TokenStream:
         """Begins a reply."""
@@ -138,19 +146,9 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _usage_wanted(fields: Fields) -> bool:
-    inner = fields.inner("stream_options")
-    if inner is None:
-        return False
-    wanted = inner.flag("include_usage")
-    inner.ignore("include_obfuscation")
-    inner.end()
-    return wanted
-
-
 def _logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
     wanted = fields.flag("logprobs")
-    alternatives = fields.whole("top_logprobs", 0, _MOST_ALTERNATIVES)
+    alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES)
     if alternatives and not wanted:
         raise RequestError("top_logprobs needs logprobs.", "Set logprobs to true.", param="top_logprobs")
     return wanted, {"logprobs": alternatives or 0} if wanted else {}

@@ -30,6 +30,14 @@ class Completion(Protocol):
     def stream(self) -> bool:
         """Whether the client wants the events, and not the whole."""
 
+    def check(self, model: Model) -> None:
+        """Finds out what is wrong with the form of the reply that was asked for, such as a JSON Schema. That may take
+        some seconds, which `start` then need not take again. Safe from any thread.
+
+        Raises:
+            RequestError: it cannot be had.
+        """
+
     def start(self, model: Model, index: int) -> TokenStream:
         """Begins a reply, on the model's thread.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.results import TokenLogprob
 
-__all__ = ["entries", "token_text", "token_texts"]
+__all__ = ["entries", "token_table", "token_text"]
 
 
 def entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     ]
 
 
-def token_texts(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+def token_table(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
     """Those of legacy completions, and where the text behind them begins.
 
     Args:

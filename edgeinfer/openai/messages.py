@@ -11,7 +11,7 @@ from typing import Any
 
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["Message", "joined", "read_messages"]
+__all__ = ["Message", "joined", "read_message", "read_messages"]
 
 Message = dict[str, Any]
 
@@ -29,7 +29,37 @@ def read_messages(value: Any) -> list[Message]:
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
         hint = 'Give a list such as [{"role": "user", "content": "Hello"}].'
         raise RequestError("messages is not a non-empty list.", hint, param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+    return [read_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def read_message(message: Any, where: str) -> Message:
+    """One message.
+
+    Args:
+        where: it is in the request.
+
+    Raises:
+        RequestError: as `read_messages`.
+    """
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in _ROLES:
+        hint = f"Give each message a role, one of {', '.join(_ROLES)}, and content."
+        raise RequestError(f"{where} has no known role.", hint, param=f"{where}.role")
+    read = {key: value for key, value in message.items() if value is not None}
+    calls = read.pop("tool_calls", [])
+    read["role"] = _ROLES[role]
+    content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
+    if content is None and role != "assistant":
+        raise RequestError(f"{where}.content is missing.", "Give it a text.", param=f"{where}.content")
+    read["content"] = "" if content is None else joined(content, f"{where}.content")
+    if content is None and "content" not in message and not calls:
+        raise RequestError(f"{where} is empty.", "Give it content or tool_calls.", param=f"{where}.content")
+    if role == "tool" and not isinstance(read.get("tool_call_id"), str):
+        param = f"{where}.tool_call_id"
+        raise RequestError(f"{param} is missing.", "Name the call that it answers.", param=param)
+    if calls:
+        read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return read
 
 
 def joined(content: Any, where: str) -> str:
@@ -55,28 +85,6 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{where} has no text.", 'Parts look like {"type": "text", "text": "..."}.', param=where)
     return text
-
-
-def _message(message: Any, where: str) -> Message:
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(role, str) or role not in _ROLES:
-        hint = f"Give each message a role, one of {', '.join(_ROLES)}, and content."
-        raise RequestError(f"{where} has no known role.", hint, param=f"{where}.role")
-    read = {key: value for key, value in message.items() if value is not None}
-    calls = read.pop("tool_calls", [])
-    read["role"] = _ROLES[role]
-    content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
-    if content is None and role != "assistant":
-        raise RequestError(f"{where}.content is missing.", "Give it a text.", param=f"{where}.content")
-    read["content"] = "" if content is None else joined(content, f"{where}.content")
-    if content is None and "content" not in message and not calls:
-        raise RequestError(f"{where} is empty.", "Give it content or tool_calls.", param=f"{where}.content")
-    if role == "tool" and not isinstance(read.get("tool_call_id"), str):
-        param = f"{where}.tool_call_id"
-        raise RequestError(f"{param} is missing.", "Name the call that it answers.", param=param)
-    if calls:
-        read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
-    return read
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

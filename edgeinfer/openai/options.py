@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from edgeinfer.openai.fields import Fields
+from edgeinfer.version import VERSION
 
-__all__ = ["IGNORED", "MOST_REPLIES", "form", "limit", "sampling"]
+__all__ = ["FINGERPRINT", "IGNORED", "MOST_ALTERNATIVES", "MOST_REPLIES", "form", "limit", "sampling", "usage_wanted"]
 
 # Fields of OpenAI's that say who asks, what it may cost or where it is kept.
 IGNORED = (
@@ -21,7 +22,10 @@ IGNORED = (
     "store",
     "user",
 )
-MOST_REPLIES = 128  # OpenAI's
+MOST_REPLIES = 128  # OpenAI's, as the next
+MOST_ALTERNATIVES = 20
+# With which the same seed gives the same text.
+FINGERPRINT = f"edgeinfer-{VERSION}"
 # OpenAI's, and what llama.cpp's and vLLM's servers take besides, by their names in GenerationConfig.
 _OPTIONS = {
     "temperature": "temperature",
@@ -85,6 +89,17 @@ def form(fields: Fields, name: str) -> dict[str, Any]:
         hint = 'Give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
         raise inner.missing("json_schema.schema", hint)
     return {"json_schema": schema}
+
+
+def usage_wanted(fields: Fields) -> bool:
+    """Whether a stream shall end with the count of tokens."""
+    inner = fields.inner("stream_options")
+    if inner is None:
+        return False
+    wanted = inner.flag("include_usage")
+    inner.ignore("include_obfuscation")
+    inner.end()
+    return wanted
 
 
 def _by_id(bias: Any) -> Any:

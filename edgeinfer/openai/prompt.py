@@ -1,8 +1,9 @@
-"""A conversation that a model shall go on with, as chat completions and responses ask for it; knows no wire format."""
+"""What a model shall go on with, a conversation or a text, and refusals that name the field; knows no wire format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from edgeinfer.api import Model
     from edgeinfer.generation import TokenStream
 
-__all__ = ["ChatPrompt", "reply_options"]
+__all__ = ["ChatPrompt", "naming", "reply_options"]
 
 _SEEDS = 2**64
+_OWN_FORMS = ("regex", "grammar")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class ChatPrompt:
         options: of GenerationConfig, for the first reply.
         variables: further names for the chat template.
         begun: what the reply already says.
-        form: the request's field that asks for a form of the reply, for errors.
+        fields: of the request that hold the messages and ask for a form of the reply.
     """
 
     messages: Sequence[Message]
@@ -39,32 +41,55 @@ class ChatPrompt:
     options: Mapping[str, Any]
     variables: Mapping[str, Any] | None = None
     begun: str = ""
-    form: str = "response_format"
+    fields: tuple[str, str] = ("messages", "response_format")
+
+    def check(self, model: Model) -> None:
+        """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread.
+
+        Raises:
+            RequestError: it cannot be had.
+        """
+        with self._naming():
+            model.check(**self.tools.options(model, self.options))
 
     def start(self, model: Model, index: int) -> tuple[TokenStream, Reader]:
         """Begins one of the replies.
 
         Raises:
-            RequestError: the form of the reply cannot be had.
-            PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.
+            RequestError: the form of the reply cannot be had, or the context is too small.
+            PromptError, TemplateError, UsageError: as `Model.stream_chat`.
         """
-        options = reply_options(self.tools.options(model, self.options), index)
-        try:
+        with self._naming():
             stream = model.stream_chat(
                 self.tools.messages(self.messages),
                 tools=self.tools.template_tools,
                 variables=self.variables,
                 begun=self.begun,
-                **options,
+                **reply_options(self.tools.options(model, self.options), index),
             )
-        except GrammarError as error:
-            own = next((name for name in ("regex", "grammar") if name in self.options), self.form)
-            param = "tools" if self.tools.calls else own
-            raise RequestError(error.message, error.hint, param=param, code="unsupported_schema") from error
-        except ContextLengthError as error:
-            code = "context_length_exceeded"
-            raise RequestError(error.message, error.hint, param="messages", code=code) from error
         return stream, self.tools.reader(model)
+
+    def _naming(self) -> AbstractContextManager[None]:
+        messages, form = self.fields
+        return naming(messages, "tools" if self.tools.calls else form, self.options)
+
+
+@contextmanager
+def naming(prompt: str, form: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Names the field at fault in errors about a request.
+
+    Args:
+        prompt: the field that holds it.
+        form: the field that asks for a form of the reply, where none of our own does.
+        options: of the reply.
+    """
+    try:
+        yield
+    except GrammarError as error:
+        param = next((name for name in _OWN_FORMS if name in options), form)
+        raise RequestError(error.message, error.hint, param=param, code="unsupported_schema") from error
+    except ContextLengthError as error:
+        raise RequestError(error.message, error.hint, param=prompt, code="context_length_exceeded") from error
 
 
 def reply_options(options: Mapping[str, Any], index: int) -> dict[str, Any]:

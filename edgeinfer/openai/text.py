@@ -1,0 +1,171 @@
+"""/v1/completions: a request's fields, and answers and chunks as OpenAI's reference has them; knows no HTTP."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.openai.contract import Event
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.figures import timings, usage
+from edgeinfer.openai.logprobs import token_table
+from edgeinfer.openai.options import (
+    FINGERPRINT,
+    IGNORED,
+    MOST_ALTERNATIVES,
+    MOST_REPLIES,
+    form,
+    limit,
+    sampling,
+    usage_wanted,
+)
+from edgeinfer.openai.prompt import naming, reply_options
+from edgeinfer.openai.reply import Reply
+from edgeinfer.results import Chunk, Result
+
+if TYPE_CHECKING:
+    from edgeinfer.api import Model
+    from edgeinfer.generation import TokenStream
+
+__all__ = ["TextCompletion"]
+
+# OpenAI's, where a request says nothing.
+_DEFAULT_LENGTH = 16
+
+
+class TextCompletion:
+    """Implements `contract.Completion` for texts to go on with.
+
+    Args:
+        body: of the request.
+        model: that answers.
+
+    Raises:
+        RequestError: a field is unknown, malformed or asks for what cannot be.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: Model) -> None:
+        fields = Fields(body)
+        self.stream = fields.flag("stream")
+        self._usage_wanted = usage_wanted(fields)
+        self._prompts = _prompts(fields, model)
+        self._each = _replies_each(fields, len(self._prompts))
+        self.n = self._each * len(self._prompts)
+        self._echo = fields.flag("echo")
+        alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
+        self._logprobs_wanted = alternatives is not None
+        if self._echo and self._logprobs_wanted:
+            raise fields.wrong("logprobs", alternatives, "The prompt's are not told: leave out echo or logprobs.")
+        self._options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens")
+        self._options |= sampling(fields) | form(fields, "response_format")
+        if self._logprobs_wanted:
+            self._options["logprobs"] = alternatives
+        fields.ignore(*IGNORED)
+        fields.only("suffix", ("",), "This model writes what follows a text, not what stands between two.")
+        fields.end()
+        self._replies = [Reply() for _ in range(self.n)]
+        self._offsets = [0] * self.n  # characters that log-probabilities were told of
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.info.name,
+            "system_fingerprint": FINGERPRINT,
+        }
+        self._echoed = [self._text_of(prompt, model) if self._echo else "" for prompt in self._prompts]
+
+    def check(self, model: Model) -> None:
+        """Refuses a form of the reply that cannot be had."""
+        with naming("prompt", "response_format", self._options):
+            model.check(**self._options)
+
+    def start(self, model: Model, index: int) -> TokenStream:
+        """Begins a reply."""
+        place, reply = divmod(index, self._each)
+        with naming("prompt", "response_format", self._options):
+            return model.stream(self._prompts[place], **reply_options(self._options, reply))
+
+    def opening(self) -> list[Event]:
+        """The prompts, where they were asked for."""
+        return [self._event(i, self._echoed[i // self._each]) for i in range(self.n)] if self._echo else []
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Event]:
+        """Its text."""
+        reply = self._replies[index]
+        reply.push(chunk)
+        return [self._event(index, chunk.text, self._told(index))] if chunk.text else []
+
+    def finished(self, index: int, result: Result) -> list[Event]:
+        """Why the reply ended."""
+        reply = self._replies[index]
+        reply.finish(result)
+        last = self._event(index, "", self._told(index), reply.finish_reason)
+        return [last | {"timings": timings([result])}]
+
+    def closing(self) -> list[Event]:
+        """The tokens of all replies, where they were asked for."""
+        return [{**self._head, "choices": [], **self._figures()}] if self._usage_wanted else []
+
+    def whole(self) -> Event:
+        """The answer."""
+        return {**self._head, "choices": list(map(self._choice, range(self.n))), **self._figures()}
+
+    def _event(self, index: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> Event:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
+
+    def _told(self, index: int) -> dict[str, Any] | None:
+        told = self._replies[index].tell()
+        if not told:
+            return None
+        table, self._offsets[index] = token_table(told, self._offsets[index])
+        return table
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        reply = self._replies[index]
+        return {
+            "index": index,
+            "text": self._echoed[index // self._each] + reply.text,
+            "logprobs": token_table(reply.logprobs, 0)[0] if self._logprobs_wanted else None,
+            "finish_reason": reply.finish_reason,
+        }
+
+    def _figures(self) -> dict[str, Any]:
+        results = [reply.result for reply in self._replies if reply.result is not None]
+        return {"usage": usage(results, per_prompt=self._each), "timings": timings(results)}
+
+    @staticmethod
+    def _text_of(prompt: str | list[int], model: Model) -> str:
+        return prompt if isinstance(prompt, str) else model.detokenize(prompt)
+
+
+def _prompts(fields: Fields, model: Model) -> list[str | list[int]]:
+    prompt = fields.take("prompt", (str, list), "a text, token ids, or a list of either")
+    if prompt is None:
+        raise fields.missing("prompt", "Give a text to go on with.")
+    several = isinstance(prompt, list) and prompt and not _is_id(prompt[0])
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MOST_REPLIES:
+        raise fields.wrong("prompt", f"{len(prompts)} prompts", f"The limit is {MOST_REPLIES}.")
+    # An empty text begins as the model's texts do.
+    return [model.begin_ids if one == "" and model.begin_ids else _prompt(one, fields) for one in prompts]
+
+
+def _prompt(prompt: Any, fields: Fields) -> str | list[int]:
+    if not prompt or not (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_id, prompt)))):
+        raise fields.wrong("prompt", prompt, "Give a text, token ids, or a list of either; none may be empty.")
+    return prompt
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _replies_each(fields: Fields, prompts: int) -> int:
+    each = fields.whole("n", 1, MOST_REPLIES) or 1
+    if each * prompts > MOST_REPLIES:
+        raise fields.wrong("n", each, f"All prompts together can have {MOST_REPLIES} replies.")
+    fields.only("best_of", (each,), "Replies are not ranked: leave it out, or give the same as n.")
+    return each
