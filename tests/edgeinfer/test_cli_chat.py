@@ -202,7 +202,7 @@ def test_piped_bytes_that_are_not_utf8(
 ) -> None:
     for errors in ("strict", "surrogateescape"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors=errors))
-        assert main(["chat"]) == 2
+        assert main(["chat", "--terminal"]) == 2
         assert capsys.readouterr().err.startswith("error: The input is not UTF-8 text.")
 
 
@@ -210,5 +210,5 @@ def test_builtin_model_chats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     if not (Path(edgeinfer.__file__).parent / "builtin" / "tales" / "edgeinfer.json").is_file():
         pytest.skip("the built-in model has not been made")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\n/stats\n"))
-    assert main(["chat", "-n", "8"]) == 0
+    assert main(["chat", "--terminal", "-n", "8"]) == 0
     assert "reply 8 tokens" in capsys.readouterr().out

@@ -136,7 +136,7 @@ def test_a_chat_with_drafts(capsys: Capture, small_bundle: Path, monkeypatch: py
     replies = []
     for options in ("--spec off", "--spec copy,recycle --spec-tree-width 2", "--no-remember"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\nHello\n")))
-        assert main(["chat", "-m", str(small_bundle), "--seed", "1", "-n", "30", *options.split()]) == 0
+        assert main(["chat", "--terminal", "-m", str(small_bundle), "--seed", "1", "-n", "30", *options.split()]) == 0
         replies.append(capsys.readouterr().out)
     assert replies[0] and len(set(replies)) == 1
 

@@ -1,0 +1,215 @@
+"""The history as a file: its mode, damage, versions, other machines' SQLite, several processes."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.apps.desktop import database, search
+from edgeinfer.apps.desktop.history import History
+from edgeinfer.errors import StorageError
+
+ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+
+WRITER = """
+import sys
+from pathlib import Path
+from edgeinfer.apps.desktop.history import History
+history = History.open(Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    id = history.create().id
+    _, reply = history.ask(id, None, f"question {number}")
+    history.write(reply.id, "half")
+    history.finish(reply.id, "answer " * 50, "complete")
+history.close()
+"""
+
+
+def sound(path: Path) -> bool:
+    """Whether SQLite finds nothing wrong with a file."""
+    connection = sqlite3.connect(path)
+    try:
+        return list(connection.execute("PRAGMA integrity_check")) == [("ok",)] and not list(
+            connection.execute("PRAGMA foreign_key_check")
+        )
+    finally:
+        connection.close()
+
+
+def filled(path: Path) -> str:
+    """Makes a history with one finished exchange; the conversation's id."""
+    history = History.open(path)
+    id = history.create().id
+    _, reply = history.ask(id, None, "hello world")
+    history.finish(reply.id, "good day", "complete")
+    history.close()
+    return id
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps no modes")
+def test_only_its_user_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    path.touch(0o644)
+    path.chmod(0o644)
+    history = History.open(path)
+    history.create()
+    files = [path, *tmp_path.glob("history.sqlite3-*")]
+    assert len(files) == 3
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    history.close()
+
+
+def test_every_change_is_on_the_disk(tmp_path: Path) -> None:
+    history = History.open(tmp_path / "history.sqlite3")
+    settings = {name: history._database.rows(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous")}
+    assert settings == {"journal_mode": "wal", "synchronous": 2}
+    history.close()
+
+
+@pytest.mark.parametrize("damage", ["no database", "torn", "cut"])
+def test_a_damaged_file_is_put_aside(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "history.sqlite3"
+    filled(path)
+    data = path.read_bytes()
+    damaged = {
+        "no database": b"once upon a time" * 400,
+        "torn": data[:4096] + b"\x5a" * (len(data) - 4096),
+        "cut": data[: len(data) // 2],
+    }[damage]
+    path.write_bytes(damaged)
+    history = History.open(path)
+    assert history.summaries() == []
+    assert history.put_aside is not None
+    assert history.put_aside.read_bytes() == damaged
+    history.create()
+    history.close()
+    again = History.open(path)
+    assert again.put_aside is None
+    assert len(again.summaries()) == 1
+    again.close()
+
+
+def test_a_file_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    filled(path)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match="newer edgeinfer"):
+        History.open(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir() if "damaged" in file.name] == []
+
+
+def test_a_place_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be used"):
+        History.open(tmp_path)
+    with pytest.raises(StorageError, match="cannot be used"):
+        History.open(tmp_path / "missing" / "history.sqlite3")
+
+
+def test_a_full_disk_leaves_what_there_was(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    id = filled(path)
+    history = History.open(path)
+    pages = history._database.rows("PRAGMA page_count")[0][0]
+    history._database.rows(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StorageError, match="full"):
+        history.ask(id, None, "x" * 1_000_000)
+    assert len(history.conversation(id).messages) == 2
+    history.close()
+    assert sound(path)
+
+
+def test_a_failed_change_is_undone(tmp_path: Path) -> None:
+    history = History.open(tmp_path / "history.sqlite3")
+    with pytest.raises(ZeroDivisionError), history._database.transaction() as connection:
+        connection.execute(
+            "INSERT INTO conversations (id, title, system, options, created, updated) VALUES ('a', '', '', '{}', 0, 0)"
+        )
+        _ = 1 / 0
+    assert history.summaries() == []
+    history.close()
+
+
+def test_a_file_goes_between_machines_with_and_without_fts5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history.sqlite3"
+    filled(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "_has_fts5", lambda connection: False)
+        history = History.open(path)
+        _, reply = history.ask(history.create().id, None, "written without an index")
+        history.finish(reply.id, "indeed", "complete")
+        assert len(history.summaries("index")) == 1
+        assert history._database.rows("SELECT name FROM sqlite_master WHERE type = 'trigger'") == []
+        history.close()
+    history = History.open(path)
+    assert len(history.summaries("index")) == len(history.summaries("world")) == 1
+    history.close()
+    assert sound(path)
+
+
+def test_processes_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    command = [sys.executable, "-c", WRITER, str(path), "25"]
+    # From the first on, so that they also make the tables at the same time.
+    writers = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for writer in writers:
+        _, said = writer.communicate()
+        assert writer.returncode == 0, said
+    history = History.open(path)
+    assert history.put_aside is None
+    assert len(history.summaries()) == 75
+    assert len(history.summaries("answer")) == 75
+    history.close()
+    assert sound(path)
+
+
+def test_what_a_dead_process_was_writing_is_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    history = History.open(path)
+    id = history.create().id
+    _, mine = history.ask(id, None, "A")
+    history.write(mine.id, "so far")
+    # A second app on the same file leaves alone what the first, this process, is making.
+    other = History.open(path)
+    assert other.conversation(id).messages[1].status == "replying"
+    other.close()
+    with history._database.transaction() as connection:
+        connection.execute("UPDATE messages SET holder = '999999999@1.0' WHERE id = ?", (mine.id,))
+    history.close()
+    again = History.open(path)
+    message = again.conversation(id).messages[1]
+    assert (message.status, message.content) == ("interrupted", "so far")
+    again.close()
+
+
+def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    history = History.open(path)
+    _, mine = history.ask(history.create().id, None, "A")
+    for holder in (f"{os.getpid()}@1.0", "nonsense", None):
+        with history._database.transaction() as connection:
+            values = (holder, mine.id)
+            connection.execute("UPDATE messages SET status = 'replying', holder = ? WHERE id = ?", values)
+        again = History.open(path)
+        assert again._database.rows("SELECT status FROM messages WHERE id = ?", (mine.id,))[0][0] == "interrupted"
+        again.close()
+    history.close()
+
+
+def test_damage_while_open_says_what_to_do(tmp_path: Path) -> None:
+    opened = database.Database.open(tmp_path / "history.sqlite3")
+    error = sqlite3.DatabaseError("malformed")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    with pytest.raises(StorageError, match="puts the damaged file aside"), opened.transaction():
+        raise error
+    opened.close()

@@ -1,0 +1,154 @@
+"""Text as HTML: what Markdown gives, and that nothing hostile becomes markup."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgeinfer.apps.desktop import markdown
+from edgeinfer.apps.desktop.markdown import render_reply, render_user
+
+SHOWN = {
+    *("a", "blockquote", "br", "button", "code", "del", "details", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6"),
+    *("hr", "li", "ol", "p", "pre", "s", "span", "strong", "summary", "table", "tbody", "td", "th", "thead", "tr"),
+    "ul",
+}
+ATTRIBUTES = {
+    "a": {"href", "title", "rel", "target"},
+    "button": {"class"},
+    "details": {"class", "open"},
+    "div": {"class"},
+    "ol": {"start"},
+    "p": {"class"},
+    "span": {"class"},
+    "td": {"class"},
+    "th": {"class"},
+}
+FRAGMENTS = [
+    *("<script>", "</script>", "<img src=x onerror=alert(1)>", "![a](", "[a](", ")", "javascript:", "data:text/html,"),
+    *("`", "```", "```html\n", "\n", "\n\n", "    ", "<", ">", '"', "'", "&", "&#x3c;", "|", "|-|\n", "[x]: ", "\\"),
+    *("http://a/", "onload=", "*", "_", "~~", "<think>", "</think>", "> ", "- ", "1. ", "# ", "\x00", "é", "\t"),
+]
+
+
+class Checker(HTMLParser):
+    """Notes whatever a page must not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in SHOWN:
+            self.wrong.append(tag)
+        for name, value in attrs:
+            if name not in ATTRIBUTES.get(tag, set()):
+                self.wrong.append(f"{tag} {name}")
+            if name == "href" and not re.match(r"(?i)https?://|mailto:", value or ""):
+                self.wrong.append(f"{tag} {name}={value}")
+
+    def handle_comment(self, data: str) -> None:
+        self.wrong.append(f"comment {data}")
+
+    def handle_decl(self, decl: str) -> None:
+        self.wrong.append(f"declaration {decl}")
+
+
+def wrong_in(html: str) -> list[str]:
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    return checker.wrong
+
+
+def test_what_people_expect() -> None:
+    html = render_reply("# Title\n\n*a* **b** ~~c~~ `d`\n\n1. x\n2. y\n\n|l|r|\n|-|-:|\n|1|2|\n")
+    for part in ("<h1>Title</h1>", "<em>a</em>", "<strong>b</strong>", "<s>c</s>", "<code>d</code>", "<ol>"):
+        assert part in html
+    assert '<td class="align-right">2</td>' in html
+    assert wrong_in(html) == []
+
+
+def test_code_has_a_head_and_colours() -> None:
+    assert render_reply("```py title\nprint('<b>')\n```") == (
+        '<div class="code"><div class="code-head"><span class="lang">py</span><button class="copy">Copy</button></div>'
+        '<pre><code><span class="nb">print</span><span class="p">(</span><span class="s1">\'&lt;b&gt;\'</span>'
+        '<span class="p">)</span>\n</code></pre></div>\n'
+    )
+    assert "<code>&lt;i&gt;\n</code>" in render_reply("```nonsense\n<i>\n```")
+    assert "<code>indented &amp;\n</code>" in render_reply("    indented &\n")
+    # While it is being written, too.
+    assert '<span class="lang">c</span>' in render_reply("```c\nint x")
+
+
+def test_links_lead_out_and_pictures_are_links() -> None:
+    assert render_reply("[a](https://x.y 'T') <mailto:a@b.c>") == (
+        '<p><a href="https://x.y" title="T" rel="noopener noreferrer" target="_blank">a</a> '
+        '<a href="mailto:a@b.c" rel="noopener noreferrer" target="_blank">mailto:a@b.c</a></p>\n'
+    )
+    html = render_reply('![pic](http://evil/x.png "t") ![](http://evil/y.png)')
+    assert "<img" not in html
+    assert '<a href="http://evil/x.png" rel="noopener noreferrer" target="_blank">pic</a>' in html
+    assert ">http://evil/y.png</a>" in html
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        "[a](javascript:alert(1))",
+        "[a](JaVaScRiPt:alert(1))",
+        "[a](&#106;avascript:alert(1))",
+        "[a](data:text/html;base64,PHNjcmlwdD4=)",
+        "[a](vbscript:x) [b](file:///etc/passwd) [c](//evil) [d](/app/api/state) [e](#x)",
+        "![x](javascript:alert(1))",
+        '![" onerror="alert(1)](http://a/)',
+        '[a](http://a/"onmouseover="alert(1))',
+        "<javascript:alert(1)>",
+        "<!-- x --> <!DOCTYPE x> <?php ?>",
+        '```"><script>alert(1)</script>\nx\n```',
+        "[a]: javascript:alert(1)\n\n[a]",
+        "<think><script></think><script>",
+        "<svg/onload=alert(1)>",
+        "[a\n](http://a/\n)",
+        '<a href="http://x" onclick="y">z</a>',
+        "|<script>|\n|-|\n|<b>|",
+    ],
+)
+def test_hostile_text_stays_text(text: str) -> None:
+    assert wrong_in(render_reply(text)) == []
+    assert wrong_in(render_user(text)) == []
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join))
+def test_no_text_becomes_markup_of_its_own(text: str) -> None:
+    assert wrong_in(render_reply(text)) == []
+    assert wrong_in(render_user(text)) == []
+
+
+def test_what_people_type_is_shown_as_typed() -> None:
+    assert render_user("# include <x>\n*no* [a](b)\n\n`code`") == (
+        "<p># include &lt;x&gt;<br>\n*no* [a](b)</p>\n<p><code>code</code></p>\n"
+    )
+    assert '<span class="lang">js</span>' in render_user("```js\nlet a\n```")
+
+
+def test_thoughts_are_folded() -> None:
+    assert render_reply("<think>\nhm *a*\n</think>\n\nYes") == (
+        '<details class="thinking"><summary>Thinking</summary><p>hm <em>a</em></p>\n</details><p>Yes</p>\n'
+    )
+    assert '<details class="thinking" open>' in render_reply("<think>still at it")
+
+
+def test_very_long_text_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(markdown, "_MOST_RENDERED", 10)
+    assert render_reply("*" * 11) == '<p class="plain">***********</p>\n'
+    assert render_user("<" * 11).count("&lt;") == 11
+    monkeypatch.setattr(markdown, "_MOST_RENDERED", 1000)
+    monkeypatch.setattr(markdown, "_MOST_HIGHLIGHTED", 3)
+    assert '<span class="n' not in render_reply("```py\nvery_long = 1\n```")
