@@ -1,0 +1,19 @@
+"""The built-in model, loaded once for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import edgeinfer
+from tests.speculation import BUILTIN
+
+
+@pytest.fixture(scope="module")
+def tales() -> Iterator[edgeinfer.Model]:
+    """The built-in model."""
+    if not (BUILTIN / "edgeinfer.json").is_file():
+        pytest.skip("the built-in model has not been made")
+    with edgeinfer.load(threads=1, context=1024) as model:
+        yield model

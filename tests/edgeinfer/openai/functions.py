@@ -1,0 +1,43 @@
+"""Functions that tests offer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeinfer.openai.tools import Function
+
+__all__ = ["CLOCK", "WEATHER", "as_tools", "flat"]
+
+WEATHER = Function(
+    "get_weather",
+    "The weather of a town.",
+    {
+        "type": "object",
+        "properties": {
+            "town": {"type": "string", "maxLength": 12},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["town", "unit"],
+    },
+)
+CLOCK = Function(
+    "time.of",
+    "",
+    {
+        "type": "object",
+        "properties": {"zone": {"$ref": "#/$defs/zone"}},
+        "required": ["zone"],
+        "$defs": {"zone": {"enum": ["Europe/Oslo", 'a "quoted" {zone}]', "Ω"]}},
+    },
+)
+
+
+def as_tools(*functions: Function) -> list[dict[str, Any]]:
+    """As chat completions offer them."""
+    return [function.as_tool() for function in functions]
+
+
+def flat(*functions: Function) -> list[dict[str, Any]]:
+    """As responses offer them."""
+    return [{"type": "function", **tool["function"]} for tool in as_tools(*functions)]
