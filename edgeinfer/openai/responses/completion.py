@@ -142,7 +142,6 @@ class ResponseCompletion:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._written),
             "previous_response_id": None,
-            "store": False,
             "truncation": "disabled",
             "usage": None,
         }
