@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -32,7 +33,10 @@ def completion_paths(service: Service) -> list[tuple[str, Callable[[Request], Aw
 
 async def _complete(service: Service, kind: str, request: Request) -> Response:
     body = await read_json(request, service.security)
-    completion = make_completion(kind, body, service.model_of(body))
+    model = service.model_of(body)
+    completion = make_completion(kind, body, model)
+    # Not on the model's thread: a hostile schema takes seconds, in which nobody's reply would go on.
+    await asyncio.to_thread(completion.check, model)
     if completion.stream:
         return _Streamed(partial(_stream, service, kind, completion))
     await while_connected(request.receive, _answer(service, completion, _drop))

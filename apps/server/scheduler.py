@@ -61,6 +61,13 @@ class Scheduler(Generic[T]):
                 break
         self._fill()
 
+    def withdraw(self, reply: T) -> bool:
+        """Takes away a reply that waits; whether it did."""
+        left = [(owner, other) for owner, other in self._waiting if other != reply]
+        waited = len(left) < len(self._waiting)
+        self._waiting = left
+        return waited
+
     def clear(self) -> list[T]:
         """Takes all away."""
         every = [reply for replies in self._begun.values() for reply in replies]

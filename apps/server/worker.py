@@ -96,7 +96,10 @@ class Worker(threading.Thread):
             job.cancelled = True
             if job.stream is not None:
                 job.stream.cancel()
+            waited = self._scheduler.withdraw(job)
             self._changed.notify()
+        if waited:
+            job.tell(Ended(None))
 
     def do(self, task: Callable[[], None]) -> None:
         """Does something between two turns."""

@@ -63,6 +63,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=text)
     text = "largest body of a request (default: 4MB)"
     group.add_argument("--max-body", type=parse_size, default=parse_size("4MB"), metavar="SIZE", help=text)
+    text = "seconds without an event after which a stream sends a comment (default: 10)"
+    group.add_argument("--sse-ping-interval", type=float, default=10.0, metavar="SECONDS", help=text)
     text = "log method, path and status of requests on stderr, never what they say"
     group.add_argument("-v", "--verbose", action="store_true", help=text)
 
@@ -83,6 +85,7 @@ def execute(args: argparse.Namespace) -> int:
         allowed_origins=tuple(args.allow_origin),
         api_key=_api_key(args.api_key_file),
         max_body=args.max_body,
+        comment_seconds=args.sse_ping_interval,
     )
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
