@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.desktop import transfer
-from edgeinfer.apps.desktop.errors import TooLargeError
 from edgeinfer.apps.desktop.feed import News
 from edgeinfer.apps.desktop.markdown import render_reply
 from edgeinfer.apps.desktop.records import Conversation, Message
@@ -142,9 +141,6 @@ class _Conversations:
         return Response(text, media_type=kind, headers=headers)
 
     async def take_in(self, request: Request) -> Response:
-        announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > transfer.MOST_BYTES:
-            raise TooLargeError("The file is too large.", f"At most {transfer.MOST_BYTES:,} bytes are taken.")
         data = await request.body()
         read = await asyncio.to_thread(transfer.read_json, data)
         await asyncio.to_thread(self._history.add, read)

@@ -54,11 +54,16 @@ class ModelControl:
         self._feed = feed
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: Mapping[str, Any] = {}
+        # Loads are numbered, so that one which was cancelled before it began does not begin.
+        self._number = 0
+        self._wanted: str | None = None
+        self._loads = 0
+        self._settled = asyncio.Event()
 
     def start(self) -> None:
         """Loads the model that was used last, and tells of every change from now on."""
         self._keep(self._watch())
-        self._keep(self._begin())
+        self._begin(self._settings.now.model, measure=True)
 
     def load(self, model: str | None, memory: int | None, context: int | None) -> None:
         """Begins to load a model in place of the one that is loaded or loading.
@@ -67,12 +72,22 @@ class ModelControl:
             StorageError: the choice of budget and context cannot be kept.
         """
         self._settings.change({"memory": memory, "context": context})
-        self._host.cancel_load()
-        self._keep(self._load(model))
+        self._begin(model)
 
     def cancel(self) -> None:
         """Ends loading at its next step."""
+        self._number += 1
         self._host.cancel_load()
+
+    async def settled(self) -> None:
+        """Waits while a model is loading.
+
+        Raises:
+            EdgeInferError: why it could not be loaded.
+        """
+        await self._settled.wait()
+        if self._host.state.error is not None:
+            raise self._host.state.error
 
     async def unload(self) -> None:
         """Frees the model."""
@@ -80,7 +95,7 @@ class ModelControl:
 
     async def close(self) -> None:
         """Ends what is under way."""
-        self._host.cancel_load()
+        self.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -92,24 +107,26 @@ class ModelControl:
 
     def state(self) -> dict[str, Any]:
         """The ModelState of the app's API."""
-        state, model = self._host.state, self._host.model
+        state = self._host.state
+        if self._loads and state.status != "loading":
+            state = HostState("loading", model_of(self._wanted))
         id = BUILT_IN if state.model is None else state.model
+        known = state.status != "empty"
+        progress = {"stage": state.stage, "done": state.done, "total": state.total}
         data: dict[str, Any] = {
             "status": state.status,
-            "id": None if state.status == "empty" else id,
-            "name": None if state.status == "empty" else id.rstrip("/").rpartition("/")[2],
+            "id": id if known else None,
+            "name": id.replace("\\", "/").rstrip("/").rpartition("/")[2] if known else None,
             "process_bytes": psutil.Process().memory_info().rss,
             "budget_bytes": self._settings.now.memory,
-            "progress": {"stage": state.stage, "done": state.done, "total": state.total}
-            if state.status == "loading"
-            else None,
+            "progress": progress if state.status == "loading" else None,
             "error": _error(state.error),
             "warning": None,
         }
+        model = self._host.model if state.status == "ready" else None
+        info, plan = (None, None) if model is None else (model.info, model.plan)
         facts = ("architecture", "parameters", "bits_per_weight", "backend", "kernel")
-        info = model.info if model is not None and state.status == "ready" else None
         data |= {name: getattr(info, name, None) for name in facts}
-        plan = model.plan if model is not None and info is not None else None
         data |= {name: getattr(plan, name, None) for name in ("context", "planned_bytes", "minimum_bytes")}
         if info is not None and plan is not None:
             data |= {"name": info.name, "budget_bytes": plan.budget_bytes, "warning": _warning()}
@@ -131,23 +148,35 @@ class ModelControl:
             number = state.number
             self.publish()
 
-    async def _begin(self) -> None:
-        # Whatever hinders the measurement hinders loading too, which says so.
-        with contextlib.suppress(EdgeInferError):
-            await asyncio.to_thread(self._planner.measure)
-        await self._load(self._settings.now.model)
+    def _begin(self, model: str | None, *, measure: bool = False) -> None:
+        self.cancel()
+        self._wanted = model
+        self._loads += 1
+        self._settled.clear()
+        self._keep(self._load(model, self._number, measure=measure))
 
-    async def _load(self, id: str | None) -> None:
+    async def _load(self, id: str | None, number: int, *, measure: bool) -> None:
         model, chosen = model_of(id), self._settings.now
         options = self._options | {"memory": chosen.memory, "context": chosen.context}
         options = {name: value for name, value in options.items() if value is not None}
         try:
-            self._sampling = await asyncio.to_thread(self._library.sampling, model)
-            await self._host.load(model, options)
-            await asyncio.to_thread(self._settings.used, model)
+            if measure:
+                # Whatever hinders the measurement hinders loading too, which says so.
+                with contextlib.suppress(EdgeInferError):
+                    await asyncio.to_thread(self._planner.measure)
+            sampling = await asyncio.to_thread(self._library.sampling, model)
+            if number == self._number:
+                await self._host.load(model, options)
+                self._sampling = sampling
+                await asyncio.to_thread(self._settings.used, model)
         except EdgeInferError as error:
             # The host's state says so to the windows.
             _log.debug("not loaded: %s", error)
+        finally:
+            self._loads -= 1
+            if not self._loads:
+                self._settled.set()
+                self.publish()
 
 
 def _error(error: EdgeInferError | None) -> dict[str, Any] | None:

@@ -65,7 +65,8 @@ class Downloads:
             raise ConflictError(f"{id} is being fetched already.", "Wait for it, or cancel it.")
         state = Download(uuid.uuid4().hex, id)
         self._set(state)
-        self._tasks[state.key] = asyncio.create_task(self._run(state.key))
+        task = self._tasks[state.key] = asyncio.create_task(self._run(state.key))
+        task.add_done_callback(lambda _: self._tasks.pop(state.key))
         return state
 
     def state(self, key: str) -> Download:
@@ -85,6 +86,8 @@ class Downloads:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+            if self._states[key].status == "running":
+                self._update(key, status="cancelled")
         return self._states[key]
 
     async def close(self) -> None:
@@ -102,12 +105,8 @@ class Downloads:
     async def _run(self, key: str) -> None:
         try:
             await self._follow(key)
-        except asyncio.CancelledError:
-            self._update(key, status="cancelled")
         except Exception as error:  # a process that cannot be started, or says what nobody expects
             self._fail(key, f"The download failed: {error}.")
-        finally:
-            del self._tasks[key]
 
     async def _follow(self, key: str) -> None:
         pipe = asyncio.subprocess.PIPE

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from edgeinfer.errors import UserError
 
-__all__ = ["ConflictError", "NotFoundError", "TooLargeError"]
+__all__ = ["ConflictError", "NoModelError", "NotFoundError", "TooLargeError"]
 
 
 class NotFoundError(UserError):
@@ -21,6 +21,13 @@ class ConflictError(UserError):
 
     status: ClassVar[int] = 409
     code: ClassVar[str] = "conflict"
+
+
+class NoModelError(UserError):
+    """A reply was asked for, and no model is loaded."""
+
+    status: ClassVar[int] = 409
+    code: ClassVar[str] = "no_model"
 
 
 class TooLargeError(UserError):

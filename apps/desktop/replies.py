@@ -10,10 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
-from edgeinfer.apps.desktop.errors import ConflictError
+from edgeinfer.apps.desktop.errors import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Failure, Figures, Message, Status
 from edgeinfer.apps.server.host import ModelHost, Reply
@@ -32,16 +32,20 @@ class RunningReply:
 
     Attributes:
         message: its row, as it was when it began.
-        stopped: whether the user asked it to stop.
     """
 
     def __init__(self, message: Message) -> None:
         self.message = message
-        self.stopped = False
+        self._stopped = asyncio.Event()
         self._pieces = [message.content]
         self._grown = asyncio.Event()
         self._reply: Reply | None = None
         self._over = asyncio.Event()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the user asked it to stop."""
+        return self._stopped.is_set()
 
     @property
     def content(self) -> str:
@@ -62,19 +66,23 @@ class RunningReply:
 
     def stop(self) -> None:
         """Ends it within the current pass."""
-        self.stopped = True
+        self._stopped.set()
         if self._reply is not None:
             self._reply.cancel()
-        self._tell()
 
     def end(self) -> None:
         """Tells whoever follows that nothing comes any more."""
         self._over.set()
         self._tell()
 
-    async def changed(self) -> None:
-        """Waits until there is more, or it is to stop or over."""
-        await self._grown.wait()
+    async def unless_stopped(self, wait: Coroutine[Any, Any, None]) -> None:
+        """Waits for something, or until the reply is to stop; raises what `wait` raises."""
+        tasks = [asyncio.ensure_future(each) for each in (wait, self._stopped.wait())]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        if tasks[0] in done:
+            tasks[0].result()
 
     async def wait_over(self, seconds: float) -> None:
         """Waits for so long, or until the reply is over."""
@@ -91,7 +99,7 @@ class RunningReply:
                 shown = len(content)
                 yield content
             else:
-                await self.changed()
+                await self._grown.wait()
 
     def _tell(self) -> None:
         self._grown.set()
@@ -104,6 +112,7 @@ class Replies:
     Args:
         host: makes them.
         history: keeps them.
+        ready: waits while a model is loading, and raises why it could not be.
         defaults: generation options that hold where a conversation says nothing else.
         finished: called when one has ended.
     """
@@ -112,11 +121,13 @@ class Replies:
         self,
         host: ModelHost,
         history: History,
+        ready: Callable[[], Coroutine[Any, Any, None]],
         defaults: Callable[[], Mapping[str, Any]],
         finished: Callable[[], None],
     ) -> None:
         self._host = host
         self._history = history
+        self._ready = ready
         self._defaults = defaults
         self._finished = finished
         self._running: dict[str, RunningReply] = {}
@@ -198,9 +209,11 @@ class Replies:
             context = model.context
             return model.stream_chat(messages, begun=begun, **options)
 
-        await self._model_ready(running)
+        await running.unless_stopped(self._ready())
         if running.stopped:
             return None
+        if self._host.state.status != "ready":
+            raise NoModelError("No model is loaded.", "Choose one.")
         async with self._host.submit(start, whole.id) as reply:
             running.attach(reply)
             kept = time.monotonic() - _KEEP_S
@@ -215,18 +228,6 @@ class Replies:
         except UsageError:  # cancelled before it began
             return None
         return Figures.of_result(result, context)
-
-    async def _model_ready(self, running: RunningReply) -> None:
-        """Waits while a model is loading."""
-        while self._host.state.status == "loading" and not running.stopped:
-            changed = asyncio.ensure_future(self._host.changed(self._host.state.number))
-            stopped = asyncio.ensure_future(running.changed())
-            _, pending = await asyncio.wait((changed, stopped), return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-        error = self._host.state.error
-        if self._host.state.status == "failed" and error is not None and not running.stopped:
-            raise error
 
 
 def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, str]]:

@@ -76,7 +76,7 @@ class Services:
         def told() -> None:
             feed.publish("conversations", {})
 
-        replies = Replies(host, history, lambda: {**control.defaults, **kept.now.options}, told)
+        replies = Replies(host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told)
         downloads = Downloads(lambda state: feed.publish("download", download_view(state), state.key))
         notices = tuple(
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one begun."

@@ -1,0 +1,232 @@
+"""The app's API beside replies: conversations, settings, models, plans, loading; and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from tests.apps.desktop.served import Window, served
+from tests.speculation import BUILTIN, needs_builtin
+
+pytestmark = needs_builtin
+
+
+@pytest.fixture
+def window(tmp_path: Path) -> Iterator[Window]:
+    settings = {"options": {"temperature": 0.0, "max_tokens": 8}}
+    with served(tmp_path / "data", settings=settings) as opened:
+        yield opened
+
+
+def test_first_start(tmp_path: Path) -> None:
+    with served(tmp_path / "new" / "data") as window:
+        window.wait("model", status="ready")
+        state = window.call("GET", "/state")
+        assert (state["version"], state["notices"]) == (edgeinfer.__version__, [])
+        assert state["settings"] == {
+            "theme": None,
+            "memory": None,
+            "context": None,
+            "model": "built-in",
+            "system": "",
+            "options": {},
+        }
+        assert state["defaults"] == {"options": {"temperature": 0.7, "top_p": 0.9}}
+        assert 0 < state["machine"]["available_bytes"] <= state["machine"]["total_bytes"]
+        model = state["model"]
+        assert (model["status"], model["id"], model["name"]) == ("ready", "built-in", "tales")
+        assert model["context"] == 1024
+        assert model["planned_bytes"] > 0 < model["process_bytes"]
+        assert window.call("GET", "/conversations") == {"conversations": []}
+
+
+def test_conversations(window: Window) -> None:
+    made = window.call("POST", "/conversations", {"title": "Mine", "system": "S"}, status=201)
+    id = made["id"]
+    assert (made["title"], made["system"], made["messages"], made["leaf"]) == ("Mine", "S", [], None)
+    changed = window.call("PATCH", f"/conversations/{id}", {"title": "Yours", "options": {"seed": 4, "top_k": None}})
+    assert (changed["title"], changed["options"], changed["system"]) == ("Yours", {"seed": 4}, "S")
+    window.ask(id, "a needle in the hay")
+    (found,) = window.call("GET", "/conversations?search=needle")["conversations"]
+    assert (found["id"], "needle" in found["snippet"]) == (id, True)
+    assert window.call("GET", "/conversations?search=nothing")["conversations"] == []
+    assert window.call("DELETE", f"/conversations/{id}", status=204) is None
+    assert window.call("GET", "/conversations")["conversations"] == []
+    plain = window.call("POST", "/conversations", status=201)
+    assert (plain["title"], plain["options"]) == ("New chat", {})
+
+
+def test_export_and_import(window: Window) -> None:
+    id = window.call("POST", "/conversations", {}, status=201)["id"]
+    done = window.ask(id, "Größe? /..\\ 日本")
+    file = window.http.get(f"/app/api/conversations/{id}/export?format=json")
+    assert file.headers["content-disposition"] == (
+        "attachment; filename*=UTF-8''Gr%C3%B6%C3%9Fe%20%E6%97%A5%E6%9C%AC.json"
+    )
+    copy = window.http.post("/app/api/import", content=file.content)
+    assert copy.status_code == 201
+    assert copy.json()["id"] != id
+    assert copy.json()["messages"][1]["content"] == done["content"]
+    text = window.http.get(f"/app/api/conversations/{id}/export?format=markdown")
+    assert text.headers["content-type"] == "text/markdown; charset=utf-8"
+    assert done["content"] in text.text
+    window.refused("GET", f"/conversations/{id}/export?format=pdf", status=400, code="invalid")
+    assert window.http.post("/app/api/import", content=b"{}").json()["error"]["code"] == "invalid"
+    assert len(window.call("GET", "/conversations")["conversations"]) == 2
+
+
+def test_settings(window: Window, tmp_path: Path) -> None:
+    changed = window.call("PATCH", "/settings", {"theme": "dark", "system": "Be kind.", "options": {"top_k": 4}})
+    assert (changed["theme"], changed["options"]["top_k"]) == ("dark", 4)
+    assert window.call("POST", "/conversations", {}, status=201)["system"] == "Be kind."
+    refused: list[dict[str, Any]] = [{"colour": 1}, {"theme": "blue"}, {"recent": []}, {"memory": 0}]
+    for body in [*refused, {"options": {"temperature": -1}}]:
+        window.refused("PATCH", "/settings", body, status=400, code="invalid")
+    assert window.call("GET", "/state")["settings"] == changed
+
+
+def test_what_is_found_after_a_restart(tmp_path: Path) -> None:
+    with served(tmp_path) as window:
+        window.call("PATCH", "/settings", {"theme": "light", "options": {"max_tokens": 3}})
+        id = window.call("POST", "/conversations", {}, status=201)["id"]
+        done = window.ask(id, "Hi")
+    with served(tmp_path) as window:
+        assert window.call("GET", "/state")["settings"]["theme"] == "light"
+        assert window.call("GET", f"/conversations/{id}")["messages"][1] == done
+
+
+def test_damaged_files_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "history.sqlite3").write_bytes(b"not a database" * 1000)
+    (tmp_path / "settings.json").write_text("{")
+    with served(tmp_path) as window:
+        notices = window.call("GET", "/state")["notices"]
+    assert ["conversations" in notices[0], "settings" in notices[1]] == [True, True]
+    for notice in notices:
+        assert "put aside as" in notice
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/conversations", {"title": 3}),
+        ("POST", "/conversations", {"name": "x"}),
+        ("POST", "/conversations", {"title": "x" * 201}),
+        ("POST", "/conversations", ["x"]),
+        ("POST", "/plan", {"model": "built-in", "memory": "many"}),
+        ("POST", "/plan", {"model": "built-in", "memory": True}),
+        ("POST", "/plan", {"model": "built-in", "memory": 0}),
+        ("POST", "/plan", {"model": "built-in", "kv": "int3"}),
+        ("POST", "/plan", {"model": "built-in", "context": 99999999}),
+        ("POST", "/model/load", {"model": 5}),
+        ("POST", "/downloads", {"id": ""}),
+        ("POST", "/downloads", {"id": "--help"}),
+    ],
+)
+def test_bad_requests_are_refused(window: Window, method: str, path: str, body: object) -> None:
+    answer = window.http.request(method, f"/app/api{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_what_is_not_there(window: Window) -> None:
+    for method, path in (("GET", "/conversations/x"), ("DELETE", "/conversations/x"), ("DELETE", "/downloads/x")):
+        window.refused(method, path, status=404, code="not_found")
+    for path in ("/conversations/x/stop", "/conversations/x/messages/y/regenerate"):
+        window.refused("POST", path, status=404, code="not_found")
+    assert "not on this machine" in window.refused("POST", "/plan", {"model": "org/x"}, status=409, code="hub")
+    window.refused("POST", "/model/load", {"model": "/no/such"}, status=409, code="model")
+    assert window.http.get("/app/api/nothing").status_code == 404
+    assert window.http.put("/app/api/state").status_code == 405
+
+
+def test_bodies_that_are_no_json(window: Window) -> None:
+    for body in (b"{", b"\xff", b'{"title": "\\ud800"}', b'{"title": NaN}'):
+        answer = window.http.post("/app/api/conversations", content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_models_and_what_they_need(tmp_path: Path) -> None:
+    models = tmp_path / "data" / "models"
+    shutil.copytree(BUILTIN, models / "mine")
+    (models / "broken").mkdir()
+    (models / "broken" / "edgeinfer.json").write_text("{}")
+    (models / "odd.gguf").write_bytes(b"GGUF")
+    (models / "notes.txt").write_text("x")
+    with served(tmp_path / "data") as window:
+        window.wait("model", status="ready")
+        found = {Path(model["id"]).name: model for model in window.call("GET", "/models")["models"]}
+        assert set(found) == {"built-in", "mine", "broken", "odd.gguf"}
+        mine = found["mine"]
+        assert (mine["source"], mine["name"], mine["context"], mine["error"]) == ("bundle", "tales", 1024, None)
+        assert 0 < mine["minimum_bytes"] <= mine["planned_bytes"] + 4_000_000
+        assert mine["bytes"] == found["built-in"]["bytes"] > 0
+        assert found["broken"]["error"]
+        assert (found["odd.gguf"]["source"], bool(found["odd.gguf"]["error"])) == ("gguf", True)
+        window.call("POST", "/model/load", {"model": mine["id"], "memory": None, "context": 256}, status=202)
+        assert window.wait("model", status="ready", id=mine["id"])["context"] == 256
+        assert window.call("GET", "/state")["settings"]["model"] == mine["id"]
+    # What was used last is loaded again.
+    with served(tmp_path / "data") as window:
+        assert window.wait("model", status="ready")["id"] == mine["id"]
+
+
+def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(tmp_path: Path) -> None:
+    with served(tmp_path) as window:
+        ready = window.wait("model", status="ready")
+        window.ask(window.call("POST", "/conversations", {}, status=201)["id"], "Tell me a story.")
+        plan = window.call("POST", "/plan", {"model": "built-in", "context": 1024})
+    fresh = window.services.planner
+    assert fresh._empty is not None
+    outside = {name: plan["terms"][name] for name in fresh._empty}
+    assert all(size <= fresh._empty[name] for name, size in outside.items())
+    assert plan["planned_bytes"] <= ready["planned_bytes"]
+    assert plan["fits"]
+
+
+def test_budgets(window: Window) -> None:
+    window.wait("model", status="ready")
+    free = window.call("POST", "/plan", {"model": "built-in", "memory": None, "context": 256})
+    tight = window.call("POST", "/plan", {"model": "built-in", "memory": free["minimum_bytes"], "context": 256})
+    assert (tight["budget_bytes"], tight["fits"]) == (free["minimum_bytes"], True)
+    small = window.call("POST", "/plan", {"model": "built-in", "memory": 10_000_000, "context": 256})
+    assert (small["fits"], small["budget_bytes"]) == (False, 10_000_000)
+    window.call("POST", "/model/load", {"model": "built-in", "memory": 10_000_000, "context": None}, status=202)
+    failed = window.wait("model", status="failed")
+    assert failed["error"]["minimum_bytes"] > 10_000_000
+    assert failed["budget_bytes"] == 10_000_000
+    reply = window.ask(window.call("POST", "/conversations", {}, status=201)["id"], "Hi")
+    assert (reply["error"]["code"], reply["error"]["minimum_bytes"] > 0) == ("memory_short", True)
+    body = {"model": "built-in", "memory": failed["error"]["minimum_bytes"] + 60_000_000, "context": None}
+    window.call("POST", "/model/load", body, status=202)
+    assert window.wait("model", status="ready")["budget_bytes"] == body["memory"]
+
+
+def test_cancel_and_unload(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    window.wait("model", status="ready")
+    assert window.call("POST", "/model/load", {"model": None}, status=202)["status"] == "loading"
+    window.call("POST", "/model/cancel", status=202)
+    assert window.wait("model", progress=None)["status"] in ("empty", "ready")
+    window.call("POST", "/model/unload", status=202)
+    empty = window.wait("model", status="empty")
+    assert (empty["id"], empty["planned_bytes"]) == (None, None)
+
+
+def test_events_begin_with_the_present_state(window: Window) -> None:
+    seen = []
+    for kind, _ in window.events("/events"):
+        seen.append(kind)
+        if {"model", "conversations"} <= set(seen):
+            break
+    before = window.events("/events")
+    assert next(before)
+    window.call("POST", "/conversations", {}, status=201)
+    assert any(kind == "conversations" for kind, _ in before)
+
+
+def test_a_large_file_is_refused(window: Window) -> None:
+    assert window.http.post("/app/api/import", content=b" " * 17_000_000).status_code == 413

@@ -1,0 +1,257 @@
+"""Replies from the asking to the end, through the app's API and the built-in model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.records import Conversation, Message
+from edgeinfer.apps.desktop.replies import messages_for
+from edgeinfer.errors import BudgetError
+from tests.apps.desktop.served import Gate, Window, gated, served
+from tests.speculation import needs_builtin
+
+pytestmark = needs_builtin
+
+
+@pytest.fixture
+def window(tmp_path: Path) -> Iterator[Window]:
+    settings = {"options": {"temperature": 0.0, "max_tokens": 12}}
+    with served(tmp_path / "data", settings=settings) as opened:
+        yield opened
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with gated() as made:
+        yield made
+
+
+def new(window: Window, **body: Any) -> str:
+    id: str = window.call("POST", "/conversations", body, status=201)["id"]
+    return id
+
+
+def grown(window: Window, id: str) -> str:
+    """The text of a reply that is being made, once it has some."""
+    for kind, data in window.events(f"/conversations/{id}/reply"):
+        if kind != "text" or data["content"]:
+            return str(data["content"])
+    raise AssertionError("the reply has no text")
+
+
+def test_a_reply_is_what_the_model_says(window: Window) -> None:
+    id = new(window, system="Be kind.")
+    done = window.ask(id, "Tell me a story.")
+    with edgeinfer.load() as model:
+        messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me a story."}]
+        expected = model.stream_chat(messages, max_tokens=12).complete()
+    assert (done["content"], done["status"], done["error"]) == (expected.text, "complete", None)
+    figures = done["figures"]
+    assert figures["prompt_tokens"] == expected.usage.prompt_tokens
+    assert (figures["completion_tokens"], figures["finish_reason"], figures["model"]) == (12, "length", "tales")
+    assert figures["context"] == 1024
+    assert figures["ttft_ms"] > 0
+    assert figures["drafted"] >= figures["accepted"] >= 0
+    shown = window.call("GET", f"/conversations/{id}")
+    assert shown["messages"][1] == done
+    assert (shown["leaf"], shown["replying"], shown["title"]) == (done["id"], None, "Tell me a story.")
+
+
+def test_what_was_said_before_is_part_of_the_prompt(window: Window) -> None:
+    id = new(window)
+    first = window.ask(id, "Tell me a story.")
+    second = window.ask(id, "And then?", first["id"])
+    assert second["figures"]["prompt_tokens"] > first["figures"]["prompt_tokens"]
+    assert second["figures"]["cached_tokens"] > 0
+
+
+def test_the_stream_shows_the_text_as_it_grows(window: Window, gate: Gate) -> None:
+    id = new(window)
+    kept = window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+    assert (kept["user"]["status"], kept["assistant"]["status"]) == ("complete", "replying")
+    gate.let(3)
+    begun = grown(window, id)
+    assert window.call("GET", f"/conversations/{id}")["replying"] == kept["assistant"]["id"]
+    gate.open()
+    events = list(window.events(f"/conversations/{id}/reply"))
+    assert events[-1][0] == "done"
+    assert events[-1][1]["content"].startswith(begun)
+    for kind, data in events[:-1]:
+        assert (kind, data["id"]) == ("text", kept["assistant"]["id"])
+        assert events[-1][1]["content"].startswith(data["content"])
+
+
+def test_a_reply_is_kept_before_and_while_it_is_made(window: Window, gate: Gate, tmp_path: Path) -> None:
+    id = new(window)
+    window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+    other = History.open(tmp_path / "data" / "history.sqlite3")
+    try:
+        assert [m.status for m in other.conversation(id).messages] == ["complete", "replying"]
+        gate.let(4)
+        while not other.conversation(id).messages[1].content:
+            pass
+        assert other.conversation(id).messages[1].status == "replying"
+    finally:
+        other.close()
+
+
+def test_it_goes_on_without_a_window(window: Window, gate: Gate) -> None:
+    id = new(window)
+    window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+    gate.let(2)
+    grown(window, id)
+    gate.open()
+    assert window.end(id)["figures"]["completion_tokens"] == 12
+
+
+def test_stop(window: Window, gate: Gate) -> None:
+    id = new(window)
+    window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+    gate.let(4)
+    begun = grown(window, id)
+    window.call("POST", f"/conversations/{id}/stop", status=202)
+    done = window.end(id)
+    assert (done["status"], done["figures"]["finish_reason"]) == ("stopped", "cancelled")
+    assert done["content"].startswith(begun)
+    assert done["figures"]["completion_tokens"] < 12
+    # And where there is nothing to stop.
+    window.call("POST", f"/conversations/{id}/stop", status=202)
+
+
+def test_one_reply_of_a_conversation_at_a_time(window: Window, gate: Gate) -> None:
+    id = new(window)
+    body = {"parent": None, "content": "Hi"}
+    reply = window.call("POST", f"/conversations/{id}/messages", body, status=202)["assistant"]["id"]
+    window.refused("POST", f"/conversations/{id}/messages", body, status=409, code="conflict")
+    for act in ("regenerate", "continue"):
+        window.refused("POST", f"/conversations/{id}/messages/{reply}/{act}", status=409, code="conflict")
+    other = new(window)
+    window.call("POST", f"/conversations/{other}/messages", body, status=202)
+    gate.open()
+    assert window.end(id)["content"] == window.end(other)["content"] != ""
+
+
+def test_regenerate_and_branches(window: Window) -> None:
+    id = new(window)
+    window.call("PATCH", f"/conversations/{id}", {"options": {"temperature": 1.0, "seed": 1}})
+    first = window.ask(id, "Tell me a story.")
+    window.call("PATCH", f"/conversations/{id}", {"options": {"temperature": 1.0, "seed": 2}})
+    kept = window.call("POST", f"/conversations/{id}/messages/{first['id']}/regenerate", status=202)
+    assert set(kept) == {"assistant"}
+    second = window.end(id)
+    assert (second["id"], second["parent"]) == (kept["assistant"]["id"], first["parent"])
+    assert second["content"] != first["content"]
+    assert window.call("PATCH", f"/conversations/{id}", {"leaf": first["id"]})["leaf"] == first["id"]
+
+
+def test_edit(window: Window) -> None:
+    id = new(window)
+    first = window.ask(id, "Tell me a story.")
+    asked = f"/conversations/{id}/messages/{first['parent']}/edit"
+    kept = window.call("POST", asked, {"content": "Tell me of Tom."}, status=202)
+    assert (kept["user"]["parent"], kept["assistant"]["parent"]) == (None, kept["user"]["id"])
+    assert window.end(id)["id"] == kept["assistant"]["id"]
+    said = f"/conversations/{id}/messages/{first['id']}/edit"
+    kept = window.call("POST", said, {"content": "Once, *Tom* slept."}, status=202)
+    assert set(kept) == {"assistant"}
+    assert (kept["assistant"]["status"], kept["assistant"]["parent"]) == ("complete", first["parent"])
+    assert "<em>Tom</em>" in kept["assistant"]["html"]
+    assert window.end(id) == kept["assistant"]
+
+
+def test_continue_goes_on_with_the_same_text(window: Window) -> None:
+    id = new(window)
+    first = window.ask(id, "Tell me a story.")
+    kept = window.call("POST", f"/conversations/{id}/messages/{first['id']}/continue", status=202)["assistant"]
+    assert (kept["id"], kept["content"], kept["status"]) == (first["id"], first["content"], "replying")
+    more = window.end(id)
+    with edgeinfer.load() as model:
+        ask = [{"role": "user", "content": "Tell me a story."}]
+        whole = model.stream_chat(ask, max_tokens=24).complete().text
+    assert more["content"] == whole
+    assert len(window.call("GET", f"/conversations/{id}")["messages"]) == 2
+
+
+def test_full_context(window: Window) -> None:
+    id = new(window)
+    failed = window.ask(id, "word " * 2000)
+    assert (failed["status"], failed["error"]["code"], failed["content"]) == ("error", "context_full", "")
+    assert failed["error"]["hint"]
+    # What failed is no part of what comes after.
+    done = window.ask(id, "Tell me a story.", failed["id"])
+    assert done["status"] == "complete"
+    assert done["figures"]["prompt_tokens"] < 100
+
+
+def test_short_memory_is_kept_with_the_message(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BudgetError("The reply needs more memory.", "Give more.", minimum_bytes=123)
+
+    monkeypatch.setattr(edgeinfer.Model, "stream_chat", refuse)
+    id = new(window)
+    error = window.ask(id, "Hi")["error"]
+    assert (error["code"], error["minimum_bytes"], error["message"]) == (
+        "memory_short",
+        123,
+        "The reply needs more memory.",
+    )
+
+
+def test_a_fault_of_ours_ends_the_reply_and_nothing_else(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(edgeinfer.Model, "stream_chat", lambda *_, **__: 1 / 0)
+        failed = window.ask(new(window), "Hi")
+    assert (failed["status"], failed["error"]["message"]) == ("error", "Unexpected ZeroDivisionError.")
+    assert window.ask(new(window), "Hi")["status"] == "complete"
+
+
+def test_a_question_waits_for_the_model(tmp_path: Path) -> None:
+    with served(tmp_path, settings={"options": {"max_tokens": 3}}) as window:
+        # The model is loading still, or about to.
+        assert window.ask(new(window), "Hi")["status"] == "complete"
+
+
+def test_without_a_model(window: Window) -> None:
+    window.wait("model", status="ready")
+    window.call("POST", "/model/unload", status=202)
+    failed = window.ask(new(window), "Hi")
+    assert (failed["status"], failed["error"]["code"]) == ("error", "no_model")
+
+
+def test_a_deleted_conversation_needs_no_reply(window: Window, gate: Gate) -> None:
+    id = new(window)
+    window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+    gate.let(1)
+    window.call("DELETE", f"/conversations/{id}", status=204)
+    window.refused("GET", f"/conversations/{id}", status=404, code="not_found")
+    gate.open()
+    assert window.ask(new(window), "Hi")["status"] == "complete"
+
+
+def test_a_closing_app_keeps_what_there_is(tmp_path: Path, gate: Gate) -> None:
+    with served(tmp_path) as window:
+        id = new(window)
+        window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+        gate.let(3)
+        begun = grown(window, id)
+    history = History.open(tmp_path / "history.sqlite3")
+    message = history.conversation(id).messages[1]
+    history.close()
+    assert message.status == "interrupted"
+    assert message.content.startswith(begun)
+
+
+def test_turns_that_failed_are_left_out() -> None:
+    turns = [("user", "A"), ("assistant", ""), ("user", "B"), ("assistant", "b"), ("user", "C"), ("assistant", "")]
+    messages = [
+        Message(str(n), str(n - 1) if n else None, role, content, 0.0)  # type: ignore[arg-type]
+        for n, (role, content) in enumerate(turns)
+    ]
+    conversation = Conversation("c", "", 0.0, 0.0, "S", {}, "5", tuple(messages))
+    assert [m["content"] for m in messages_for(conversation, messages[5])] == ["S", "B", "b", "C"]
