@@ -6,6 +6,12 @@ import { bits, count, parameters, size } from "./format.js";
 const SOURCES = { "built-in": "Built in", bundle: "On this computer", gguf: "On this computer", hub: "From the hub" };
 const ORDER = Object.keys(SOURCES);
 
+/** Where a model lies, if its name does not say it: several may have the same. */
+export function placeOf({ id, name, source }) {
+  const parts = id.split(/[\\/]/);
+  return source === "built-in" || parts.at(-1) === name || id === name ? "" : parts.slice(-2).join("/");
+}
+
 /** The list; `chosen` is called with the model. */
 export function createModelList(chosen) {
   const element = h("div", { class: "model-list", role: "listbox", "aria-label": "Models" });
@@ -42,6 +48,7 @@ function entry(model, selected, present, onclick) {
   const state = present?.id === model.id && { ready: "loaded", loading: "loading" }[present.status];
   return h("button", { type: "button", class: "model", role: "option", "aria-selected": String(selected), tabindex: selected ? 0 : -1, title: model.id, onclick },
     h("span", { class: "top" }, h("span", { class: "name" }, model.name), state && h("span", { class: "tag" }, state)),
+    placeOf(model) && h("span", { class: "facts" }, placeOf(model)),
     h("span", { class: "facts" }, facts),
     model.error
       ? h("span", { class: "broken" }, model.error.message ?? model.error)

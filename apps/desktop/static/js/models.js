@@ -5,7 +5,7 @@ import { createBudget } from "./budget.js";
 import { h, icon, iconButton } from "./dom.js";
 import { createDownloads } from "./downloads.js";
 import { bits, count, parameters, size } from "./format.js";
-import { createModelList } from "./model-list.js";
+import { createModelList, placeOf } from "./model-list.js";
 import { createPlanView } from "./plan.js";
 import { change, follow, get } from "./store.js";
 import { report } from "./toast.js";
@@ -60,11 +60,18 @@ export async function openModels(id) {
   const { settings, model } = get();
   Object.assign(wanted, { memory: settings?.memory ?? null, context: settings?.context ?? null });
   dialog.classList.remove("detail");
+  undecided();
   dialog.showModal();
   await readModels();
   const chosen = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
   if (chosen) select(chosen, { detail: id !== undefined });
   parts.list.element.querySelector("[aria-selected=true]")?.focus();
+}
+
+/** Until there is a plan of what is chosen, nothing can be loaded. */
+function undecided() {
+  parts.plan.classList.add("stale");
+  parts.load.disabled = true;
 }
 
 async function readModels() {
@@ -90,12 +97,16 @@ function select(model, { detail = true } = {}) {
   showList();
   parts.title.textContent = model.name;
   const facts = [model.architecture, parameters(model.parameters), bits(model.bits_per_weight), model.bytes && `${size(model.bytes)} on disk`];
-  parts.subtitle.textContent = facts.filter(Boolean).join(" · ");
+  parts.subtitle.textContent = [...facts, placeOf(model)].filter(Boolean).join(" · ");
   parts.controls.hidden = Boolean(model.error);
-  if (other) parts.view.showNothing();
+  if (other) {
+    undecided();
+    parts.view.showNothing();
+  }
   if (model.error) {
     parts.view.showError(typeof model.error === "string" ? { message: model.error } : model.error);
     parts.load.disabled = true;
+    parts.plan.classList.remove("stale");
     return;
   }
   fillContexts(model);
@@ -122,6 +133,8 @@ function setBudget() {
 }
 
 function planSoon() {
+  asking?.abort();
+  parts.plan.classList.add("stale");
   clearTimeout(wait);
   wait = setTimeout(planNow, PLAN_WAIT_MS);
 }
@@ -132,7 +145,6 @@ async function planNow() {
   asking = new AbortController();
   const own = asking;
   parts.plan.classList.add("stale");
-  parts.load.disabled = true;
   try {
     const plan = await api.plan({ model: wanted.model.id, memory: wanted.memory, context: wanted.context }, own.signal);
     if (asking !== own) return;
@@ -141,6 +153,7 @@ async function planNow() {
   } catch (failure) {
     if (failure.name === "AbortError" || asking !== own) return;
     parts.view.showError(failure);
+    parts.load.disabled = true;
   }
   parts.plan.classList.remove("stale");
 }

@@ -1,6 +1,7 @@
 // States that the user should know of: the banner of a lost server, and the notice above the field.
 
 import * as api from "./api.js";
+import { withSlack } from "./budget.js";
 import { show as showConversation } from "./chats.js";
 import { h, icon, progressBar } from "./dom.js";
 import { contextIsFull } from "./figures.js";
@@ -56,12 +57,13 @@ function empty() {
 function failed(model) {
   const { message, hint, minimum_bytes: minimum } = model.error ?? {};
   const title = minimum ? "The memory budget is too small" : "The model could not be loaded";
+  const enough = minimum && withSlack(minimum);
   const raise = () => {
     const { context } = get().settings;
-    api.loadModel({ model: model.id, memory: minimum, context }).catch(report);
+    api.loadModel({ model: model.id, memory: enough, context }).catch(report);
   };
   return notice("failed", "warning", title, [message, hint].filter(Boolean).join(" "),
-    minimum && button(`Load with ${size(minimum)}`, raise, "primary"),
+    minimum && button(`Load with ${size(enough)}`, raise, "primary"),
     button(minimum ? "Change the budget" : "Choose a model", () => openModels(model.id)));
 }
 

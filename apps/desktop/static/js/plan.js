@@ -1,7 +1,7 @@
 // A plan drawn: a bar of what needs memory, what was chosen, what was given up; knows nothing of how it was asked for.
 
 import { h, icon } from "./dom.js";
-import { count, megabytes, rate, size } from "./format.js";
+import { count, counted, megabytes, rate, size } from "./format.js";
 import { withSlack } from "./budget.js";
 
 const GROUPS = [
@@ -121,7 +121,7 @@ function choiceList({ choice, speed }) {
   const rows = [
     ["Context", `${count(choice.context)} tokens`],
     ["Cache", choice.kv],
-    ["Weights", choice.window_layers ? `${choice.weights}, ${choice.window_layers} layers at a time` : choice.weights],
+    ["Weights", choice.window_layers ? `${choice.weights}, ${counted(choice.window_layers, "layer")} at a time` : choice.weights],
     ["Drafting", drafters.length ? `up to ${choice.draft_max} tokens, by ${drafters.join(", ")}` : "none"],
     speed && ["Speed", `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", guessed until it has run here"}`],
   ].filter(Boolean);

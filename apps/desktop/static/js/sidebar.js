@@ -37,7 +37,7 @@ export function createSidebar() {
   });
   watchSearch();
   document.getElementById("scrim").addEventListener("click", closeDrawer);
-  sidebar.addEventListener("keydown", (event) => { if (event.key === "Escape") closeDrawer(); });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) closeDrawer(); });
   if (localStorage.getItem("sidebar") === "closed") app().classList.add("without-sidebar");
   follow(["conversations", "removed", "conversation"], render);
 }

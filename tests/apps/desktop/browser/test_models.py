@@ -1,0 +1,125 @@
+"""Models in the window: choosing, planning under a budget, loading, unloading, and what cannot be had."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.apps.desktop.browser.app_process import make_models, running
+from tests.apps.desktop.browser.conftest import OpenWindow
+from tests.apps.desktop.browser.window import Window
+from tests.speculation import needs_builtin
+
+pytestmark = needs_builtin
+
+
+@pytest.fixture
+def own(data: Path, tmp_path: Path, open_at: OpenWindow) -> Iterator[Window]:
+    """A window of an app of its own, whose model may be replaced."""
+    with running(data, "--models", make_models(tmp_path / "models")) as app:
+        opened = open_at(app.address)
+        opened.wait_ready()
+        yield opened
+        opened.page.context.close()
+
+
+def megabytes(text: str) -> float:
+    """The first size in a text."""
+    found = re.search(r"([\d.,]+) (MB|GB)", text)
+    assert found is not None, text
+    return float(found[1].replace(",", "")) * (1000 if found[2] == "GB" else 1)
+
+
+def test_models_say_what_they_are_and_need_before_loading(window: Window) -> None:
+    window.choose_model("second-tales")
+    option = window.models.get_by_role("option", name=re.compile("second-tales"))
+    assert re.search(r"5\.\dM · [\d.]+-bit · 1,024 context", option.inner_text())
+    assert re.search(r"Needs \d+", option.inner_text())
+    assert window.plan_says().startswith("Needs ")
+    legend = window.models.locator(".legend").inner_text()
+    assert "Weights" in legend and "Program and libraries" in legend
+
+
+def test_a_broken_model_says_why_and_cannot_be_loaded(window: Window) -> None:
+    window.page.locator("#model-button").click()
+    option = window.models.get_by_role("option", name=re.compile("broken-tales"))
+    expect(option.locator(".broken")).to_contain_text("bytes")
+    option.click()
+    expect(window.models.locator("#verdict")).to_have_class(re.compile("broken"))
+    expect(window.models.locator("#load-button")).to_be_disabled()
+
+
+def test_the_plan_follows_the_budget(window: Window) -> None:
+    window.choose_model("second-tales")
+    wide = megabytes(window.plan_says())
+    window.set_budget("1 GB")
+    assert window.plan_says().startswith("Fits: ")
+    window.set_budget("30 MB")
+    assert window.plan_says().startswith("Does not fit")
+    expect(window.models.locator("#load-button")).to_be_disabled()
+    assert 30 < megabytes(window.plan_says().partition("smallest")[2]) <= wide + 5
+    window.models.locator("#verdict button").click()
+    window.plan_made()
+    expect(window.models.locator("#load-button")).to_be_enabled()
+    slider = window.models.get_by_role("slider", name="Memory budget")
+    before = slider.get_attribute("aria-valuetext")
+    slider.press("PageUp")
+    window.plan_made()
+    assert slider.get_attribute("aria-valuetext") != before
+    expect(window.models.locator("#verdict")).to_contain_text("Fits")
+
+
+def test_switching_models_under_a_budget(own: Window) -> None:
+    own.choose_model("second-tales")
+    own.models.get_by_label("Context", exact=True).select_option(label="512 tokens")
+    own.set_budget("400 MB")
+    assert own.plan_says().startswith("Fits: ")
+    own.models.locator("#load-button").click()
+    expect(own.models).to_be_hidden()
+    button = own.page.locator("#model-button")
+    expect(button).to_contain_text("of 400 MB · 512 context", timeout=30_000)
+    own.wait_ready()
+    assert len(own.ask()) > 20
+    expect(own.page.locator(".meter")).to_contain_text("/ 512")
+    button.click()
+    expect(own.models.get_by_role("option", name=re.compile("second-tales"))).to_contain_text("loaded")
+
+
+def test_unloading_frees_the_model_and_says_so(own: Window) -> None:
+    own.page.locator("#model-button").click()
+    own.button("Unload", own.models).click()
+    expect(own.button("Unload", own.models)).to_be_hidden()
+    own.button("Close", own.models).click()
+    notice = own.page.get_by_role("region", name="No model is loaded")
+    expect(notice).to_be_visible()
+    own.prompt.fill("Hello")
+    expect(own.button("Send")).to_be_disabled()
+    own.button("Choose a model", notice).click()
+    own.plan_made()
+    own.models.locator("#load-button").click()
+    own.wait_ready()
+    expect(own.button("Send")).to_be_enabled()
+
+
+def test_a_budget_that_is_too_small_says_what_would_do(data: Path, open_at: OpenWindow) -> None:
+    with running(data, "--memory", "40MB") as app:
+        window = open_at(app.address)
+        notice = window.page.get_by_role("region", name="The memory budget is too small")
+        expect(notice).to_be_visible(timeout=30_000)
+        assert "40.0 MB" in notice.inner_text()
+        window.button(re.compile("Load with"), notice).click()
+        window.wait_ready()
+        assert len(window.ask()) > 20
+        window.page.context.close()
+
+
+def test_a_download_that_cannot_be_had_says_why(window: Window) -> None:
+    window.page.locator("#model-button").click()
+    window.models.get_by_label("Download from the hub").fill("nobody/nothing")
+    window.button("Download", window.models).click()
+    failed = window.models.locator(".download.failed, .toast")
+    expect(failed.or_(window.page.locator(".toast"))).to_be_visible(timeout=30_000)

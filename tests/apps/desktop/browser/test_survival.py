@@ -1,0 +1,164 @@
+"""What the window does when a reply is stopped, the context fills, or the app ends and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.apps.desktop.browser.app_process import App, running
+from tests.apps.desktop.browser.conftest import OpenWindow
+from tests.apps.desktop.browser.window import Window
+from tests.speculation import needs_builtin
+
+pytestmark = needs_builtin
+
+# The same model computed without haste, and text without an end in sight: replies take seconds.
+SLOW = ("--backend", "reference", "--temp", "2", "--top-p", "1", "--seed", "1")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """An app whose replies take seconds."""
+    with running(tmp_path_factory.mktemp("slow"), *SLOW) as app:
+        yield app
+
+
+def replying(window: Window) -> None:
+    """Waits until some of a reply is there and more to come."""
+    expect(window.button("Stop the reply")).to_be_visible()
+    expect(window.replies.last.locator(".markdown p").first).not_to_be_empty()
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stopping_keeps_what_there_is(slow: App, open_at: OpenWindow, how: str) -> None:
+    window = open_at(slow.address)
+    window.wait_ready()
+    window.send("Tell me a story.")
+    replying(window)
+    if how == "button":
+        window.button("Stop the reply").click()
+    else:
+        window.page.keyboard.press("Escape")
+    expect(window.replies.last).to_contain_text("Stopped.")
+    text = window.finished()
+    assert text
+    expect(window.button("Send")).to_be_visible()
+    window.page.reload()
+    assert window.finished() == text
+    window.button("Continue", window.replies.last.locator(".mishap")).click()
+    replying(window)
+    window.page.keyboard.press("Escape")
+    assert window.finished().startswith(text[:20])
+    expect(window.replies).to_have_count(1)
+
+
+def test_a_reply_goes_on_while_one_looks_elsewhere(slow: App, open_at: OpenWindow) -> None:
+    window = open_at(slow.address)
+    window.wait_ready()
+    window.send("Tell me a story.")
+    replying(window)
+    address = window.page.url
+    window.new_chat()
+    expect(window.prompt).to_be_focused()
+    window.page.goto(address)
+    replying(window)
+    window.page.reload()
+    replying(window)
+    window.button("Stop the reply").click()
+    assert window.finished()
+
+
+def test_reading_back_is_not_disturbed_by_a_growing_reply(slow: App, open_at: OpenWindow) -> None:
+    window = open_at(slow.address, viewport={"width": 900, "height": 420})
+    window.wait_ready()
+    window.send("Tell me a story.")
+    thread = window.page.locator("#thread")
+    window.page.wait_for_function("() => { const t = document.getElementById('thread'); return t.scrollTop > 60; }")
+    thread.hover()
+    window.page.mouse.wheel(0, -2000)
+    newest = window.button("Go to the newest message")
+    expect(newest).to_be_visible()
+    length = len(window.replies.last.inner_text())
+    window.page.wait_for_function(
+        "n => document.querySelector('article.assistant').innerText.length > n + 50", arg=length
+    )
+    assert thread.evaluate("t => t.scrollTop") == 0
+    newest.click()
+    expect(newest).to_be_hidden()
+    assert thread.evaluate("t => t.scrollHeight - t.scrollTop - t.clientHeight") < 80
+    window.page.keyboard.press("Escape")
+
+
+def test_a_full_context_is_told_with_a_way_out(data: Path, open_at: OpenWindow) -> None:
+    with running(data, "--context", "256") as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        notice = window.page.get_by_role("region", name="The context is full")
+        for _ in range(8):
+            window.ask("Tell me a long story about a boat, a kite, a fox and an owl.")
+            if notice.is_visible():
+                break
+        expect(notice).to_be_visible()
+        window.button("New chat", notice).click()
+        expect(notice).to_be_hidden()
+        assert len(window.ask()) > 40
+        window.page.context.close()
+
+
+def test_a_restart_finds_the_history_and_the_choices(data: Path, open_at: OpenWindow) -> None:
+    with running(data) as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        reply = window.ask("Tell me a story about a whale.")
+        window.button("Dark theme").click()
+        expect(window.page.locator("html")).to_have_attribute("data-theme", "dark")
+        window.page.context.close()
+        assert app.stop() in (0, 130)
+    with running(data) as app:
+        window = open_at(app.address)
+        expect(window.page.locator("html")).to_have_attribute("data-theme", "dark")
+        window.entries.filter(has_text="whale").click()
+        assert window.finished() == reply
+        window.page.context.close()
+
+
+def test_a_reply_that_a_crash_cut_short_is_shown_and_goes_on(data: Path, open_at: OpenWindow) -> None:
+    with running(data, *SLOW) as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        window.send("Tell me a story about a crab.")
+        replying(window)
+        app.kill()
+        expect(window.page.get_by_text("The app's server does not answer.")).to_be_visible()
+        window.page.context.close()
+        window.problems.clear()
+    with running(data) as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        window.entries.filter(has_text="crab").click()
+        expect(window.replies.last).to_contain_text("interrupted")
+        window.button("Continue", window.replies.last.locator(".mishap")).click()
+        expect(window.replies.last).not_to_contain_text("interrupted")
+        assert window.finished()
+        window.page.context.close()
+
+
+def test_a_window_says_that_it_is_signed_out_by_a_restart_on_the_same_port(data: Path, open_at: OpenWindow) -> None:
+    with running(data) as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        window.ask("Tell me a story about a crow.")
+        app.stop()
+        expect(window.page.get_by_text("The app's server does not answer.")).to_be_visible()
+        window.prompt.fill("Not lost")
+        expect(window.button("Send")).to_be_disabled()
+        with running(data, "--port", app.port) as again:
+            expect(window.page.get_by_text("This window is no longer signed in.")).to_be_visible()
+            window.page.goto(again.address)
+            window.wait_ready()
+            expect(window.entries.filter(has_text="crow")).to_be_visible()
+            window.page.context.close()
+    window.problems.clear()
