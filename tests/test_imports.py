@@ -31,8 +31,15 @@ ALLOWED = {
     "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
     "edgeinfer.hub": CORE | {"edgeinfer.hub"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
-    "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
-    "edgeinfer.apps": {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.apps"},
+    "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
+    "edgeinfer.apps": {
+        "edgeinfer.errors",
+        "edgeinfer.config",
+        "edgeinfer.results",
+        "edgeinfer.hub",
+        "edgeinfer.openai",
+        "edgeinfer.apps",
+    },
     "edgeinfer.cli": CORE | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export"},
 }
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps", "edgeinfer.cli"}

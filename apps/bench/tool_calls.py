@@ -1,0 +1,319 @@
+"""Calls of BFCL's functions: which compile, whether true calls are read back, how many forced calls are valid.
+
+    python -m edgeinfer.apps.bench.tool_calls DATA/bfcl --max-tokens 256
+
+Functions of the Berkeley Function Calling Leaderboard are offered as tools. Its true calls are written in every format
+and read back in pieces. Then the model is made to call, and `jsonschema` judges the arguments; replies that
+`max_tokens` cuts short count apart. A small model's calls are valid, not wise: nothing here says it chose well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import edgeinfer
+from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
+from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece
+from edgeinfer.openai.tools import FORMATS, Function, ToolChoice, read_functions
+from edgeinfer.openai.tools.format import ToolFormat
+from edgeinfer.openai.tools.grammar import calls_grammar
+from edgeinfer.openai.tools.reader import CallReader
+from edgeinfer.results import Chunk
+
+__all__ = ["Entry", "Outcome", "json_schema", "main", "read_entries", "run_entry"]
+
+_PREFIX = "BFCL_v4_"
+# Its names of types, which are Python's, in JSON Schema's words; None allows all.
+_TYPES: Mapping[str, str | None] = {"dict": "object", "float": "number", "tuple": "array", "any": None}
+_LONGEST = 12  # characters of a piece that a reply is cut into
+Call = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry.
+
+    Attributes:
+        messages: that ask for the calls.
+        tools: as OpenAI shapes them.
+        truth: calls that are right.
+    """
+
+    id: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    truth: list[Call]
+
+
+@dataclass
+class Outcome:
+    """Outcome of a group of entries.
+
+    Attributes:
+        compiled: entries whose functions compile, by format.
+        refused: reasons, by how often.
+        compile_ms: of all grammars that compile.
+        truths: true calls in all; of those, valid by their schema.
+        read_back: entries whose true calls were read back as they were, by format.
+        called: replies with calls, whole ones; of those, with valid arguments throughout.
+        calls: in those replies.
+        cut: replies that ran out of tokens.
+        invalid: what is wrong with a reply's calls, by entry.
+    """
+
+    entries: int = 0
+    compiled: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    compile_ms: list[float] = field(default_factory=list)
+    truths: int = 0
+    truths_valid: int = 0
+    read_back: Counter[str] = field(default_factory=Counter)
+    called: int = 0
+    valid: int = 0
+    calls: int = 0
+    cut: int = 0
+    invalid: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: Outcome) -> None:
+        """Takes in another group's."""
+        for name in vars(self):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, mine | theirs if isinstance(mine, dict) and name == "invalid" else mine + theirs)
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON."""
+        times = sorted(self.compile_ms)
+        return {**vars(self), "compile_ms": {p: _percentile(times, p) for p in (50, 99)}}
+
+
+def json_schema(described: Any) -> Any:
+    """A schema as BFCL writes it, as JSON Schema."""
+    if not isinstance(described, Mapping):
+        return described
+    schema = {name: value for name, value in described.items() if name not in ("optional", "default", "format")}
+    kind = schema.pop("type", None)
+    to = _TYPES.get(kind, kind) if isinstance(kind, str) else kind
+    if to is not None:
+        schema["type"] = to
+    if isinstance(schema.get("properties"), Mapping):
+        schema["properties"] = {name: json_schema(inner) for name, inner in schema["properties"].items()}
+    if "items" in schema:
+        schema["items"] = json_schema(schema["items"])
+    return schema
+
+
+def read_entries(folder: Path, sample: int | None, seed: int = 0) -> dict[str, list[Entry]]:
+    """Entries by group; a sample takes the same share of each.
+
+    Raises:
+        UsageError: the folder has none.
+    """
+    groups = {}
+    for path in sorted(folder.glob(f"{_PREFIX}*.json")):
+        answers = {line["id"]: line["ground_truth"] for line in _lines(folder / "possible_answer" / path.name)}
+        groups[path.stem.removeprefix(_PREFIX)] = [_entry(line, answers[line["id"]]) for line in _lines(path)]
+    total = sum(map(len, groups.values()))
+    if not total:
+        raise UsageError(f"{folder} has no entries.", f"Give the folder of BFCL's {_PREFIX}*.json files.")
+    share = 1.0 if sample is None else min(1.0, sample / total)
+    chance = random.Random(seed)
+    return {name: chance.sample(entries, max(1, round(share * len(entries)))) for name, entries in groups.items()}
+
+
+def run_entry(model: edgeinfer.Model, entry: Entry, **options: Any) -> Outcome:
+    """Everything about one entry.
+
+    Args:
+        options: of the forced reply.
+    """
+    found = Outcome(entries=1)
+    try:
+        functions = read_functions(entry.tools)
+    except UsageError as error:
+        found.refused[error.message] += 1
+        return found
+    for form in FORMATS.values():
+        _compile(model, form, functions, found)
+        found.read_back[form.name] += _read_back(form, entry.truth)
+    schemas = {function.name: function.arguments for function in functions}
+    found.truths = len(entry.truth)
+    found.truths_valid = sum(not _wrong(schemas, call) for call in entry.truth)
+    if found.compiled:
+        _force(model, entry, schemas, found, options)
+    return found
+
+
+def _lines(path: Path) -> list[Any]:
+    try:
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.", "Give the folder of BFCL's files.") from error
+
+
+def _entry(line: Mapping[str, Any], truth: Sequence[Mapping[str, Any]]) -> Entry:
+    tools = [
+        {"type": "function", "function": {**function, "parameters": json_schema(function["parameters"])}}
+        for function in line["function"]
+    ]
+    calls = [(name, _first(arguments)) for call in truth for name, arguments in call.items()]
+    return Entry(line["id"], line["question"][0], tools, calls)
+
+
+def _first(possible: Mapping[str, Any]) -> dict[str, Any]:
+    """The first of the values that each argument may have; "" among them stands for leaving it out."""
+    values = {name: [value for value in choices if value != ""] for name, choices in possible.items()}
+    return {name: _plain(choices[0]) for name, choices in values.items() if choices}
+
+
+def _plain(value: Any) -> Any:
+    """Members of an object inside have several possible values too."""
+    if isinstance(value, Mapping):
+        return _first(value)
+    return list(map(_plain, value)) if isinstance(value, list) else value
+
+
+def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[Function, ...], found: Outcome) -> None:
+    try:
+        grammar = calls_grammar(form, ToolChoice("auto", functions, several=True), None)
+        with model.stream(".", grammar=grammar, max_tokens=1) as stream:
+            costs = stream.grammar_costs
+    except GrammarError as error:
+        found.refused[error.message] += 1
+        return
+    assert costs is not None, "a grammar was asked for"
+    found.compiled[form.name] += 1
+    found.compile_ms.append(costs.compile_ms)
+
+
+def _read_back(form: ToolFormat, truth: Sequence[Call]) -> bool:
+    """Whether calls are read as they were written, cut into pieces; one by one where the format has no more."""
+    groups = [truth] if form.several else [[call] for call in truth]
+    return all(_read(form, form.written(calls)) == list(calls) for calls in groups)
+
+
+def _read(form: ToolFormat, text: str) -> list[Call]:
+    chance, reader, pieces = random.Random(text), CallReader(form), []
+    while text:
+        size = chance.randint(1, _LONGEST)
+        pieces += reader.push(Chunk(text[:size], ()))
+        text = text[size:]
+    names: list[str] = []
+    arguments: list[str] = []
+    for piece in [*pieces, *reader.finish()]:
+        if isinstance(piece, CallPiece):
+            names.append(piece.name)
+            arguments.append("")
+        elif isinstance(piece, ArgumentsPiece):
+            arguments[piece.place] += piece.text
+    return [(name, json.loads(given)) for name, given in zip(names, arguments, strict=True)]
+
+
+def _force(
+    model: edgeinfer.Model, entry: Entry, schemas: Mapping[str, Any], found: Outcome, options: Mapping[str, Any]
+) -> None:
+    request = {"tools": entry.tools, "tool_choice": "required", **options}
+    answer = model.create_chat_completion(entry.messages, **request)
+    assert isinstance(answer, dict), "no stream was asked for"
+    (choice,) = answer["choices"]
+    if choice["finish_reason"] != "tool_calls":
+        found.cut += 1
+        return
+    found.called += 1
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    found.calls += len(functions)
+    try:
+        calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+    except ValueError as error:
+        found.invalid[entry.id] = f"not JSON: {error}"
+        return
+    wrong = next(filter(None, (_wrong(schemas, call) for call in calls)), "")
+    if wrong:
+        found.invalid[entry.id] = wrong
+    found.valid += not wrong
+
+
+def _wrong(schemas: Mapping[str, Any], call: Call) -> str:
+    """What is wrong with a call; empty where nothing is."""
+    import jsonschema
+
+    name, arguments = call
+    if name not in schemas:
+        return f"{name} is not offered"
+    try:
+        jsonschema.Draft202012Validator(schemas[name]).validate(arguments)
+    except jsonschema.ValidationError as error:
+        return f"{name}: {error.message[:200]}"
+    return ""
+
+
+def _percentile(values: Sequence[float], percent: int) -> float | None:
+    return values[min(len(values) - 1, len(values) * percent // 100)] if values else None
+
+
+_HEADER = ("group", "compiled", "compile p50 ms", "p99", "read back", "truth valid", "valid/whole", "calls", "cut")
+
+
+def _row(name: str, found: Outcome) -> list[str]:
+    grammars, times = len(FORMATS) * found.entries, found.figures()["compile_ms"]
+    return [
+        name,
+        f"{found.compiled.total()}/{grammars}",
+        *("-" if times[p] is None else f"{times[p]:.3g}" for p in (50, 99)),
+        f"{found.read_back.total()}/{grammars}",
+        f"{found.truths_valid}/{found.truths}",
+        f"{found.valid}/{found.called}",
+        str(found.calls),
+        str(found.cut),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="tool_calls", description=__doc__)
+    parser.add_argument("data", type=Path, help="folder of BFCL's files")
+    parser.add_argument("-m", "--model", help="as for edgeinfer run; the built-in one without it")
+    parser.add_argument("--sample", type=int, help="entries in all; every one without it")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--several", action="store_true", help="let a reply make several calls")
+    parser.add_argument("-c", "--context", type=int, default=1024)
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        groups = read_entries(options.data, options.sample, options.seed)
+        reply = {"max_tokens": options.max_tokens, "temperature": options.temp, "seed": options.seed}
+        reply["parallel_tool_calls"] = options.several
+        results, total = {}, Outcome()
+        with edgeinfer.load(options.model, threads=options.threads, context=options.context) as model:
+            # What is made once per model is no grammar's cost.
+            model.generate(".", json_object=True, max_tokens=1)
+            for name, entries in groups.items():
+                results[name] = Outcome()
+                for entry in entries:
+                    results[name].add(run_entry(model, entry, **reply))
+                total.add(results[name])
+    except EdgeInferError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print_table("Calls of BFCL's functions", _HEADER, [*(_row(*item) for item in results.items()), _row("all", total)])
+    print_table("Refused", ("reason", "grammars"), [[why, str(count)] for why, count in total.refused.most_common(12)])
+    print_table("Invalid", ("entry", "what is wrong"), [list(item) for item in total.invalid.items()][:12])
+    if options.out:
+        figures = {name: found.figures() for name, found in results.items()} | {"all": total.figures()}
+        options.out.write_text(json.dumps(figures, indent=1), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
