@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.cli.extras import missing_extra
@@ -19,8 +21,7 @@ from edgeinfer.cli.options import (
     load_options,
     utf8,
 )
-from edgeinfer.cli.output import print_note
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.cli.options import Parser, Subparsers
@@ -79,10 +80,19 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     for name in _OF_THE_WINDOW:
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is of the window.", "Leave out it or --terminal.")
-    options = _CONVERSATIONAL | generation_options(args)
+    given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
+        options = {**_CONVERSATIONAL, **_recommended(args.model), **given}
         TerminalChat(model, system=system, options=options).run()
     return 0
+
+
+def _recommended(model: str | None) -> Mapping[str, Any]:
+    """Generation options that a model's makers recommend; none where its files do not say."""
+    try:
+        return edgeinfer.describe(model).sampling
+    except ModelError:
+        return {}
 
 
 def _in_window(args: argparse.Namespace, system: str | None) -> int:
@@ -118,9 +128,5 @@ def _local(model: str | None) -> str | None:
 
 
 def _tell(line: str) -> None:
-    # The address is what scripts wait for; people read it in the terminal.
-    if sys.stdout.isatty():
-        print_note(line)
-    else:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -93,7 +93,9 @@ def bundle_files(root: Path) -> dict[str, bytes]:
 def server(tmp_path: Path) -> Iterator[Hub]:
     code = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle"}
     checkpoint = {"config.json": b"{}", "model.safetensors": b"tensors", "onnx/model.onnx": b"graph"}
-    hub = Hub({"org/bundle": bundle_files(tmp_path / "source") | code, "org/checkpoint": checkpoint | code})
+    files = {"toy-Q4_0.gguf": b"GGUF", "toy-Q8_0-00001-of-00002.gguf": b"GGUF", "toy-Q8_0-00002-of-00002.gguf": b"GGUF"}
+    bundle = bundle_files(tmp_path / "source") | code
+    hub = Hub({"org/bundle": bundle, "org/checkpoint": checkpoint | code, "org/gguf": files})
     thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield hub
@@ -102,16 +104,21 @@ def server(tmp_path: Path) -> Iterator[Hub]:
     thread.join()
 
 
-def edgeinfer(server: Hub, home: Path, *arguments: str, online: bool = True) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
+def environment(server: Hub, home: Path, *, online: bool = True) -> dict[str, str]:
+    """Of a process for which this server is the hub."""
+    return os.environ | {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "0" if online else "1",
         "NO_PROXY": "127.0.0.1",
         "PYTHONPATH": str(ROOT),
     }
+
+
+def edgeinfer(server: Hub, home: Path, *arguments: str, online: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
-    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, check=False)
+    env = environment(server, home, online=online)
+    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
 
 
 def test_bundle_is_pulled_once_and_used_offline(server: Hub, tmp_path: Path) -> None:
@@ -123,6 +130,29 @@ def test_bundle_is_pulled_once_and_used_offline(server: Hub, tmp_path: Path) -> 
         assert seen.returncode == 0, seen.stderr
         assert json.loads(seen.stdout)["path"] == pulled.stdout.strip()
     assert len(server.served) == 3
+
+
+def test_what_is_cached_is_listed(server: Hub, tmp_path: Path) -> None:
+    code = "import json; from edgeinfer import hub; print(json.dumps([hub.cached(), *map(str, map(hub.local, {}))]))"
+    names = ["org/bundle", "org/absent", "org/gguf:Q8_0", "org/gguf:Q2_K"]
+
+    def listed() -> tuple[list[str], list[str]]:
+        command = [sys.executable, "-c", code.format(names)]
+        env = environment(server, tmp_path, online=False)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+        found, *local = json.loads(done.stdout)
+        return found, local
+
+    assert listed() == ([], ["None"] * 4)
+    for repo in ("org/bundle", "org/checkpoint", "org/gguf:Q4_0", "org/gguf:Q8_0"):
+        assert edgeinfer(server, tmp_path, "pull", repo).returncode == 0
+    found, local = listed()
+    assert [Path(name).name for name in found] == ["toy-Q4_0.gguf", "toy-Q8_0-00001-of-00002.gguf", "bundle"]
+    assert found[2] == "org/bundle"
+    assert [Path(path).name for path in local] == [COMMIT, "None", "toy-Q8_0-00001-of-00002.gguf", "None"]
+    # A bundle that is not whole would have to be fetched.
+    (Path(local[0]) / "weights.bin").unlink()
+    assert "org/bundle" not in listed()[0]
 
 
 def test_interrupted_pull_is_completed(server: Hub, tmp_path: Path) -> None:

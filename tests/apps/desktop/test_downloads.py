@@ -15,6 +15,9 @@ from edgeinfer.apps.desktop.downloads import Download, Downloads
 from edgeinfer.apps.desktop.errors import ConflictError, NotFoundError
 from edgeinfer.errors import HubError
 from tests.apps.desktop.test_history_files import ENVIRONMENT
+from tests.edgeinfer.test_hub_server import Hub, environment, server
+
+__all__ = ["server"]
 
 SAYS = "import sys, json\nfor line in {lines}: print(json.dumps(line), flush=True)\n"
 WAITS = 'print(\'{"done": 1, "total": 9}\', flush=True)\nimport sys\nsys.stdin.read()\n'
@@ -113,6 +116,24 @@ def test_the_fetching_process_offline() -> None:
     assert process.returncode == HubError.exit_code
     assert "offline" in said["error"]["message"]
     assert "when online" in said["error"]["hint"]
+
+
+def test_the_fetching_process_with_the_hubs_own_library(server: Hub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "edgeinfer.apps.desktop.fetch", "org/bundle"]
+    with subprocess.Popen(
+        command,
+        env=environment(server, tmp_path) | {"PYTHONWARNINGS": "default"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        said = [json.loads(line) for line in process.stdout]
+    assert process.returncode == 0
+    assert (Path(said[-1]["path"]) / "weights.bin").is_file()
+    for each in said[:-1]:
+        assert 0 <= each["done"] <= each["total"] or each["total"] == 0
 
 
 def test_the_fetching_process_ends_with_its_app(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""How the app is opened: from the command line, in a window, in the browser; and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import webbrowser
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from edgeinfer.apps.desktop import window
+from edgeinfer.apps.desktop.folders import user_data
+from edgeinfer.apps.desktop.window import DesktopConfig, run
+from edgeinfer.cli.main import main
+from tests.apps.desktop.served import PATIENCE_S
+from tests.cli import command, edgeinfer, environment, refuses
+from tests.speculation import needs_builtin
+
+
+@needs_builtin
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_without_a_window(tmp_path: Path, number: signal.Signals) -> None:
+    words = command("chat", "--no-window", "--data", tmp_path, "--temp", "0", "-n", "5", "--system", "Be kind.")
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as app:
+        assert app.stdout is not None
+        address = urlsplit(app.stdout.readline().strip())
+        with httpx.Client(base_url=f"http://{address.netloc}", timeout=PATIENCE_S) as http:
+            assert http.get(f"/?{address.query}").status_code == 303
+            settings = http.get("/app/api/state").json()["settings"]
+            assert (settings["options"], settings["system"]) == ({"temperature": 0.0, "max_tokens": 5}, "Be kind.")
+            # A stream that is open does not keep it from ending.
+            with http.stream("GET", "/app/api/events") as events:
+                next(events.iter_lines())
+                app.send_signal(number)
+                assert app.wait(PATIENCE_S) == 0
+        said = app.communicate()
+    assert said == ("", "")
+    assert (tmp_path / "history.sqlite3").is_file()
+
+
+@needs_builtin
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refuses(2, "is in use", edgeinfer("chat", "--no-window", "--data", tmp_path, "--port", port))
+
+
+def test_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--terminal", "--port", "80"]) == 2
+    assert "--port is of the window" in capsys.readouterr().err
+    assert main(["chat", "--no-window", "--data", str(tmp_path), "--stop", "x"]) == 2
+    assert "Unknown option 'stop'" in capsys.readouterr().err
+    assert main(["chat", "--no-window", "--data", str(tmp_path), "-m", "/no/such/model"]) == 3
+    assert "No model at" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["chat", "--no-window", "--data", str(tmp_path / "file")]) == 5
+    assert "--data" in capsys.readouterr().err
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith("edgeinfer.apps.desktop")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "markdown_it", None)
+    assert main(["chat", "--no-window"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install 'edgeinfer[desktop]'" in said
+    assert "edgeinfer chat --terminal" in said
+    assert said.count("\n") == 1
+
+
+def test_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert user_data().history == tmp_path / "edgeinfer" / "history.sqlite3"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_data().path == tmp_path / ".local" / "share" / "edgeinfer"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert user_data().path == tmp_path / "Library" / "Application Support" / "edgeinfer"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert user_data().path == tmp_path / "local" / "edgeinfer"
+
+
+@needs_builtin
+def test_a_window_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def start(**options: object) -> None:
+        # What the window would do before it is closed.
+        assert threading.current_thread() is threading.main_thread()
+        assert httpx.get(shown[0], timeout=PATIENCE_S).status_code == 303
+
+    toolkit = types.ModuleType("webview")
+    toolkit.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    toolkit.create_window = lambda title, url, **_: shown.append(url)  # type: ignore[attr-defined]
+    toolkit.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "webview", toolkit)
+    monkeypatch.setenv("DISPLAY", ":0")
+    told: list[str] = []
+    run(DesktopConfig(data=tmp_path), told.append)
+    assert told == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(shown[0])
+
+
+@needs_builtin
+def test_the_browser_where_there_is_no_window_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "_has_display", lambda: False)
+    opened: list[str] = []
+
+    def open_browser(url: str) -> bool:
+        opened.append(url)
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_browser)
+    told: list[str] = []
+    run(DesktopConfig(data=tmp_path), told.append)
+    assert told == [f"edgeinfer is open at {opened[0]}", "Ctrl-C ends it."]

@@ -1,0 +1,63 @@
+"""What a model says of itself before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.bundle import seal
+from edgeinfer.bundle.manifest import Manifest
+from edgeinfer.errors import HubError, ModelError
+from tests.speculation import BUILTIN, needs_builtin
+
+pytestmark = needs_builtin
+
+
+def with_generation_config(folder: Path, config: Any) -> Path:
+    """The built-in model with another generation_config.json."""
+    bundle = folder / "bundle"
+    shutil.copytree(BUILTIN, bundle)
+    (bundle / "generation_config.json").write_text(json.dumps(config))
+    manifest = Manifest.from_json((bundle / "edgeinfer.json").read_text("utf-8"))
+    (bundle / "edgeinfer.json").unlink()
+    seal(bundle, manifest)
+    return bundle
+
+
+def test_the_built_in_model() -> None:
+    facts = edgeinfer.describe()
+    with edgeinfer.load() as model:
+        for name in ("name", "architecture", "parameters", "bits_per_weight", "backend"):
+            assert getattr(facts, name) == getattr(model.info, name)
+        assert facts.context == model.context
+    assert facts.bytes == sum(path.stat().st_size for path in BUILTIN.rglob("*") if path.name != "edgeinfer.json")
+    assert facts.sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [
+        ({"temperature": 0.6, "top_k": 20, "num_beams": 4}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.6, "do_sample": False}, {}),
+        ({"temperature": 0.6, "do_sample": True, "top_p": None}, {"temperature": 0.6}),
+        ({"temperature": "hot"}, {}),
+        ({"top_p": 7}, {}),
+        ({}, {}),
+    ],
+)
+def test_what_its_makers_recommend(tmp_path: Path, config: dict[str, Any], sampling: dict[str, Any]) -> None:
+    assert edgeinfer.describe(with_generation_config(tmp_path, config)).sampling == sampling
+
+
+def test_what_cannot_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.hub._cached", lambda repo_id: None)
+    with pytest.raises(HubError, match="not on this machine"):
+        edgeinfer.describe("org/name")
+    for wrong in (tmp_path, "no model", tmp_path / "missing"):
+        with pytest.raises(ModelError):
+            edgeinfer.describe(wrong)
