@@ -35,11 +35,7 @@ class ServerProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            if not self._answered_early():
-                self._keep_open()
-        elif self._deadline is None and self.conn.trailing_data[0]:
-            self._close_after(self.head_seconds)
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keep_open()
@@ -47,8 +43,7 @@ class ServerProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._answered_early() and self._deadline is None:
-            self._close_after(self.rest_seconds)
+        self._watch()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, where no answer has begun."""
@@ -62,8 +57,17 @@ class ServerProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _answered_early(self) -> bool:
-        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+    def _watch(self) -> None:
+        """Sets a limit where something has to come, unless there is one, and lifts it where nothing has."""
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            limit = self.head_seconds
+        elif self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            limit = self.rest_seconds
+        else:
+            self._keep_open()
+            return
+        if self._deadline is None:
+            self._close_after(limit)
 
     def _close_after(self, seconds: float) -> None:
         self._keep_open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -213,8 +214,10 @@ def test_completions(client: Any, model: edgeinfer.Model) -> None:
     assert answer.choices[0].text == expected
     stream = client.completions.create(model="tales", prompt=prompt, max_tokens=20, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == expected
-    echoed = client.completions.create(model="tales", prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=2)
+    echoed = client.completions.create(model="tales", prompt=prompt, max_tokens=4, temperature=0, echo=True)
     assert echoed.choices[0].text.startswith(prompt)
+    scored = client.completions.create(model="tales", prompt=prompt, max_tokens=4, temperature=0, logprobs=2)
+    assert len(scored.choices[0].logprobs.token_logprobs) == 4
 
 
 def test_responses(client: Any) -> None:
@@ -240,7 +243,7 @@ def test_embeddings_are_not_for_this_model(client: Any) -> None:
 
 
 def test_unknown_model(client: Any) -> None:
-    calls = (
+    calls: tuple[Callable[[], Any], ...] = (
         lambda: client.chat.completions.create(model="gpt-4", messages=MESSAGES),
         lambda: client.completions.create(model="gpt-4", prompt="Hello"),
         lambda: client.responses.create(model="gpt-4", input="Hello"),
