@@ -158,8 +158,8 @@ class _Conversations:
 
         reply = await self._replies.begin(id, keep)
         self._tell()
-        views = {"user": kept[0], "assistant": reply}
-        return JSONResponse({name: message_view(m) for name, m in views.items() if m is not None}, status_code=202)
+        views = {} if kept[0] is None else {"user": message_view(kept[0])}
+        return JSONResponse(views | {"assistant": message_view(reply, RunningReply(reply))}, status_code=202)
 
     async def _picture(self, id: str, running: RunningReply | None) -> AsyncIterator[News]:
         """The growing message, and then the finished one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import psutil
 from starlette.requests import Request
@@ -86,9 +87,11 @@ class _Models:
     async def load(self, request: Request) -> Response:
         body = await fields(request, self._security, model=_TEXT, memory=_NUMBER, context=_NUMBER)
         model = model_of(body.get("model"))
-        memory, context = whole_number(body, "memory"), whole_number(body, "context")
+        numbers = ("memory", "context")
+        chosen: dict[str, Any] = {name: whole_number(body, name) for name in numbers if name in body}
         await asyncio.to_thread(_require_local, model)
-        self._services.control.load(model, memory, context)
+        await asyncio.to_thread(self._services.settings.change, chosen)
+        self._services.control.load(model)
         return JSONResponse(self._services.control.state(), status_code=202)
 
     async def cancel(self, request: Request) -> Response:

@@ -65,13 +65,8 @@ class ModelControl:
         self._keep(self._watch())
         self._begin(self._settings.now.model, measure=True)
 
-    def load(self, model: str | None, memory: int | None, context: int | None) -> None:
-        """Begins to load a model in place of the one that is loaded or loading.
-
-        Raises:
-            StorageError: the choice of budget and context cannot be kept.
-        """
-        self._settings.change({"memory": memory, "context": context})
+    def load(self, model: str | None) -> None:
+        """Begins to load a model, with budget and context of the settings, in place of the one that is there."""
         self._begin(model)
 
     def cancel(self) -> None:

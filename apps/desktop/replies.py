@@ -221,13 +221,20 @@ class Replies:
                 if chunk.text:
                     running.add(chunk.text)
                 if time.monotonic() - kept >= _KEEP_S:
+                    await self._keep(running)
                     kept = time.monotonic()
-                    await asyncio.to_thread(self._history.write, running.message.id, running.content)
         try:
             result = reply.result
         except UsageError:  # cancelled before it began
             return None
         return Figures.of_result(result, context)
+
+    async def _keep(self, running: RunningReply) -> None:
+        """Writes what there is; a disk that is full now may not be when the reply ends."""
+        try:
+            await asyncio.to_thread(self._history.write, running.message.id, running.content)
+        except EdgeInferError as error:
+            _log.warning("a reply could not be kept: %s", error)
 
 
 def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, str]]:

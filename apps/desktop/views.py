@@ -37,13 +37,19 @@ def conversation_view(conversation: Conversation, running: RunningReply | None) 
         "options": dict(c.options),
         "leaf": c.leaf,
         "replying": None if running is None else running.message.id,
-        "messages": [message_view(message) for message in c.messages],
+        "messages": [message_view(message, running) for message in c.messages],
     }
 
 
-def message_view(message: Message) -> dict[str, Any]:
-    """A message with its HTML."""
+def message_view(message: Message, running: RunningReply | None = None) -> dict[str, Any]:
+    """A message with its HTML. A reply that nobody makes, as its end could not be kept, counts as interrupted.
+
+    Args:
+        running: the reply that its conversation is getting.
+    """
     m = message
+    if m.status == "replying" and (running is None or running.message.id != m.id):
+        m = dataclasses.replace(m, status="interrupted")
     return {
         "id": m.id,
         "parent": m.parent,

@@ -12,7 +12,7 @@ import edgeinfer
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Message
 from edgeinfer.apps.desktop.replies import messages_for
-from edgeinfer.errors import BudgetError
+from edgeinfer.errors import BudgetError, StorageError
 from tests.apps.desktop.served import Gate, Window, gated, served
 from tests.speculation import needs_builtin
 
@@ -209,6 +209,23 @@ def test_a_fault_of_ours_ends_the_reply_and_nothing_else(window: Window, monkeyp
         failed = window.ask(new(window), "Hi")
     assert (failed["status"], failed["error"]["message"]) == ("error", "Unexpected ZeroDivisionError.")
     assert window.ask(new(window), "Hi")["status"] == "complete"
+
+
+def test_a_disk_that_is_full_meanwhile(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("The disk is full.", "Free some space.")
+
+    id = new(window)
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "write", full)
+        done = window.ask(id, "Hi")
+        assert (done["status"], done["figures"]["completion_tokens"]) == ("complete", 12)
+        patch.setattr(History, "finish", full)
+        lost = window.ask(id, "And?", done["id"])
+        assert lost["status"] == "interrupted"
+        assert window.call("GET", f"/conversations/{id}")["replying"] is None
+    window.call("POST", f"/conversations/{id}/messages/{lost['id']}/regenerate", status=202)
+    assert window.end(id)["status"] == "complete"
 
 
 def test_a_question_waits_for_the_model(tmp_path: Path) -> None:
