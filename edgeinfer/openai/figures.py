@@ -49,7 +49,8 @@ def timings(results: Sequence[Result]) -> dict[str, Any]:
     prompt_n = sum(result.usage.prompt_tokens for result in results) - cached
     prompt_ms = sum(result.timings.prompt_ms for result in results)
     predicted_n = sum(result.usage.completion_tokens for result in results)
-    predicted_ms = sum(map(_predicted_ms, results))
+    # As there, from a reply's first token on.
+    predicted_ms = sum(r.timings.per_token_ms * max(r.usage.completion_tokens - 1, 0) for r in results)
     return {
         "cache_n": cached,
         "prompt_n": prompt_n,
@@ -63,12 +64,6 @@ def timings(results: Sequence[Result]) -> dict[str, Any]:
         "draft_n": sum(result.speculation.drafted for result in results),
         "draft_n_accepted": sum(result.speculation.accepted for result in results),
     }
-
-
-def _predicted_ms(result: Result) -> float:
-    """Of decoding: the first token's share of its time is what the prompt did not take."""
-    later = result.timings.per_token_ms * max(result.usage.completion_tokens - 1, 0)
-    return later + max(result.timings.ttft_ms - result.timings.prompt_ms, 0.0)
 
 
 def _ratio(part: float, whole: float) -> float:

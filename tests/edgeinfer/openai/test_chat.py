@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import edgeinfer
 from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.openai import RequestError
+from edgeinfer.openai import RequestError, error_body, make_completion
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -178,3 +180,123 @@ def test_a_stream_left_early_is_over(model: edgeinfer.Model) -> None:
         next(chunks)
     expected = content(complete(model))
     assert content(complete(model)) == expected
+
+
+def test_several_replies(model: edgeinfer.Model) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 2**64 - 1}
+    answer = complete(model, n=3, **options)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == [content(complete(model, **options | {"seed": seed})) for seed in (-1, 0, 1)]
+    assert len(set(texts)) == 3
+    assert answer["usage"]["completion_tokens"] == 36
+    assert answer["usage"]["prompt_tokens"] == complete(model)["usage"]["prompt_tokens"]
+    chunks = stream(model, n=3, **options)
+    for index, text in enumerate(texts):
+        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == text
+        assert mine[-1]["finish_reason"] == "length"
+
+
+def test_log_probabilities(model: edgeinfer.Model) -> None:
+    (choice,) = complete(model, logprobs=True, top_logprobs=2)["choices"]
+    told = choice["logprobs"]["content"]
+    assert len(told) == 12
+    assert b"".join(bytes(entry["bytes"]) for entry in told).decode(errors="replace") == choice["message"]["content"]
+    for entry in told:
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy
+        assert len(entry["top_logprobs"]) == 2
+    streamed = [c["choices"][0]["logprobs"] for c in stream(model, logprobs=True, top_logprobs=2)]
+    assert [entry for part in streamed if part for entry in part["content"]] == told
+
+
+def test_a_reply_goes_on_with_the_last_message(model: edgeinfer.Model) -> None:
+    whole = content(complete(model, max_tokens=20))
+    begun = [*MESSAGES, {"role": "assistant", "content": whole[:5]}]
+    answer = model.create_chat_completion(begun, continue_final_message=True, **OPTIONS)
+    assert isinstance(answer, dict)
+    count = len(model.tokenize_chat(MESSAGES, begun=whole[:5]))
+    assert answer["usage"]["prompt_tokens"] == count
+    for messages in (MESSAGES, [begun[-1]]):
+        with pytest.raises(RequestError):
+            model.create_chat_completion(messages, continue_final_message=True)
+
+
+def test_a_prompt_that_is_too_long_names_it(model: edgeinfer.Model) -> None:
+    with pytest.raises(RequestError) as caught:
+        model.create_chat_completion([{"role": "user", "content": "word " * 600}])
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_a_form_can_be_checked_before_the_reply(model: edgeinfer.Model) -> None:
+    pytest.importorskip("llguidance")
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("response_format", {"response_format": form}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]}),
+        ("regex", {"regex": "a" * 5000}),
+    ]
+    for param, request in requests:
+        completion = make_completion("chat.completion", {"messages": MESSAGES, **request}, model)
+        with pytest.raises(RequestError) as caught:
+            completion.check(model)
+        assert (caught.value.param, caught.value.code) == (param, "unsupported_schema")
+    make_completion("chat.completion", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, model).check(
+        model
+    )
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 200) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "function", "name", "text", "role", "content", "schema"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+FIELDS = (
+    *("messages", "input", "prompt", "tools", "tool_choice", "response_format", "text", "stop", "logit_bias", "n"),
+    *(
+        "temperature",
+        "max_tokens",
+        "seed",
+        "logprobs",
+        "top_logprobs",
+        "stream_options",
+        "reasoning",
+        "include",
+        "stream",
+    ),
+    *("chat_template_kwargs", "continue_final_message", "choices", "regex", "metadata", "echo", "instructions"),
+)
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "chat.completion": {"messages": MESSAGES},
+    "text_completion": {"prompt": "Hi"},
+    "response": {"input": "Hi"},
+}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(["chat.completion", "text_completion", "response"]),
+    body=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5),
+    whole=st.booleans(),
+)
+def test_whatever_is_asked_is_answered_or_refused(
+    model: edgeinfer.Model, kind: str, body: dict[str, Any], whole: bool
+) -> None:
+    body = {**NEEDED[kind], **body} if whole else body
+    try:
+        completion = make_completion(kind, body, model)
+    except UsageError as error:
+        status, _ = error_body(error)
+        assert 400 <= status < 500
+    else:
+        json.dumps(completion.opening())
