@@ -21,6 +21,7 @@ class ToolFormat:
     Attributes:
         name: for whoever asks.
         signs: of a chat template, any of which tells that its model writes calls so.
+        others: of a chat template, any of which tells that it does not, for all the signs.
         marker: tells a call from text; every way that `prefix` and a first call begin. May be a special token's text.
         anywhere: whether text may stand before the marker; else it only counts at the very beginning.
         key: of the arguments.
@@ -38,6 +39,11 @@ class ToolFormat:
     key: str = "arguments"
     several: bool = True
     id_length: int = 0
+    others: tuple[str, ...] = ()
+
+    def known_by(self, template: str) -> bool:
+        """Whether the model of a chat template writes calls so."""
+        return any(sign in template for sign in self.signs) and not any(sign in template for sign in self.others)
 
     def head(self, function: str) -> str:
         """What stands before the arguments of a call."""

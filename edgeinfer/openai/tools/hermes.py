@@ -17,6 +17,8 @@ HERMES = ToolFormat(
     prefix="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
     suffix="\n</tool_call>",
+    # Of Qwen3-Coder and GLM, whose arguments are elements of XML.
+    others=("<function=", "<arg_key>"),
 )
 # As Qwen's templates say it.
 _DESCRIPTION = """# Tools

@@ -15,4 +15,6 @@ MISTRAL = ToolFormat(
     suffix="]",
     # "Tool call IDs should be alphanumeric strings with length 9!", its templates say.
     id_length=9,
+    # Of later models, which write [TOOL_CALLS]name[ARGS]{...}.
+    others=("[ARGS]",),
 )

@@ -32,6 +32,6 @@ def dialect_of(template: str | None) -> Dialect:
     """The dialect of a chat template's model; Hermes' in messages where the template knows no format of ours."""
     if template is not None and _TOOLS.search(template):
         for form in FORMATS.values():
-            if any(sign in template for sign in form.signs):
+            if form.known_by(template):
                 return Dialect(form, native=True)
     return Dialect(HERMES, native=False)

@@ -219,7 +219,16 @@ def test_formats_are_known_by_templates(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", [None, "", "{{ messages }}", "{{ tools }} <|other_call|>", "a text about <tool_call>"]
+    "template",
+    [
+        None,
+        "",
+        "{{ messages }}",
+        "{{ tools }} <|other_call|>",
+        "a text about <tool_call>",
+        "{{ tools }} <tool_call><function=",
+        "{{ tools }} [TOOL_CALLS] [ARGS]",
+    ],
 )
 def test_others_are_told_in_messages(template: str | None) -> None:
     dialect = dialect_of(template)
