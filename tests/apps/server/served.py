@@ -27,6 +27,7 @@ class Served:
     url: str
     process: subprocess.Popen[bytes]
     log: IO[bytes]
+    client: httpx.Client
 
     @property
     def api(self) -> str:
@@ -35,11 +36,11 @@ class Served:
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """The answer to a JSON request."""
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return self.client.post(self.url + path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """The answer to a GET."""
-        return httpx.get(self.url + path, timeout=60, **options)
+        return self.client.get(self.url + path, **options)
 
     def metric(self, name: str) -> float:
         """A figure of /metrics."""
@@ -69,7 +70,7 @@ def served(*arguments: str, key: str | None = None) -> Iterator[Served]:
         stack.callback(process.kill)
         assert process.stdout is not None
         line = process.stdout.readline()
-        server = Served("", process, log)
+        server = Served("", process, log, stack.enter_context(httpx.Client(timeout=60)))
         assert line, server.logged()
         server.url = json.loads(line)["url"]
         yield server

@@ -1,0 +1,206 @@
+"""Requests that cannot be followed, and hostile ones: the right status, OpenAI's shape, and a server that goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.apps.server.served import Served, chat_body
+from tests.speculation import needs_builtin
+
+pytestmark = needs_builtin
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+
+
+def error_of(answer: Any) -> dict[str, Any]:
+    inner: dict[str, Any] = answer.json()["error"]
+    assert set(inner) == {"message", "type", "param", "code"}
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "Hello"}, "messages"),
+        (CHAT, {"messages": [3]}, None),
+        (CHAT, {"messages": [{"role": "user"}]}, None),
+        (CHAT, {"messages": [{"role": "stranger", "content": "Hello"}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        (CHAT, chat_body(model=3), "model"),
+        (CHAT, chat_body(temperature="hot"), "temperature"),
+        (CHAT, chat_body(temperature=-1), "temperature"),
+        (CHAT, chat_body(top_p=2), "top_p"),
+        (CHAT, chat_body(max_tokens=0), "max_tokens"),
+        (CHAT, chat_body(max_tokens=-5), "max_tokens"),
+        (CHAT, chat_body(max_tokens=1.5), "max_tokens"),
+        (CHAT, chat_body(max_tokens=True), "max_tokens"),
+        (CHAT, chat_body(n=0), "n"),
+        (CHAT, chat_body(n=1000), "n"),
+        (CHAT, chat_body(n="2"), "n"),
+        (CHAT, chat_body(seed="one"), "seed"),
+        (CHAT, chat_body(stop=3), "stop"),
+        (CHAT, chat_body(stop=["a"] * 10_000 + [3]), "stop"),
+        (CHAT, chat_body(stream="yes"), "stream"),
+        (CHAT, chat_body(logit_bias={"a": 1}), "logit_bias"),
+        (CHAT, chat_body(logit_bias=[1]), "logit_bias"),
+        (CHAT, chat_body(logprobs="yes"), "logprobs"),
+        (CHAT, chat_body(logprobs=True, top_logprobs=1000), "top_logprobs"),
+        (CHAT, chat_body(response_format="json"), "response_format"),
+        (CHAT, chat_body(response_format={"type": "json_schema"}), None),
+        (CHAT, chat_body(response_format={"type": "xml"}), None),
+        (CHAT, chat_body(tools="all"), "tools"),
+        (CHAT, chat_body(tools=[{"type": "function"}]), None),
+        (CHAT, chat_body(tools=[], tool_choice="required"), None),
+        (CHAT, chat_body(stream_options=3), "stream_options"),
+        (TEXT, {}, "prompt"),
+        (TEXT, {"prompt": {"a": 1}}, "prompt"),
+        (TEXT, {"prompt": [-1]}, None),
+        (TEXT, {"prompt": [10**9]}, None),
+        (RESPONSES, {}, "input"),
+        (RESPONSES, {"input": 3}, "input"),
+        (RESPONSES, {"input": "Hello", "max_output_tokens": "many"}, "max_output_tokens"),
+    ],
+)
+def test_wrong_fields(server: Served, path: str, body: Any, param: str | None) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_a_prompt_that_is_too_long(server: Served) -> None:
+    words = "dog " * 3000
+    for path, body in ((CHAT, chat_body(words)), (TEXT, {"prompt": words}), (RESPONSES, {"input": words})):
+        answer = server.post(path, body)
+        assert answer.status_code == 400
+        assert error_of(answer)["code"] == "context_length_exceeded"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema, "b": schema}, "required": ["a"]}
+    return schema
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "a regular expression": {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"},
+    "long arrays": {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}},
+    "definitions": {
+        "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(20)} | {"d20": {"const": 1}},
+        "$ref": "#/$defs/d0",
+    },
+    "depth": {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
+    "halves": nested(12),
+    "many words": {"enum": [f"word {i}" for i in range(15_000)]},
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_schema_bombs(server: Served, bomb: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": BOMBS[bomb]}}
+    answer = server.post(CHAT, chat_body(response_format=form, max_tokens=16))
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert error_of(answer)["message"]
+    assert server.post(CHAT, chat_body(max_tokens=2)).status_code == 200
+
+
+def test_nothing_is_fetched_from_urls(server: Served) -> None:
+    for url in ("file:///etc/passwd", "http://169.254.169.254/", "data:image/png;base64,AAAA"):
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        answer = server.post(CHAT, {"messages": [{"role": "user", "content": content}]})
+        assert answer.status_code == 400
+        assert "root:" not in answer.text
+
+
+def test_text_that_looks_like_a_template_is_text(server: Served) -> None:
+    answer = server.post(CHAT, chat_body("{{ 7 * 7 }}{% for x in range(10**9) %}{{ x }}{% endfor %}", max_tokens=2))
+    assert answer.status_code == 200
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**20), 10**20),
+    st.integers(-2, 40),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+    st.sampled_from(["user", "assistant", "auto", "required", "text", "json_object", "function", "\x00", "tales"]),
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+MESSAGE = st.one_of(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer"]), "content": SCALARS},
+        optional={"name": JUNK, "tool_calls": JUNK, "tool_call_id": JUNK},
+    ),
+    JUNK,
+)
+FIELDS = {
+    "model": st.sampled_from(["tales", "small", "other", None]) | JUNK,
+    "messages": st.lists(MESSAGE, max_size=4) | JUNK,
+    "prompt": st.text(max_size=20) | JUNK,
+    "input": st.text(max_size=20) | JUNK,
+    "temperature": st.floats(0, 2) | JUNK,
+    "top_p": st.floats(0, 1) | JUNK,
+    "top_k": JUNK,
+    "n": st.integers(1, 3) | JUNK,
+    "stop": st.lists(st.text(max_size=4), max_size=4) | JUNK,
+    "seed": st.integers(0, 2**32) | JUNK,
+    "stream": st.booleans() | JUNK,
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}) | JUNK,
+    "logprobs": st.booleans() | st.integers(0, 5) | JUNK,
+    "top_logprobs": st.integers(0, 5) | JUNK,
+    "logit_bias": st.dictionaries(st.integers(0, 5000).map(str), st.floats(-100, 100), max_size=3) | JUNK,
+    "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object", "json_schema"])}) | JUNK,
+    "tools": JUNK,
+    "tool_choice": JUNK,
+    "instructions": JUNK,
+    "text": JUNK,
+    "echo": JUNK,
+    "suffix": JUNK,
+    "best_of": JUNK,
+    "frequency_penalty": JUNK,
+    "unknown": JUNK,
+}
+PATHS = st.sampled_from([CHAT, TEXT, RESPONSES, "/v1/embeddings", "/tokenize", "/detokenize"])
+LIMITS = {"max_tokens": st.just(4), "max_output_tokens": st.just(4)}
+BASES = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+    TEXT: {"prompt": "Once", "max_tokens": 4},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 4},
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(path=PATHS, fields=st.fixed_dictionaries({}, optional=FIELDS), complete=st.booleans())
+def test_a_thousand_requests_of_any_kind(server: Served, path: str, fields: dict[str, Any], complete: bool) -> None:
+    """Whatever is sent is answered, in OpenAI's shape and never with a fault of ours, and the server goes on."""
+    # Half of them would be right but for the fields that were made up.
+    body = (BASES.get(path, {}) | fields) if complete else fields
+    answer = server.post(path, body)
+    assert answer.status_code < 600
+    assert answer.status_code != 500, (body, server.logged())
+    if answer.status_code != 200:
+        assert answer.status_code in (400, 404, 501), (body, answer.text)
+        assert error_of(answer)["message"]
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert "internal_error" not in answer.text, (body, server.logged())
+    assert server.get("/health").status_code == 200

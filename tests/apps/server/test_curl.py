@@ -1,0 +1,126 @@
+"""`curl` against every endpoint of a real server, as its users type it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.apps.server.served import Served
+from tests.speculation import needs_builtin
+
+pytestmark = [needs_builtin, pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")]
+
+HELLO = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6}'
+
+
+def curl(server: Served, path: str, *arguments: str, stdin: bytes = b"") -> tuple[int, str]:
+    """Status and body."""
+    words = ["curl", "-sS", "--max-time", "60", "-w", "\n%{http_code}", *arguments, server.url + path]
+    done = subprocess.run(words, input=stdin, capture_output=True, check=True)
+    body, _, status = done.stdout.decode().rpartition("\n")
+    return int(status), body
+
+
+def answer(server: Served, path: str, *arguments: str) -> Any:
+    status, body = curl(server, path, *arguments)
+    assert status == 200, body
+    return json.loads(body)
+
+
+@pytest.mark.parametrize("prefix", ["/v1", ""])
+def test_facts(server: Served, prefix: str) -> None:
+    assert answer(server, f"{prefix}/health") == {"status": "ok"}
+    models = answer(server, f"{prefix}/models")
+    assert [model["id"] for model in models["data"]] == ["tales", "small"]
+    assert models["data"][0]["meta"]["n_ctx"] == 1024
+    assert answer(server, f"{prefix}/models/tales")["id"] == "tales"
+    props = answer(server, f"{prefix}/props")
+    assert props["context"] == props["default_generation_settings"]["n_ctx"] == 1024
+    assert props["plan"]["fits"]
+    assert props["total_slots"] == 8
+    assert "<|assistant|>" in props["chat_template"]
+
+
+@pytest.mark.parametrize("prefix", ["/v1", ""])
+def test_generation(server: Served, prefix: str) -> None:
+    # Without a content type, curl says that it sends a form.
+    chat = answer(server, f"{prefix}/chat/completions", "-d", HELLO)
+    assert chat["choices"][0]["message"]["content"]
+    text = answer(server, f"{prefix}/completions", "--json", '{"prompt": "Once", "max_tokens": 6}')
+    assert text["choices"][0]["text"]
+    response = answer(server, f"{prefix}/responses", "--json", '{"input": "Hello", "max_output_tokens": 6}')
+    assert response["object"] == "response"
+
+
+def test_streams(server: Served) -> None:
+    status, text = curl(server, "/v1/chat/completions", "-N", "-d", HELLO[:-1] + ', "stream": true}')
+    assert status == 200
+    assert text.endswith("data: [DONE]\n\n")
+    status, text = curl(
+        server, "/v1/responses", "-N", "-d", '{"input": "Hello", "stream": true, "max_output_tokens": 6}'
+    )
+    assert status == 200
+    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+    assert names[0] == "response.created"
+    assert "response.output_text.delta" in names
+    assert "[DONE]" not in text
+
+
+def test_tokens(server: Served) -> None:
+    ids = answer(server, "/tokenize", "-d", '{"content": "Once upon a time"}')["tokens"]
+    assert answer(server, "/detokenize", "-d", json.dumps({"tokens": ids}))["content"].strip() == "Once upon a time"
+    assert answer(server, "/tokenize", "-d", '{"content": ""}') == {"tokens": []}
+    with_begin = answer(server, "/tokenize", "-d", '{"content": "Once upon a time", "add_special": true}')["tokens"]
+    assert with_begin[-len(ids) :] == ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"content": 3}),
+        ("/tokenize", {"content": "a", "add_special": "yes"}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": "abc"}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [1.5]}),
+        ("/detokenize", {"tokens": [True]}),
+        ("/detokenize", {"tokens": [10**30]}),
+    ],
+)
+def test_wrong_tokens(server: Served, path: str, body: Any) -> None:
+    status, text = curl(server, path, "-d", json.dumps(body))
+    assert status == 400
+    assert json.loads(text)["error"]["param"]
+
+
+def test_ids_that_no_token_has(server: Served) -> None:
+    assert curl(server, "/detokenize", "-d", '{"tokens": [2147483647]}')[0] in (200, 400)
+
+
+def test_head_and_options(server: Served) -> None:
+    done = subprocess.run(["curl", "-sSI", f"{server.url}/v1/models"], capture_output=True, check=True, text=True)
+    assert done.stdout.startswith("HTTP/1.1 200")
+    assert "server:" not in done.stdout.lower()
+    assert curl(server, "/v1/models", "-X", "OPTIONS") == (204, "")
+
+
+def test_embeddings(server: Served) -> None:
+    status, body = curl(server, "/v1/embeddings", "-d", '{"input": "Hello", "model": "tales"}')
+    assert status == 501
+    assert json.loads(body)["error"]["code"] == "not_supported"
+
+
+def test_a_large_file_is_refused(server: Served, tmp_path: Path) -> None:
+    file = tmp_path / "large.json"
+    with file.open("wb") as out:
+        out.truncate(100 * 1000**2)
+    for extra in ([], ["-H", "Transfer-Encoding: chunked"], ["-H", "Expect:"]):
+        status, body = curl(server, "/v1/chat/completions", "--data-binary", f"@{file}", *extra)
+        assert status == 413
+        assert json.loads(body)["error"]["code"] == "body_too_large"

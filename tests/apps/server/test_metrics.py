@@ -1,0 +1,127 @@
+"""/metrics: Prometheus' text format, and figures that agree with the replies they are of."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from edgeinfer.results import (
+    FinishReason,
+    MemoryUse,
+    ModelInfo,
+    Result,
+    Speculation,
+    Timings,
+    Usage,
+)
+from tests.apps.server.served import Served, chat_body
+from tests.speculation import needs_builtin
+
+pytest.importorskip("starlette", reason="the server extra is not installed")
+
+from edgeinfer.apps.server.metrics import Load, Metrics
+
+LINE = re.compile(r'edgeinfer:[a-z_]+(\{[a-z]+="([^"\\\n]|\\.)*"\})? -?\d+(\.\d+)?')
+# llama-server's names, of which dashboards are made.
+NAMES = (
+    "prompt_tokens_total",
+    "prompt_seconds_total",
+    "tokens_predicted_total",
+    "tokens_predicted_seconds_total",
+    "prompt_tokens_seconds",
+    "predicted_tokens_seconds",
+    "n_tokens_max",
+    "n_decode_total",
+    "requests_processing",
+    "requests_deferred",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_drafts_total",
+)
+
+
+def result(reason: FinishReason = "length", prompt: int = 10, cached: int = 4, tokens: int = 5) -> Result:
+    """A reply that took a second in all."""
+    return Result(
+        text="",
+        token_ids=tuple(range(tokens)),
+        finish_reason=reason,
+        usage=Usage(prompt, tokens),
+        timings=Timings(0, 600.0, 600.0, 400.0 / (tokens - 1), 0, 0, 0, cached),
+        memory=MemoryUse(None, 0, 0, 0, 0, used={'a "term"': 7}),
+        speculation=Speculation("auto", rounds=3, drafted=6, accepted=2, accepted_per_position=(1, 1)),
+        model=ModelInfo("m", "a", 1, 4.0, "onnx", "k"),
+    )
+
+
+def figures(text: str) -> dict[str, float]:
+    """Values by name and labels, in a text that must be well formed."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            assert LINE.fullmatch(line), line
+            name, _, value = line.rpartition(" ")
+            assert name not in found
+            found[name.removeprefix("edgeinfer:")] = float(value)
+    return found
+
+
+def test_before_any_request() -> None:
+    found = figures(Metrics().text(Load(0, 0)))
+    assert set(NAMES) <= set(found)
+    assert {found[name] for name in NAMES} == {0}
+
+
+def test_sums() -> None:
+    metrics = Metrics()
+    metrics.finished(result())
+    metrics.finished(result("stop", prompt=20, cached=0, tokens=3))
+    metrics.answered(200)
+    metrics.answered(200)
+    metrics.answered(404)
+    metrics.failed()
+    metrics.disconnected()
+    found = figures(metrics.text(Load(2, 1, 64)))
+    expected = {
+        "prompt_tokens_total": 26,
+        "prompt_tokens_cached_total": 4,
+        "prompt_seconds_total": 1.2,
+        "tokens_predicted_total": 8,
+        "tokens_predicted_seconds_total": 0.8,
+        "predicted_tokens_seconds": 10,
+        "n_tokens_max": 23,
+        "n_decode_total": 6,
+        "spec_decode_num_draft_tokens_total": 12,
+        "spec_decode_num_accepted_tokens_total": 4,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 2,
+        'requests_total{status="200"}': 2,
+        'requests_total{status="404"}': 1,
+        'replies_total{reason="length"}': 1,
+        'replies_total{reason="stop"}': 1,
+        "replies_failed_total": 1,
+        "disconnects_total": 1,
+        "requests_processing": 2,
+        "requests_deferred": 1,
+        "context_tokens": 64,
+        r'memory_used_bytes{term="a \"term\""}': 7,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@needs_builtin
+def test_of_a_server(server: Served) -> None:
+    server.get("/health")
+    before = figures(server.get("/metrics").text)
+    answer = server.post("/v1/chat/completions", chat_body(max_tokens=12, n=2))
+    usage, timings = answer.json()["usage"], answer.json()["timings"]
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    after = figures(response.text)
+    assert after["tokens_predicted_total"] - before["tokens_predicted_total"] == usage["completion_tokens"] == 24
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == timings["prompt_n"]
+    assert after['requests_total{status="200"}'] > before['requests_total{status="200"}']
+    planned = [value for name, value in after.items() if name.startswith("memory_planned_bytes{")]
+    assert sum(planned) == after["memory_planned_total_bytes"]
+    assert after["process_resident_bytes"] > 0
+    assert after['memory_used_bytes{term="kv"}'] > 0
