@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 BUILTIN = ROOT / "edgeinfer" / "builtin"
+PAGE = ROOT / "apps" / "desktop" / "static"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 NATIVE = "edgeinfer/runtime/native"
 KERNEL = "edgeinfer_native"
@@ -160,6 +161,9 @@ def test_data_is_in_the_wheel(wheel: Path) -> None:
     for path in BUILTIN.rglob("*"):
         if path.is_file():
             assert path.relative_to(ROOT).as_posix() in present
+    for path in PAGE.rglob("*"):
+        if path.is_file():
+            assert f"edgeinfer/{path.relative_to(ROOT).as_posix()}" in present
 
 
 def test_wheel_carries_licence_and_command(wheel: Path) -> None:

@@ -33,7 +33,8 @@ export function createComposer() {
   document.getElementById("dock").append(form);
   follow(["conversation", "model", "link"], (state) => {
     show(button);
-    meter.show(state.conversation ? contextUse(path(state.conversation), state.model) : null, state.model);
+    const shown = state.conversation ? path(state.conversation) : [];
+    meter.show(contextUse(shown, state.model), state.model, shown.length > 0);
   });
   followDraft();
 }
@@ -114,17 +115,20 @@ function createMeter() {
   const element = h("span", { class: "meter", role: "img" }, svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, circle("all"), used), text);
   return {
     element,
-    show(use, model) {
+    show(use, model, begun) {
       const holds = use?.holds ?? (model?.status === "ready" ? model.context : null);
       element.hidden = !holds;
       if (!holds) return;
       const part = Math.min(1, (use?.used ?? 0) / holds);
       used.setAttribute("stroke-dashoffset", ROUND * (1 - part));
       used.setAttribute("visibility", part > 0 ? "visible" : "hidden");
-      text.textContent = `${count(use?.used ?? 0)} / ${count(holds)}`;
+      // After an edit the number is not known before the next reply.
+      const known = use || !begun;
+      const tokens = known ? count(use?.used ?? 0) : "–";
+      text.textContent = `${tokens} / ${count(holds)}`;
       element.classList.toggle("high", part >= HIGH && part < 1);
       element.classList.toggle("full", part >= 1);
-      element.setAttribute("aria-label", `Context: ${count(use?.used ?? 0)} of ${count(holds)} tokens in use`);
+      element.setAttribute("aria-label", `Context: ${known ? tokens : "an unknown number"} of ${count(holds)} tokens in use`);
       element.title = element.getAttribute("aria-label");
     },
   };

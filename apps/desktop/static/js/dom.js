@@ -25,7 +25,7 @@ export function svg(tag, attributes, ...children) {
 
 /** One of the drawings of icons.svg; its meaning is told by the label of what holds it. */
 export function icon(name) {
-  return svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `icons.svg#${name}` }));
+  return svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#icon-${name}` }));
 }
 
 /** A button that shows only an icon; the label is its name and its tooltip. */

@@ -26,7 +26,8 @@ export function contextUse(path, model) {
   if (!last) return null;
   const { prompt_tokens, completion_tokens, context } = last.figures;
   const holds = model?.status === "ready" && model.context ? model.context : context;
-  return holds ? { used: prompt_tokens + completion_tokens, holds } : null;
+  // The last token is counted although it need not be kept.
+  return holds ? { used: Math.min(prompt_tokens + completion_tokens, holds), holds } : null;
 }
 
 const CONTEXT_CODES = new Set(["context_full", "context_length_exceeded"]);
@@ -37,5 +38,15 @@ export function contextIsFull(path, model) {
   if (!last || last.role !== "assistant" || last.status === "replying") return false;
   if (CONTEXT_CODES.has(last.error?.code)) return true;
   const use = contextUse(path, model);
-  return last.figures?.finish_reason === "length" && use !== null && use.used >= use.holds - 1;
+  return cutShort(last) && use !== null && use.used >= use.holds - 1;
+}
+
+/** Whether a reply ended because it was allowed no more tokens. */
+export function cutShort({ status, figures }) {
+  return status === "complete" && figures?.finish_reason === "length";
+}
+
+/** Whether it was the context that allowed no more. */
+export function filledContext({ figures }) {
+  return figures.prompt_tokens + figures.completion_tokens >= figures.context - 1;
 }

@@ -2,6 +2,7 @@
 
 import { followAddress, refreshList, refreshShown } from "./chats.js";
 import { createComposer, focusComposer } from "./composer.js";
+import { loadIcons } from "./icons.js";
 import { connect } from "./live.js";
 import { createModels } from "./models.js";
 import { createNotices } from "./notices.js";
@@ -11,6 +12,7 @@ import { createSidebar } from "./sidebar.js";
 import { createThread } from "./thread.js";
 import { createTopbar } from "./topbar.js";
 
+loadIcons();
 createSidebar();
 createTopbar();
 createThread();

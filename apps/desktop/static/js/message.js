@@ -3,7 +3,7 @@
 import * as chats from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
 import { createEditor } from "./editor.js";
-import { figuresOf } from "./figures.js";
+import { cutShort, figuresOf, filledContext } from "./figures.js";
 import { copyText, showMarkdown } from "./markdown.js";
 
 const COPIED_MS = 1600;
@@ -90,7 +90,7 @@ function mishap({ message, last, busy }) {
     const retry = h("button", { type: "button", class: "button small", disabled: busy, onclick: () => chats.regenerate(message.id) }, icon("retry"), "Try again");
     return [line("error", text ?? "The reply failed.", hint, last && retry)];
   }
-  const cut = message.status === "complete" && message.figures?.finish_reason === "length";
+  const cut = cutShort(message) && !filledContext(message);
   const text = LEFT_OFF[message.status] ?? (cut ? "The reply reached its greatest length." : null);
   if (!text) return [];
   const more = h("button", { type: "button", class: "button small", disabled: busy, onclick: () => chats.goOn(message.id) }, icon("continue"), "Continue");
@@ -120,7 +120,7 @@ function actions(view) {
   const edit = iconButton("edit", "Edit", view.edit, { class: "small", disabled: busy, "data-action": "edit" });
   const again = assistant && iconButton("retry", "Regenerate", () => chats.regenerate(message.id), { class: "small", disabled: busy });
   const more = assistant && message.content && iconButton("continue", "Continue this reply", () => chats.goOn(message.id), { class: "small", disabled: busy });
-  return h("div", { class: "actions" }, [copy, edit, again, more].filter(Boolean));
+  return h("div", { class: "actions" }, message.content && [copy, edit], again, more);
 }
 
 function branches(message, versions, busy) {

@@ -15,8 +15,19 @@ export function toast(text, { hint = "", action = "", forMs = SHOWN_MS, onaction
   const timer = setTimeout(() => end(onend), forMs);
   if (action) box.append(h("button", { type: "button", onclick: () => end(onaction) }, action));
   else box.append(h("button", { type: "button", "aria-label": "Dismiss", onclick: () => end(onend) }, "OK"));
-  document.getElementById("toasts").append(box);
+  region.append(box);
+  raise();
 }
+
+const region = document.getElementById("toasts");
+
+/** Nothing outside an open dialog can be seen well or pressed, so messages move into it and out again. */
+function raise() {
+  const host = document.querySelector("dialog[open]") ?? document.body;
+  if (region.parentElement !== host) host.append(region);
+}
+
+for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("close", raise);
 
 /** Shows what went wrong in a call; a server that is gone has a banner of its own. */
 export function report(failure) {

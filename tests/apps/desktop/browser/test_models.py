@@ -121,5 +121,6 @@ def test_a_download_that_cannot_be_had_says_why(window: Window) -> None:
     window.page.locator("#model-button").click()
     window.models.get_by_label("Download from the hub").fill("nobody/nothing")
     window.button("Download", window.models).click()
-    failed = window.models.locator(".download.failed, .toast")
-    expect(failed.or_(window.page.locator(".toast"))).to_be_visible(timeout=30_000)
+    failed = window.models.locator(".download.failed, .toast").first
+    expect(failed).to_be_visible(timeout=30_000)
+    assert "nobody/nothing" in failed.inner_text()
