@@ -162,3 +162,26 @@ def test_a_window_says_that_it_is_signed_out_by_a_restart_on_the_same_port(data:
             expect(window.entries.filter(has_text="crow")).to_be_visible()
             window.page.context.close()
     window.problems.clear()
+
+
+def test_text_that_grows_moves_nothing_else(slow: App, open_at: OpenWindow) -> None:
+    window = open_at(slow.address)
+    window.wait_ready()
+    window.page.evaluate(
+        """() => {
+            window.shifts = [];
+            new PerformanceObserver((list) => window.shifts.push(...list.getEntries().map((entry) => entry.value)))
+                .observe({ type: "layout-shift" });
+        }"""
+    )
+    composer = window.page.locator(".composer")
+    before = composer.bounding_box()
+    window.send("Tell me a story.")
+    replying(window)
+    window.page.wait_for_function("() => document.querySelector('article.assistant').innerText.length > 600")
+    window.page.keyboard.press("Escape")
+    window.finished()
+    assert composer.bounding_box() == before
+    # The first message takes the place of the welcome, and is the only thing that does.
+    shifts: list[float] = window.page.evaluate("window.shifts")
+    assert sum(shifts) < 0.1, shifts

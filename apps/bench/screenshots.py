@@ -1,0 +1,249 @@
+"""Pictures of the chat app's main states, taken in a real browser from the running app; knows nothing of tests.
+
+    python -m edgeinfer.apps.bench.screenshots --models FOLDER --out docs/screenshots
+
+The folder's models are shown in the picker beside the built-in one, and `--large` is the one that is planned and loaded
+there: a model of some hundred megabytes, so that its plan has something to show. The conversations are the built-in
+model's own, but for one with Markdown and code, which that model cannot write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from edgeinfer.errors import BackendError, UsageError
+
+__all__ = ["main", "take"]
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_WIDE, _NARROW = (1280, 800), (380, 760)
+_LOADED = "#model-button .dot.ready"
+_TALKS = (
+    "Tell me a story about a lighthouse.",
+    "A story about two friends and a kite",
+    "Once upon a time there was an old clock",
+    "Tell me a story about a little boat.",
+)
+_WRITTEN = """A *budget* is the memory that the whole process may take. Before anything is allocated, a plan lists every
+term in bytes and chooses what fits:
+
+1. **Weights**, mapped from their file or streamed a few layers at a time
+2. **Cache** of the conversation, in `float32` or `int8`
+3. **Drafting**, where there is room for it
+
+```python
+import edgeinfer
+
+model = edgeinfer.load("my-bundle", memory="600MB")  # a path or a hub id
+for chunk in model.stream("Once upon a time", max_tokens=64):
+    print(chunk.text, end="")
+```
+
+| term | of what | counts |
+|:--|:--|--:|
+| `weights_mapped` | pages of the model's file | while used |
+| `kv` | keys and values of each token | always |
+
+> What does not fit is told in advance, with the smallest budget that would.
+"""
+
+
+@contextlib.contextmanager
+def _app(*options: str | Path) -> Iterator[str]:
+    """The address of an app with no history."""
+    with tempfile.TemporaryDirectory() as data:
+        command = [
+            sys.executable,
+            "-m",
+            "edgeinfer.cli.main",
+            "chat",
+            "--no-window",
+            "--data",
+            data,
+            *map(str, options),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            try:
+                if not address:
+                    raise BackendError("The app did not start.", "Try `edgeinfer chat --no-window`.")
+                yield address
+            finally:
+                process.terminate()
+
+
+def _page(browser: Browser, address: str, size: tuple[int, int] = _WIDE, *, dark: bool = False) -> Page:
+    width, height = size
+    context = browser.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if dark else "light",
+        # A picture in the middle of an animation would differ each time.
+        reduced_motion="reduce",
+    )
+    page = context.new_page()
+    page.goto(address)
+    return page
+
+
+def _ready(page: Page) -> None:
+    expect(page.locator(_LOADED)).to_be_visible(timeout=60_000)
+
+
+def _ask(page: Page, text: str) -> None:
+    before = page.locator("article.assistant").count()
+    page.locator("#prompt").fill(text)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("article.assistant")).to_have_count(before + 1)
+    _finished(page)
+
+
+def _finished(page: Page) -> None:
+    expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false", timeout=60_000)
+
+
+def _planned(page: Page) -> None:
+    expect(page.locator(".plan:not(.stale) .legend li").first).to_be_visible()
+
+
+def _budget(page: Page, size: str) -> None:
+    if not page.locator("#budget-switch").is_checked():
+        page.locator("label.switch").click()
+    page.locator("#budget-size").fill(size)
+    page.locator("#budget-size").press("Enter")
+    _planned(page)
+
+
+def _pick(page: Page, model: str) -> None:
+    page.locator("#model-button").click()
+    page.locator("#models").get_by_role("option").filter(has_text=model).first.click()
+    _planned(page)
+
+
+def _write(page: Page) -> None:
+    """A conversation with what the built-in model cannot write, put there as its reply."""
+    page.keyboard.press("Control+Shift+O")
+    _ask(page, "How does a memory budget work?")
+    page.get_by_role("button", name="Edit", exact=True).last.click()
+    page.get_by_role("textbox", name="Edit the reply").fill(_WRITTEN)
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("article.assistant .code")).to_be_visible()
+
+
+Shoot = Callable[[Page, str], None]
+
+
+def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+    """The start, conversations and the picker, in light and dark, wide and narrow."""
+    with _app("--models", models, "--seed", "3") as address:
+        page = _page(browser, address)
+        _ready(page)
+        shoot(page, "start")
+        for text in _TALKS:
+            page.keyboard.press("Control+Shift+O")
+            _ask(page, text)
+        page.get_by_role("button", name="Regenerate").last.click()
+        _finished(page)
+        shoot(page, "conversation-light")
+        here = page.url
+        for size, dark, name in ((_WIDE, True, "conversation-dark"), (_NARROW, False, "narrow")):
+            other = _page(browser, address, size, dark=dark)
+            other.goto(here)
+            _finished(other)
+            shoot(other, name)
+        _write(page)
+        page.get_by_role("button", name="Chat settings").click()
+        shoot(page, "markdown-and-settings")
+        _models(browser, address, large, shoot)
+
+
+def _models(browser: Browser, address: str, large: str, shoot: Shoot) -> None:
+    for size, dark, name in ((_WIDE, False, "models"), (_WIDE, True, "models-dark"), (_NARROW, False, "narrow-models")):
+        page = _page(browser, address, size, dark=dark)
+        _ready(page)
+        _pick(page, large)
+        _budget(page, "500 MB")
+        shoot(page, name)
+    page = _page(browser, address)
+    _ready(page)
+    _pick(page, large)
+    _budget(page, "120 MB")
+    shoot(page, "budget-too-small")
+    _budget(page, "1 GB")
+    page.locator("#load-button").click()
+    expect(page.locator(".notice.loading")).to_be_visible()
+    shoot(page, "loading")
+
+
+def _memory_short(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+    """A budget that the chosen model does not fit."""
+    with _app("--memory", "40MB") as address:
+        page = _page(browser, address)
+        expect(page.locator(".notice.failed")).to_be_visible(timeout=60_000)
+        shoot(page, "memory-short")
+
+
+def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+    """A conversation that has used up the context."""
+    with _app("--context", "256", "--seed", "3") as address:
+        page = _page(browser, address)
+        _ready(page)
+        while not page.locator(".notice.full").is_visible():
+            _ask(page, "Tell me a long story about a boat, a kite, a fox and an owl.")
+        shoot(page, "context-full")
+
+
+_SCENES: tuple[Callable[[Browser, Path, str, Shoot], None], ...] = (_chats, _memory_short, _context_full)
+
+
+def take(models: Path, large: str, out: Path) -> list[Path]:
+    """Takes all pictures.
+
+    Args:
+        models: folder with models.
+        large: name of one of them.
+
+    Raises:
+        UsageError: there is no browser.
+        BackendError: the app did not start.
+    """
+    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if found is None:
+        raise UsageError("There is no browser.", f"Install one of {', '.join(_BROWSERS)}.")
+    out.mkdir(parents=True, exist_ok=True)
+    taken: list[Path] = []
+
+    def shoot(page: Page, name: str) -> None:
+        taken.append(out / f"{name}.png")
+        page.screenshot(path=taken[-1])
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        for scene in _SCENES:
+            scene(browser, models, large, shoot)
+        browser.close()
+    return taken
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, metavar="FOLDER", help="with bundles or GGUF files")
+    parser.add_argument("--large", required=True, metavar="NAME", help="of the model that is planned and loaded")
+    parser.add_argument("--out", type=Path, default=Path("docs/screenshots"), metavar="FOLDER")
+    args = parser.parse_args(arguments)
+    for path in take(args.models, args.large, args.out):
+        print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
+
+
+if __name__ == "__main__":
+    main()
