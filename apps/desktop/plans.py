@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 import edgeinfer
+from edgeinfer.apps.server.rooms import with_room
 
 __all__ = ["Planner"]
 
@@ -25,9 +26,11 @@ class Planner:
 
     Args:
         options: fields of LoadConfig that hold for every model.
+        parallel: replies that take turns.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None, parallel: int = 1) -> None:
+        self._parallel = parallel
         self._options = dict(options or {})
         self._lock = threading.Lock()
         self._empty: dict[str, int] | None = None
@@ -51,19 +54,22 @@ class Planner:
         """
         given = self._options | {name: value for name, value in options.items() if value is not None}
         with self._lock:
-            plan = edgeinfer.plan(model, **given)
-            excess = self._excess(plan.terms)
-            counted = sum(size for name, size in excess.items() if name in _counted(plan.counted))
             if memory is not None:
+                _, counted = self._excess(edgeinfer.plan(model, **given))
                 # No more than the machine has, which a plan refuses.
-                room = max(memory, min(memory + counted, psutil.virtual_memory().total))
-                plan = edgeinfer.plan(model, memory=room, **given)
-            return _corrected(plan.to_dict(), excess, counted, memory)
+                given["memory"] = max(memory, min(memory + counted, psutil.virtual_memory().total))
+            alone = edgeinfer.plan(model, **given)
+            # As the host would load it; where memory is short it makes do without what others need.
+            roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel))
+            data = roomy.to_dict() | {"alternatives": alone.to_dict()["alternatives"]}
+            data["minimum_bytes"] = alone.minimum_bytes
+            return _corrected(data, *self._excess(roomy), memory)
 
-    def _excess(self, terms: Mapping[str, int]) -> dict[str, int]:
-        if self._empty is None:
-            return dict.fromkeys(_PROCESS, 0)
-        return {name: max(0, terms.get(name, 0) - self._empty[name]) for name in _PROCESS}
+    def _excess(self, plan: edgeinfer.MemoryPlan) -> tuple[dict[str, int], int]:
+        """Bytes by which the process is larger than without a model, by term; and those of them that count."""
+        empty = self._empty or {}
+        excess = {name: max(0, plan.terms.get(name, 0) - empty.get(name, plan.terms.get(name, 0))) for name in _PROCESS}
+        return excess, sum(size for name, size in excess.items() if name in _counted(plan.counted))
 
 
 def _counted(kind: str) -> tuple[str, ...]:

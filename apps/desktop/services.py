@@ -69,7 +69,7 @@ class Services:
         folder.make()
         kept = SettingsFile(folder.settings, settings)
         history = History.open(folder.history)
-        feed, planner = Feed(), Planner(options)
+        feed, planner = Feed(), Planner(options, host.parallel)
         library = Library((folder.models, *models), planner)
         control = ModelControl(host, kept, options or {}, planner, library, feed)
 
