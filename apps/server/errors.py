@@ -27,7 +27,7 @@ _OUR_FAULT = 500
 
 
 class ClientGoneError(Exception):
-    """The client hung up, or takes nothing: there is nobody to answer."""
+    """The client hung up: there is nobody to answer."""
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:

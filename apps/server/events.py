@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from edgeinfer.apps.server.errors import ClientGoneError, error_answer
+from edgeinfer.apps.server.errors import error_answer
 from edgeinfer.apps.server.security import Security
 
 __all__ = ["EventStream"]
@@ -49,11 +49,7 @@ class EventStream:
         self.begun = False
 
     async def events(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Sends events.
-
-        Raises:
-            ClientGoneError: the client does not take them.
-        """
+        """Sends events."""
         if events:
             await self._write(b"".join(map(self._event, events)))
 
@@ -77,15 +73,12 @@ class EventStream:
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         # One at a time: of several replies, and of comments, each calls in its own task.
-        try:
-            async with self._writing, asyncio.timeout(self._security.write_seconds):
-                if not self.begun:
-                    self.begun = True
-                    await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEAD)})
-                    data = b"".join(map(self._event, self._opening)) + data
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError as error:
-            raise ClientGoneError from error
+        async with self._writing:
+            if not self.begun:
+                self.begun = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEAD)})
+                data = b"".join(map(self._event, self._opening)) + data
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._written = self._time()
 
     def _event(self, event: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with limits on how long a request's head may take, and refusals in OpenAI's shape; knows
-nothing of the application."""
+"""uvicorn's HTTP protocol with limits on how long clients may take to send and to receive, and refusals in OpenAI's
+shape; knows nothing of the application."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ class ServerProtocol(H11Protocol):
         head_seconds: within which the head of a request must be there, once it has begun or the connection is new.
         rest_seconds: for which what is left of a body is still taken, and dropped, after its request was answered; a
             client that is cut off while it sends may never read the answer.
+        take_seconds: for which a client may leave what it was sent, once that has filled the buffers.
     """
 
     head_seconds: float = 10.0
     rest_seconds: float = 10.0
+    take_seconds: float = 60.0
     _deadline: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,7 +42,16 @@ class ServerProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keep_open()
+        self._let_stall(False)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._let_stall(True)
+
+    def resume_writing(self) -> None:
+        self._let_stall(False)
+        super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -68,6 +80,11 @@ class ServerProtocol(H11Protocol):
             return
         if self._deadline is None:
             self._close_after(limit)
+
+    def _let_stall(self, stalls: bool) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+        self._stalled = self.loop.call_later(self.take_seconds, self.transport.abort) if stalls else None
 
     def _close_after(self, seconds: float) -> None:
         self._keep_open()

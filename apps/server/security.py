@@ -42,7 +42,6 @@ class Security:
         max_schema: characters of JSON of a schema, a grammar, or a list of tools.
         max_requests: that are answered at once, those waiting included.
         body_seconds: within which a body must arrive.
-        write_seconds: within which a client must take what it is sent.
         comment_seconds: without an event after which a stream sends a comment, so that nobody takes it for dead.
 
     Raises:
@@ -58,7 +57,6 @@ class Security:
     max_schema: int = 256 * 1000
     max_requests: int = 256
     body_seconds: float = 30.0
-    write_seconds: float = 60.0
     comment_seconds: float = 10.0
 
     def __post_init__(self) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import httpx
 import pytest
 
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
@@ -25,10 +30,10 @@ HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @contextlib.contextmanager
-def running(security: Security | None = None) -> Iterator[int]:
+def running(security: Security | None = None, routes: Sequence[BaseRoute] = ()) -> Iterator[int]:
     """A server without a model in a thread of its own; its port."""
     ready: queue.Queue[str] = queue.Queue()
-    server = Server(make_app(ModelHost(), security or Security()), "localhost", 0, ready=ready.put)
+    server = Server(make_app(ModelHost(), security or Security(), extra_routes=routes), "localhost", 0, ready=ready.put)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -142,3 +147,23 @@ def test_websockets_are_not_spoken() -> None:
     }
     with running() as port:
         assert httpx.get(f"http://localhost:{port}/v1/models", headers=upgrade).status_code == 200
+
+
+def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerProtocol, "take_seconds", 0.1)
+    ended = threading.Event()
+
+    async def much() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield b"x" * 100_000
+        finally:
+            ended.set()
+
+    async def endpoint(_: Request) -> Response:
+        return StreamingResponse(much())
+
+    with running(routes=[Route("/much", endpoint)]) as port, connect(port) as connection:
+        connection.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert ended.wait(timeout=30)

@@ -1,0 +1,80 @@
+"""The load on a server: what counts as a whole stream, and a short run against a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx", reason="the tests' HTTP client is not installed")
+pytest.importorskip("starlette", reason="the server extra is not installed")
+
+import httpx
+
+from edgeinfer.apps.bench.serve_load import Outcome, Question, ask, main
+from tests.speculation import needs_builtin
+
+QUESTION = Question({"messages": [], "stream": True}, "abc")
+
+
+def event(text: str) -> str:
+    return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
+
+
+def outcome_of(body: str, status: int = 200, leave_after: int | None = None) -> Outcome:
+    """What a made-up answer counts as."""
+    outcome = Outcome()
+
+    async def run() -> None:
+        transport = httpx.MockTransport(lambda _: httpx.Response(status, text=body))
+        async with httpx.AsyncClient(transport=transport) as client:
+            await ask(client, "http://localhost", QUESTION, leave_after, outcome)
+
+    asyncio.run(run())
+    return outcome
+
+
+def test_a_whole_stream() -> None:
+    outcome = outcome_of(": still here\n\n" + event("a") + event("") + event("bc") + "data: [DONE]\n\n")
+    assert (outcome.complete, outcome.left, outcome.errors, outcome.tokens) == (1, 0, [], 2)
+    assert len(outcome.ttft_ms) == len(outcome.gap_ms) == 1
+
+
+def test_a_stream_that_was_left() -> None:
+    outcome = outcome_of(event("a") + event("b"), leave_after=1)
+    assert (outcome.complete, outcome.left, outcome.errors) == (0, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "leave_after", "says"),
+    [
+        (event("a") + event("b"), 200, None, "incomplete"),
+        (event("abc"), 200, None, "incomplete"),
+        (event("abd") + "data: [DONE]\n\n", 200, None, "another's text"),
+        (event("ab") + "data: [DONE]\n\n", 200, None, "another's text"),
+        (event("x"), 200, 1, "another's text"),
+        (event("a") + 'data: {"error": {"message": "broken"}}\n\n', 200, None, "broken"),
+        ("busy", 429, None, "status 429"),
+    ],
+)
+def test_what_is_an_error(body: str, status: int, leave_after: int | None, says: str) -> None:
+    outcome = outcome_of(body, status, leave_after)
+    assert (outcome.complete, outcome.left) == (0, 0)
+    assert len(outcome.errors) == 1
+    assert says in outcome.errors[0]
+
+
+@needs_builtin
+def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "load.json"
+    words = ["--clients", "3", "--seconds", "1", "--questions", "4", "--leaving", "0.3", "--out", str(out)]
+    assert main([*words, "--", "-t", "1", "--parallel", "2"]) == 0
+    figures: dict[str, Any] = json.loads(out.read_text())
+    assert figures["errors"] == 0
+    assert figures["requests"] == figures["complete"] + figures["disconnects"] >= 3
+    assert figures["rss_most_bytes"] >= figures["rss_at_the_end_bytes"] > 0
+    assert figures["ttft_ms"]["p99"] >= figures["ttft_ms"]["p50"] > 0
+    assert "under load" in capsys.readouterr().out
