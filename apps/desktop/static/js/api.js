@@ -23,12 +23,19 @@ async function call(method, path, { body, signal, keepalive } = {}) {
     answer = await fetch(`${BASE}${path}`, { method, headers, body: text, signal, keepalive, cache: "no-store" });
   } catch (failure) {
     if (failure.name === "AbortError") throw failure;
-    throw new ApiError("The app's server does not answer.", { hint: "Start it again with `edgeinfer chat`.", code: "gone" });
+    throw new ApiError("The app's server does not answer.", {
+      hint: "Start it again with `edgeinfer chat`.",
+      code: "gone",
+    });
   }
   const found = answer.status === 204 ? null : await read(answer);
   if (answer.ok) return found;
   const { message, hint, code } = found?.error ?? {};
-  throw new ApiError(message ?? `The server answered ${answer.status}.`, { hint: hint ?? "", code: code ?? "", status: answer.status });
+  throw new ApiError(message ?? `The server answered ${answer.status}.`, {
+    hint: hint ?? "",
+    code: code ?? "",
+    status: answer.status,
+  });
 }
 
 async function read(answer) {
@@ -54,7 +61,8 @@ export const cancelLoad = () => call("POST", "/model/cancel");
 export const unloadModel = () => call("POST", "/model/unload");
 export const startDownload = (id) => call("POST", "/downloads", { body: { id } });
 export const cancelDownload = (key) => call("DELETE", `/downloads/${encodeURIComponent(key)}`);
-export const listConversations = (search, signal) => call("GET", `/conversations?search=${encodeURIComponent(search)}`, { signal });
+export const listConversations = (search, signal) =>
+  call("GET", `/conversations?search=${encodeURIComponent(search)}`, { signal });
 export const createConversation = (fields) => call("POST", "/conversations", { body: fields });
 export const getConversation = (id) => call("GET", chat(id));
 export const patchConversation = (id, fields) => call("PATCH", chat(id), { body: fields });

@@ -165,6 +165,8 @@ export async function update(id, fields) {
     change({ conversations: listed ?? null });
   } catch (failure) {
     report(failure);
+    // What was shown in advance may not hold.
+    refreshShown();
   }
 }
 
@@ -173,14 +175,27 @@ export function remove(id, title) {
   change({ removed: new Set([...get().removed, id]) });
   if (get().conversation?.id === id) show(null);
   const restore = () => change({ removed: new Set([...get().removed].filter((other) => other !== id)) });
-  const erase = (leaving) => api.deleteConversation(id, leaving).catch((failure) => { restore(); report(failure); });
-  const leave = () => { if (get().removed.has(id)) erase(true); };
+  const erase = (leaving) =>
+    api.deleteConversation(id, leaving).catch((failure) => {
+      restore();
+      report(failure);
+    });
+  const leave = () => {
+    if (get().removed.has(id)) erase(true);
+  };
   window.addEventListener("pagehide", leave, { once: true });
   toast(`“${title}” deleted`, {
     action: "Undo",
     forMs: UNDO_MS,
-    onaction() { window.removeEventListener("pagehide", leave); restore(); show(id); },
-    onend() { window.removeEventListener("pagehide", leave); erase(false); },
+    onaction() {
+      window.removeEventListener("pagehide", leave);
+      restore();
+      show(id);
+    },
+    onend() {
+      window.removeEventListener("pagehide", leave);
+      erase(false);
+    },
   });
 }
 

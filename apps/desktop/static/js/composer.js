@@ -17,7 +17,15 @@ let sending = false;
 
 /** Puts the composer into the dock. */
 export function createComposer() {
-  field = h("textarea", { id: "prompt", rows: 1, placeholder: "Write a message", "aria-label": "Message", autocomplete: "off", spellcheck: "true", enterkeyhint: "send" });
+  field = h("textarea", {
+    id: "prompt",
+    rows: 1,
+    placeholder: "Write a message",
+    "aria-label": "Message",
+    autocomplete: "off",
+    spellcheck: "true",
+    enterkeyhint: "send",
+  });
   const button = h("button", { type: "submit", class: "round" }, icon("send"));
   const meter = createMeter();
   const row = h("div", { class: "row" }, meter.element, h("span", { class: "spacer" }), button);
@@ -27,8 +35,13 @@ export function createComposer() {
     if (get().conversation?.replying) stop();
     else submit();
   });
-  form.addEventListener("click", (event) => { if (!event.target.closest("button")) field.focus(); });
-  field.addEventListener("input", () => { remember(); show(button); });
+  form.addEventListener("click", (event) => {
+    if (!event.target.closest("button")) field.focus();
+  });
+  field.addEventListener("input", () => {
+    remember();
+    show(button);
+  });
   field.addEventListener("keydown", onKey);
   document.getElementById("dock").append(form);
   follow(["conversation", "model", "link"], (state) => {
@@ -46,7 +59,9 @@ export function focusComposer() {
 
 function canSend() {
   const { model, link, conversation } = get();
-  return link === "open" && model?.status === "ready" && !conversation?.replying && !sending && field.value.trim() !== "";
+  return (
+    link === "open" && model?.status === "ready" && !conversation?.replying && !sending && field.value.trim() !== ""
+  );
 }
 
 function show(button) {
@@ -112,7 +127,12 @@ function createMeter() {
   const used = circle("used");
   used.setAttribute("stroke-dasharray", ROUND);
   const text = h("span");
-  const element = h("span", { class: "meter", role: "img" }, svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, circle("all"), used), text);
+  const element = h(
+    "span",
+    { class: "meter", role: "img" },
+    svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, circle("all"), used),
+    text,
+  );
   return {
     element,
     show(use, model, begun) {
@@ -128,7 +148,10 @@ function createMeter() {
       text.textContent = `${tokens} / ${count(holds)}`;
       element.classList.toggle("high", part >= HIGH && part < 1);
       element.classList.toggle("full", part >= 1);
-      element.setAttribute("aria-label", `Context: ${known ? tokens : "an unknown number"} of ${count(holds)} tokens in use`);
+      element.setAttribute(
+        "aria-label",
+        `Context: ${known ? tokens : "an unknown number"} of ${count(holds)} tokens in use`,
+      );
       element.title = element.getAttribute("aria-label");
     },
   };

@@ -38,7 +38,11 @@ export function iconButton(name, label, onclick, attributes = {}) {
 /** Shows how much is done; `part` is 0 to 1, or null where that is not known. */
 export function progressBar(label) {
   const filled = h("span");
-  const bar = h("div", { class: "progress", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 }, filled);
+  const bar = h(
+    "div",
+    { class: "progress", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 },
+    filled,
+  );
   return {
     element: bar,
     show(part) {
@@ -55,5 +59,7 @@ export function announce(text) {
   const region = document.getElementById("announcer");
   region.textContent = "";
   // A region that is emptied and filled in one go is not read again where the text is the same.
-  requestAnimationFrame(() => { region.textContent = text; });
+  requestAnimationFrame(() => {
+    region.textContent = text;
+  });
 }

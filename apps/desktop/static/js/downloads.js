@@ -9,7 +9,14 @@ import { report } from "./toast.js";
 
 /** The form and the running downloads; `finished` is called when one is done. */
 export function createDownloads(finished) {
-  const field = h("input", { class: "input", id: "hub-id", placeholder: "owner/model", autocomplete: "off", autocapitalize: "off", spellcheck: "false" });
+  const field = h("input", {
+    class: "input",
+    id: "hub-id",
+    placeholder: "owner/model",
+    autocomplete: "off",
+    autocapitalize: "off",
+    spellcheck: "false",
+  });
   const button = h("button", { type: "submit", class: "button" }, "Download");
   const form = h("form", {}, field, button);
   const list = h("div", { "aria-live": "off" });
@@ -47,21 +54,38 @@ function createView({ key, id }) {
   const bar = progressBar(`Download of ${id}`);
   const state = h("span", { class: "state" });
   const view = { dismissed: false };
-  const close = iconButton("close", "Cancel the download", () => {
-    if (view.status === "running") api.cancelDownload(key).catch(report);
-    else {
-      view.dismissed = true;
-      element.remove();
-    }
-  }, { class: "small" });
-  const element = h("div", { class: "download" }, h("span", { class: "name", title: id }, id), close, bar.element, state);
+  const close = iconButton(
+    "close",
+    "Cancel the download",
+    () => {
+      if (view.status === "running") api.cancelDownload(key).catch(report);
+      else {
+        view.dismissed = true;
+        element.remove();
+      }
+    },
+    { class: "small" },
+  );
+  const element = h(
+    "div",
+    { class: "download" },
+    h("span", { class: "name", title: id }, id),
+    close,
+    bar.element,
+    state,
+  );
   view.element = element;
   view.show = ({ done, total, status, error }) => {
     view.status = status;
     element.className = `download ${status}`;
     bar.element.hidden = status !== "running";
     bar.show(total > 0 ? done / total : null);
-    state.textContent = status === "failed" ? [error?.message ?? error, error?.hint].filter(Boolean).join(" ") : total > 0 ? `${size(done)} of ${size(total)}` : "Asking the hub…";
+    state.textContent =
+      status === "failed"
+        ? [error?.message ?? error, error?.hint].filter(Boolean).join(" ")
+        : total > 0
+          ? `${size(done)} of ${size(total)}`
+          : "Asking the hub…";
     const label = status === "running" ? "Cancel the download" : "Dismiss";
     close.setAttribute("aria-label", label);
     close.title = label;

@@ -20,10 +20,13 @@ export function createEditor({ content, label, note, action, save, cancel }) {
       submit();
     }
   });
-  const row = h("div", { class: "row" },
+  const row = h(
+    "div",
+    { class: "row" },
     h("small", {}, note),
     h("button", { type: "button", class: "button small", onclick: cancel }, "Cancel"),
-    h("button", { type: "button", class: "button small primary", onclick: submit }, action));
+    h("button", { type: "button", class: "button small primary", onclick: submit }, action),
+  );
   return {
     element: h("div", { class: "editor" }, field, row),
     focus() {

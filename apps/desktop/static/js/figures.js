@@ -8,9 +8,15 @@ export function figuresOf(message) {
   if (!figures) return [];
   const told = [];
   if (figures.tokens_per_second > 0) told.push([rate(figures.tokens_per_second), "Speed after the first token"]);
-  told.push([`${duration(figures.ttft_ms)} to first token`, "From sending to the first token, the prompt's evaluation included"]);
+  told.push([
+    `${duration(figures.ttft_ms)} to first token`,
+    "From sending to the first token, the prompt's evaluation included",
+  ]);
   const cached = figures.cached_tokens ? `, ${count(figures.cached_tokens)} of them kept from before` : "";
-  told.push([counted(figures.completion_tokens, "token"), `After a prompt of ${counted(figures.prompt_tokens, "token")}${cached}`]);
+  told.push([
+    counted(figures.completion_tokens, "token"),
+    `After a prompt of ${counted(figures.prompt_tokens, "token")}${cached}`,
+  ]);
   if (figures.drafted > 0) {
     told.push([
       `${count(figures.accepted)} of ${count(figures.drafted)} drafts accepted`,

@@ -1,6 +1,10 @@
 // Writes numbers, sizes and days as people read them; knows nothing of where they come from.
 
-const UNITS = [["GB", 1e9], ["MB", 1e6], ["KB", 1e3]];
+const UNITS = [
+  ["GB", 1e9],
+  ["MB", 1e6],
+  ["KB", 1e3],
+];
 
 /** Bytes in decimal units: 412 MB, 1.3 GB. */
 export function size(bytes) {
@@ -71,7 +75,10 @@ export function day(time, now = new Date()) {
   if (days === 1) return "Yesterday";
   if (days <= 7) return "Previous 7 days";
   if (days <= 30) return "Previous 30 days";
-  return time.toLocaleDateString("en", time.getFullYear() === now.getFullYear() ? { month: "long" } : { month: "long", year: "numeric" });
+  return time.toLocaleDateString(
+    "en",
+    time.getFullYear() === now.getFullYear() ? { month: "long" } : { month: "long", year: "numeric" },
+  );
 }
 
 /** A date of the API: seconds since 1970 or ISO text. */

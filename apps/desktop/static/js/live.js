@@ -15,7 +15,9 @@ const told = new Set();
 export function connect(refresh, conversationsChanged) {
   open(refresh, conversationsChanged);
   // A sleeping laptop may leave a line that is open in name only.
-  window.addEventListener("online", () => { if (get().link !== "open") open(refresh, conversationsChanged); });
+  window.addEventListener("online", () => {
+    if (get().link !== "open") open(refresh, conversationsChanged);
+  });
 }
 
 async function open(refresh, conversationsChanged) {
@@ -33,7 +35,10 @@ async function open(refresh, conversationsChanged) {
   }
   line = new EventSource(api.eventsAddress);
   const own = line;
-  own.addEventListener("open", () => { change({ link: "open" }); refresh(); });
+  own.addEventListener("open", () => {
+    change({ link: "open" });
+    refresh();
+  });
   own.addEventListener("error", () => {
     // The browser's own retries cannot tell a refusal from a restart, and a restart needs everything read again.
     own.close();

@@ -22,5 +22,8 @@ createPanel();
 createModels();
 enableShortcuts();
 window.addEventListener("hashchange", followAddress);
-connect(() => { refreshList(); refreshShown(); }, refreshList);
+connect(() => {
+  refreshList();
+  refreshShown();
+}, refreshList);
 focusComposer();

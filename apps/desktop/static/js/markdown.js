@@ -75,7 +75,8 @@ function morphText(present, data) {
 function morphAttributes(present, wanted) {
   // What a reader has folded or unfolded stays so.
   const own = (name) => name === "open";
-  for (const { name } of [...present.attributes]) if (!own(name) && !wanted.hasAttribute(name)) present.removeAttribute(name);
+  for (const { name } of [...present.attributes])
+    if (!own(name) && !wanted.hasAttribute(name)) present.removeAttribute(name);
   for (const { name, value } of wanted.attributes) {
     if (!own(name) && present.getAttribute(name) !== value) present.setAttribute(name, value);
   }
@@ -103,6 +104,8 @@ export function enableCopying(root) {
     if (!button) return;
     await copyText(button.closest(".code").querySelector("code").textContent);
     button.textContent = "Copied";
-    setTimeout(() => { button.textContent = "Copy"; }, SHORT_COPIED_MS);
+    setTimeout(() => {
+      button.textContent = "Copy";
+    }, SHORT_COPIED_MS);
   });
 }

@@ -6,12 +6,20 @@ const GAP_PX = 4;
 
 /** A button with a menu of what `entries()` gives when it opens: {icon, text, run | href, danger}, null for a line. */
 export function createMenu(drawing, label, entries, attributes = {}) {
-  const button = iconButton(drawing, label, () => open(button, entries()), { "aria-haspopup": "menu", "aria-expanded": "false", ...attributes });
+  const button = iconButton(drawing, label, () => open(button, entries()), {
+    "aria-haspopup": "menu",
+    "aria-expanded": "false",
+    ...attributes,
+  });
   return button;
 }
 
 function open(button, entries) {
-  const menu = h("div", { class: "menu", role: "menu", popover: "auto" }, entries.map((entry) => entryOf(entry, () => menu.hidePopover())));
+  const menu = h(
+    "div",
+    { class: "menu", role: "menu", popover: "auto" },
+    entries.map((entry) => entryOf(entry, () => menu.hidePopover())),
+  );
   menu.addEventListener("toggle", ({ newState }) => {
     button.setAttribute("aria-expanded", String(newState === "open"));
     if (newState === "closed") menu.remove();
@@ -28,7 +36,19 @@ function entryOf(entry, close) {
   const { icon: drawing, text, run, href, danger } = entry;
   const attributes = { role: "menuitem", tabindex: -1, class: danger ? "danger" : null };
   if (href) return h("a", { ...attributes, href, download: true, onclick: close }, icon(drawing), text);
-  return h("button", { type: "button", ...attributes, onclick: () => { close(); run(); } }, icon(drawing), text);
+  return h(
+    "button",
+    {
+      type: "button",
+      ...attributes,
+      onclick: () => {
+        close();
+        run();
+      },
+    },
+    icon(drawing),
+    text,
+  );
 }
 
 function place(menu, anchor) {

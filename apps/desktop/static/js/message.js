@@ -19,9 +19,11 @@ export function createMessage(role) {
   const view = { element, message: null, last: false, versions: [], editor: null, waiting: null };
 
   view.show = (message, versions, { last, busy }) => {
-    const same = view.message === message && view.last === last && view.busy === busy && view.versions.length === versions.length;
+    const same =
+      view.message === message && view.last === last && view.busy === busy && view.versions.length === versions.length;
     if (same) return;
-    const restyled = !view.message || view.message.status !== message.status || view.message.figures !== message.figures;
+    const restyled =
+      !view.message || view.message.status !== message.status || view.message.figures !== message.figures;
     const rebuilt = restyled || view.last !== last || view.busy !== busy || view.versions.length !== versions.length;
     const textual = view.message?.html !== message.html || restyled;
     Object.assign(view, { message, last, busy, versions });
@@ -43,7 +45,8 @@ export function createMessage(role) {
 function showBody(view, body) {
   const { message } = view;
   if (message.status === "replying" && !message.content) {
-    if (!body.querySelector(".waiting")) body.replaceChildren(h("div", { class: "waiting" }, h("i"), "Reading the prompt…"));
+    if (!body.querySelector(".waiting"))
+      body.replaceChildren(h("div", { class: "waiting" }, h("i"), "Reading the prompt…"));
     return;
   }
   body.querySelector(".waiting, .editor")?.remove();
@@ -87,24 +90,44 @@ function startEditing(view, body, extra, foot) {
 function mishap({ message, last, busy }) {
   if (message.status === "error") {
     const { message: text, hint } = message.error ?? {};
-    const retry = h("button", { type: "button", class: "button small", disabled: busy, onclick: () => chats.regenerate(message.id) }, icon("retry"), "Try again");
+    const retry = h(
+      "button",
+      { type: "button", class: "button small", disabled: busy, onclick: () => chats.regenerate(message.id) },
+      icon("retry"),
+      "Try again",
+    );
     return [line("error", text ?? "The reply failed.", hint, last && retry)];
   }
   const cut = cutShort(message) && !filledContext(message);
   const text = LEFT_OFF[message.status] ?? (cut ? "The reply reached its greatest length." : null);
   if (!text) return [];
-  const more = h("button", { type: "button", class: "button small", disabled: busy, onclick: () => chats.goOn(message.id) }, icon("continue"), "Continue");
+  const more = h(
+    "button",
+    { type: "button", class: "button small", disabled: busy, onclick: () => chats.goOn(message.id) },
+    icon("continue"),
+    "Continue",
+  );
   return [line("", text, "", last && more)];
 }
 
 function line(kind, text, hint, button) {
-  return h("div", { class: `mishap ${kind}` }, icon("warning"), h("div", { class: "text" }, text, hint && h("small", {}, hint)), button);
+  return h(
+    "div",
+    { class: `mishap ${kind}` },
+    icon("warning"),
+    h("div", { class: "text" }, text, hint && h("small", {}, hint)),
+    button,
+  );
 }
 
 function footOf(view) {
   const { message, versions, busy } = view;
   if (message.status === "replying") return [];
-  const figures = h("div", { class: "figures" }, figuresOf(message).map(([text, title]) => h("span", { title }, text)));
+  const figures = h(
+    "div",
+    { class: "figures" },
+    figuresOf(message).map(([text, title]) => h("span", { title }, text)),
+  );
   const parts = [branches(message, versions, busy), actions(view)];
   return message.role === "user" ? parts.reverse() : [...parts, figures];
 }
@@ -112,24 +135,41 @@ function footOf(view) {
 function actions(view) {
   const { message, busy } = view;
   const assistant = message.role === "assistant";
-  const copy = iconButton("copy", "Copy", async () => {
-    await copyText(message.content);
-    copy.replaceChildren(icon("check"));
-    setTimeout(() => copy.replaceChildren(icon("copy")), COPIED_MS);
-  }, { class: "small" });
+  const copy = iconButton(
+    "copy",
+    "Copy",
+    async () => {
+      await copyText(message.content);
+      copy.replaceChildren(icon("check"));
+      setTimeout(() => copy.replaceChildren(icon("copy")), COPIED_MS);
+    },
+    { class: "small" },
+  );
   const edit = iconButton("edit", "Edit", view.edit, { class: "small", disabled: busy, "data-action": "edit" });
-  const again = assistant && iconButton("retry", "Regenerate", () => chats.regenerate(message.id), { class: "small", disabled: busy });
-  const more = assistant && message.content && iconButton("continue", "Continue this reply", () => chats.goOn(message.id), { class: "small", disabled: busy });
+  const again =
+    assistant &&
+    iconButton("retry", "Regenerate", () => chats.regenerate(message.id), { class: "small", disabled: busy });
+  const more =
+    assistant &&
+    message.content &&
+    iconButton("continue", "Continue this reply", () => chats.goOn(message.id), { class: "small", disabled: busy });
   return h("div", { class: "actions" }, message.content && [copy, edit], again, more);
 }
 
 function branches(message, versions, busy) {
   if (versions.length < 2) return h("span", { hidden: true });
   const place = versions.findIndex(({ id }) => id === message.id);
-  const step = (by, name, label) => iconButton(name, label, () => chats.switchTo(versions[place + by]), { class: "small", disabled: busy || !versions[place + by] });
+  const step = (by, name, label) =>
+    iconButton(name, label, () => chats.switchTo(versions[place + by]), {
+      class: "small",
+      disabled: busy || !versions[place + by],
+    });
   const total = versions.length;
-  return h("div", { class: "branches", role: "group", "aria-label": "Versions" },
+  return h(
+    "div",
+    { class: "branches", role: "group", "aria-label": "Versions" },
     step(-1, "left", "Previous version"),
     h("span", { "aria-label": `Version ${place + 1} of ${total}` }, `${place + 1}/${total}`),
-    step(1, "right", "Next version"));
+    step(1, "right", "Next version"),
+  );
 }

@@ -30,7 +30,7 @@ export function createModelList(chosen) {
       const focused = element.contains(document.activeElement);
       const children = [];
       let heading = null;
-      const place = ({ source }) => SOURCES[source] === SOURCES.gguf ? ORDER.indexOf("gguf") : ORDER.indexOf(source);
+      const place = ({ source }) => (SOURCES[source] === SOURCES.gguf ? ORDER.indexOf("gguf") : ORDER.indexOf(source));
       for (const model of models.toSorted((a, b) => place(a) - place(b))) {
         const source = SOURCES[model.source] ?? model.source;
         if (source !== heading) children.push(h("h3", { role: "presentation" }, source));
@@ -44,13 +44,35 @@ export function createModelList(chosen) {
 }
 
 function entry(model, selected, present, onclick) {
-  const facts = [parameters(model.parameters), bits(model.bits_per_weight), model.context && `${count(model.context)} context`, model.bytes && size(model.bytes)].filter(Boolean).join(" · ");
+  const facts = [
+    parameters(model.parameters),
+    bits(model.bits_per_weight),
+    model.context && `${count(model.context)} context`,
+    model.bytes && size(model.bytes),
+  ]
+    .filter(Boolean)
+    .join(" · ");
   const state = present?.id === model.id && { ready: "loaded", loading: "loading" }[present.status];
-  return h("button", { type: "button", class: "model", role: "option", "aria-selected": String(selected), tabindex: selected ? 0 : -1, title: model.id, onclick },
+  return h(
+    "button",
+    {
+      type: "button",
+      class: "model",
+      role: "option",
+      "aria-selected": String(selected),
+      tabindex: selected ? 0 : -1,
+      title: model.id,
+      onclick,
+    },
     h("span", { class: "top" }, h("span", { class: "name" }, model.name), state && h("span", { class: "tag" }, state)),
     placeOf(model) && h("span", { class: "facts" }, placeOf(model)),
     h("span", { class: "facts" }, facts),
     model.error
       ? h("span", { class: "broken" }, model.error.message ?? model.error)
-      : h("span", { class: "needs" }, model.planned_bytes ? `Needs ${size(model.planned_bytes)}, at least ${size(model.minimum_bytes)}` : ""));
+      : h(
+          "span",
+          { class: "needs" },
+          model.planned_bytes ? `Needs ${size(model.planned_bytes)}, at least ${size(model.minimum_bytes)}` : "",
+        ),
+  );
 }

@@ -28,9 +28,16 @@ export function createModels() {
   dialog = document.getElementById("models");
   parts = {
     list: createModelList(select),
-    budget: createBudget((memory) => { wanted.memory = memory; planSoon(); }),
+    budget: createBudget((memory) => {
+      wanted.memory = memory;
+      planSoon();
+    }),
     context: h("select", { class: "select", id: "context-size" }),
-    view: createPlanView((memory) => { wanted.memory = memory; setBudget(); planNow(); }),
+    view: createPlanView((memory) => {
+      wanted.memory = memory;
+      setBudget();
+      planNow();
+    }),
     title: h("h3", {}),
     subtitle: h("p", { class: "subtitle" }),
     load: h("button", { type: "button", class: "button primary", id: "load-button", onclick: load }, "Load"),
@@ -42,16 +49,35 @@ export function createModels() {
   parts.controls = h("div", { class: "plan-result" }, contextRow, budget.element);
   plan.append(h("div", {}, title, subtitle), parts.controls, view.element);
   dialog.append(
-    h("div", { class: "dialog-head" },
+    h(
+      "div",
+      { class: "dialog-head" },
       iconButton("left", "Back to the list", () => dialog.classList.remove("detail"), { class: "back" }),
-      h("h2", { id: "models-title" }, "Models"), iconButton("close", "Close", () => dialog.close())),
-    h("div", { class: "models-body" },
+      h("h2", { id: "models-title" }, "Models"),
+      iconButton("close", "Close", () => dialog.close()),
+    ),
+    h(
+      "div",
+      { class: "models-body" },
       h("div", { class: "models-left" }, list.element, createDownloads(readModels)),
-      h("div", { class: "models-right" }, plan,
-        h("div", { class: "models-foot" }, parts.unload, h("span", { class: "spacer" }), parts.load))));
-  context.addEventListener("change", () => { wanted.context = context.value ? Number(context.value) : null; planNow(); });
-  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-  follow(["model"], () => { if (dialog.open) showList(); });
+      h(
+        "div",
+        { class: "models-right" },
+        plan,
+        h("div", { class: "models-foot" }, parts.unload, h("span", { class: "spacer" }), parts.load),
+      ),
+    ),
+  );
+  context.addEventListener("change", () => {
+    wanted.context = context.value ? Number(context.value) : null;
+    planNow();
+  });
+  dialog.addEventListener("click", (event) => {
+    if (event.target === dialog) dialog.close();
+  });
+  follow(["model"], () => {
+    if (dialog.open) showList();
+  });
 }
 
 /** Opens the dialog with a model chosen: the named one, else the loaded one. */
@@ -96,7 +122,12 @@ function select(model, { detail = true } = {}) {
   dialog.classList.toggle("detail", detail);
   showList();
   parts.title.textContent = model.name;
-  const facts = [model.architecture, parameters(model.parameters), bits(model.bits_per_weight), model.bytes && `${size(model.bytes)} on disk`];
+  const facts = [
+    model.architecture,
+    parameters(model.parameters),
+    bits(model.bits_per_weight),
+    model.bytes && `${size(model.bytes)} on disk`,
+  ];
   parts.subtitle.textContent = [...facts, placeOf(model)].filter(Boolean).join(" · ");
   parts.controls.hidden = Boolean(model.error);
   if (other) {
@@ -118,11 +149,15 @@ function fillContexts({ context: most }) {
   const sizes = [];
   for (let tokens = SMALLEST_CONTEXT; most && tokens < most; tokens *= 2) sizes.push(tokens);
   if (most) sizes.push(most);
-  const fitting = sizes.includes(wanted.context) || wanted.context === null || (most && wanted.context > most) ? sizes : [...sizes, wanted.context].sort((a, b) => a - b);
+  const fitting =
+    sizes.includes(wanted.context) || wanted.context === null || (most && wanted.context > most)
+      ? sizes
+      : [...sizes, wanted.context].sort((a, b) => a - b);
   if (most && wanted.context > most) wanted.context = most;
   parts.context.replaceChildren(
     h("option", { value: "" }, "Automatic"),
-    ...fitting.map((tokens) => h("option", { value: tokens }, `${count(tokens)} tokens`)));
+    ...fitting.map((tokens) => h("option", { value: tokens }, `${count(tokens)} tokens`)),
+  );
   parts.context.value = wanted.context ?? "";
 }
 

@@ -39,10 +39,13 @@ export function createNotices() {
 const NOTICES = { empty, loading: () => null, failed, full, scarce };
 
 function notice(kind, drawing, title, text, ...buttons) {
-  return h("section", { class: `notice ${kind}`, "aria-label": title },
+  return h(
+    "section",
+    { class: `notice ${kind}`, "aria-label": title },
     icon(drawing),
     h("div", { class: "text" }, h("strong", {}, title), h("span", {}, text)),
-    h("div", { class: "buttons" }, buttons));
+    h("div", { class: "buttons" }, buttons),
+  );
 }
 
 function button(text, onclick, kind = "") {
@@ -50,8 +53,13 @@ function button(text, onclick, kind = "") {
 }
 
 function empty() {
-  return notice("empty", "chip", "No model is loaded", "Nothing is held in memory until you choose one.",
-    button("Choose a model", () => openModels(), "primary"));
+  return notice(
+    "empty",
+    "chip",
+    "No model is loaded",
+    "Nothing is held in memory until you choose one.",
+    button("Choose a model", () => openModels(), "primary"),
+  );
 }
 
 function failed(model) {
@@ -62,20 +70,35 @@ function failed(model) {
     const { context } = get().settings;
     api.loadModel({ model: model.id, memory: enough, context }).catch(report);
   };
-  return notice("failed", "warning", title, [message, hint].filter(Boolean).join(" "),
+  return notice(
+    "failed",
+    "warning",
+    title,
+    [message, hint].filter(Boolean).join(" "),
     minimum && button(`Load with ${size(enough)}`, raise, "primary"),
-    button(minimum ? "Change the budget" : "Choose a model", () => openModels(model.id)));
+    button(minimum ? "Change the budget" : "Choose a model", () => openModels(model.id)),
+  );
 }
 
 function full(model) {
-  return notice("full", "warning", "The context is full",
+  return notice(
+    "full",
+    "warning",
+    "The context is full",
     `The model holds ${count(model.context)} tokens and this conversation has used them. Begin a new one, or load the model with a larger context.`,
     button("New chat", () => showConversation(null), "primary"),
-    button("Larger context", () => openModels(model.id)));
+    button("Larger context", () => openModels(model.id)),
+  );
 }
 
 function scarce(model) {
-  return notice("full", "warning", "Memory is short", model.warning, button("Models", () => openModels(model.id)));
+  return notice(
+    "full",
+    "warning",
+    "Memory is short",
+    model.warning,
+    button("Models", () => openModels(model.id)),
+  );
 }
 
 /** The notice while a model loads; it stays the same element, so that its bar moves smoothly. */
@@ -91,7 +114,9 @@ function createLoading() {
     show({ name, progress }) {
       title.textContent = `Loading ${name ?? "the model"}`;
       const known = progress && progress.total > 0;
-      text.textContent = progress?.stage ? `${progress.stage}${known ? `, ${Math.floor((100 * progress.done) / progress.total)}%` : ""}` : "Getting ready";
+      text.textContent = progress?.stage
+        ? `${progress.stage}${known ? `, ${Math.floor((100 * progress.done) / progress.total)}%` : ""}`
+        : "Getting ready";
       bar.show(known ? progress.done / progress.total : null);
     },
   };

@@ -9,44 +9,79 @@ import { report } from "./toast.js";
 
 const SAVE_MS = 400;
 
+const SCOPES = { chat: "This chat", all: "Defaults" };
+
 let panel = null;
 let scope = "chat";
+const parts = {};
 
 /** Fills the panel. */
 export function createPanel() {
   panel = document.getElementById("panel");
-  const scopes = [["chat", "This chat"], ["all", "Defaults"]].map(([name, text]) =>
-    h("button", { type: "button", "data-scope": name, onclick: () => { scope = name; render(); } }, text));
-  const note = h("p", { class: "note" });
-  const system = h("textarea", { class: "textarea", rows: 4, placeholder: "How the model should behave. Empty says nothing.", "aria-label": "System prompt" });
-  const rows = OPTIONS.map(createOption);
-  const reset = h("button", { type: "button", class: "button", onclick: () => save({ options: RESET }) }, icon("retry"), "Reset to the model's defaults");
+  Object.assign(parts, createParts());
+  const { scopes, note, system, rows, reset } = parts;
   panel.append(
-    h("div", { class: "panel-head" }, h("h2", {}, "Chat settings"), iconButton("close", "Close the settings", togglePanel)),
-    h("div", { class: "panel-body" },
-      h("div", { class: "segments", role: "group", "aria-label": "What the settings are for" }, scopes), note,
+    h(
+      "div",
+      { class: "panel-head" },
+      h("h2", {}, "Chat settings"),
+      iconButton("close", "Close the settings", togglePanel),
+    ),
+    h(
+      "div",
+      { class: "panel-body" },
+      h("div", { class: "segments", role: "group", "aria-label": "What the settings are for" }, scopes),
+      note,
       h("label", { class: "field" }, h("span", { class: "label" }, "System prompt"), system),
-      h("h3", {}, "Sampler"), rows.map(({ element }) => element),
-      h("div", { class: "panel-foot" }, reset)));
+      h("h3", {}, "Sampler"),
+      rows.map(({ element }) => element),
+      h("div", { class: "panel-foot" }, reset),
+    ),
+  );
   saveWhenQuiet(system, () => save({ system: system.value }));
-  panel.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); togglePanel(); } });
-
-  function render() {
-    const { conversation, settings, defaults } = get();
-    if (!settings) return;
-    const chat = conversation && scope === "chat";
-    for (const button of scopes) {
-      button.disabled = button.dataset.scope === "chat" && !conversation;
-      button.setAttribute("aria-pressed", String(button.dataset.scope === (chat ? "chat" : "all")));
-    }
-    note.textContent = chat ? "Holds for this conversation only." : "For new chats, and for those that say nothing else.";
-    if (document.activeElement !== system) system.value = (chat ? conversation.system : settings.system) ?? "";
-    const base = { ...defaults.options, ...(chat ? settings.options : {}) };
-    const own = (chat ? conversation.options : settings.options) ?? {};
-    for (const row of rows) row.show(own[row.name] ?? base[row.name] ?? null, own[row.name] !== undefined && own[row.name] !== null);
-    reset.disabled = !OPTIONS.some(({ name }) => own[name] !== undefined && own[name] !== null);
-  }
+  panel.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    togglePanel();
+  });
   follow(["conversation", "settings", "defaults"], render);
+}
+
+function createParts() {
+  const choose = (name) => {
+    scope = name;
+    render(get());
+  };
+  const scopes = Object.entries(SCOPES).map(([name, text]) =>
+    h("button", { type: "button", "data-scope": name, onclick: () => choose(name) }, text),
+  );
+  const system = h("textarea", {
+    class: "textarea",
+    rows: 4,
+    placeholder: "How the model should behave. Empty says nothing.",
+    "aria-label": "System prompt",
+  });
+  const toDefaults = { type: "button", class: "button", onclick: () => save({ options: RESET }) };
+  const reset = h("button", toDefaults, icon("retry"), "Reset to the model's defaults");
+  return { scopes, note: h("p", { class: "note" }), system, rows: OPTIONS.map(createOption), reset };
+}
+
+function render({ conversation, settings, defaults }) {
+  if (!settings) return;
+  const { scopes, note, system, rows, reset } = parts;
+  const chat = conversation && scope === "chat";
+  for (const button of scopes) {
+    button.disabled = button.dataset.scope === "chat" && !conversation;
+    button.setAttribute("aria-pressed", String(button.dataset.scope === (chat ? "chat" : "all")));
+  }
+  note.textContent = chat ? "Holds for this conversation only." : "For new chats, and for those that say nothing else.";
+  const holder = chat ? conversation : settings;
+  if (document.activeElement !== system) system.value = holder.system ?? "";
+  const base = { ...defaults.options, ...(chat ? settings.options : {}) };
+  const own = holder.options ?? {};
+  const isSet = (name) => own[name] !== undefined && own[name] !== null;
+  for (const row of rows) row.show(own[row.name] ?? base[row.name] ?? null, isSet(row.name));
+  reset.disabled = !OPTIONS.some(({ name }) => isSet(name));
 }
 
 /** Opens or closes the panel. */
@@ -60,17 +95,21 @@ export function togglePanel() {
 
 async function save({ options, ...rest }) {
   const { conversation, settings } = get();
-  const own = conversation && scope === "chat" ? conversation.options : settings.options;
+  const chat = conversation && scope === "chat";
+  const own = (chat ? conversation : settings).options;
   const changes = options ? { ...rest, options: { ...own, ...options } } : rest;
-  if (conversation && scope === "chat") {
+  // Shown at once, so that a second change made before the answer to the first builds on it.
+  if (chat) {
+    change({ conversation: { ...conversation, ...changes } });
     await update(conversation.id, changes);
     return;
   }
+  change({ settings: { ...settings, ...changes } });
   try {
     change({ settings: await patchSettings(changes) });
   } catch (failure) {
     report(failure);
-    change({ settings: get().settings });
+    change({ settings });
   }
 }
 
@@ -92,11 +131,17 @@ function saveWhenQuiet(field, run) {
 
 function createOption({ name, label, min, max, step, usual, empty, choices, help }) {
   const id = `option-${name}`;
-  const fields = choices ? [choiceField(id, choices)] : max === undefined ? [numberField(id, { min, step, empty })] : rangeFields(id, label, { min, max, step });
+  const fields = choices
+    ? [choiceField(id, choices)]
+    : max === undefined
+      ? [numberField(id, { min, step, empty })]
+      : rangeFields(id, label, { min, max, step });
   const [field, slider] = fields;
   const element = h("div", { class: "option" }, h("label", { for: id }, label), field, slider, h("small", {}, help));
   const read = () => (choices ? field.value : field.value === "" ? null : Number(field.value));
-  const send = () => { if (field.checkValidity()) save({ options: { [name]: read() } }); };
+  const send = () => {
+    if (field.checkValidity()) save({ options: { [name]: read() } });
+  };
   for (const one of fields) saveWhenQuiet(one, send);
   return {
     name,
@@ -111,17 +156,33 @@ function createOption({ name, label, min, max, step, usual, empty, choices, help
 }
 
 function choiceField(id, choices) {
-  return h("select", { id, class: "select compact" }, choices.map(([value, text]) => h("option", { value }, text)));
+  return h(
+    "select",
+    { id, class: "select compact" },
+    choices.map(([value, text]) => h("option", { value }, text)),
+  );
 }
 
 function numberField(id, { min, max, step, empty }) {
-  return h("input", { id, type: "number", class: "input number", min, max, step, placeholder: empty ?? null, inputmode: "decimal" });
+  return h("input", {
+    id,
+    type: "number",
+    class: "input number",
+    min,
+    max,
+    step,
+    placeholder: empty ?? null,
+    inputmode: "decimal",
+  });
 }
 
 function rangeFields(id, label, range) {
   const field = numberField(id, range);
   const slider = h("input", { type: "range", class: "slider", "aria-label": label, tabindex: -1, ...range });
-  slider.addEventListener("input", () => { field.value = slider.value; setSlider(slider, slider.value); });
+  slider.addEventListener("input", () => {
+    field.value = slider.value;
+    setSlider(slider, slider.value);
+  });
   field.addEventListener("input", () => setSlider(slider, field.value));
   return [field, slider];
 }

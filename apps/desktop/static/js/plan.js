@@ -13,7 +13,11 @@ const GROUPS = [
   { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code"] },
 ];
 const OTHER = { name: "other", label: "Other", terms: [] };
-const TERMS = { kv: "cache (keys and values)", weights_mapped: "weights, mapped from the file", weights_packed: "weights, packed in memory" };
+const TERMS = {
+  kv: "cache (keys and values)",
+  weights_mapped: "weights, mapped from the file",
+  weights_packed: "weights, packed in memory",
+};
 // A budget much larger than the plan would leave no room in the bar for the plan.
 const WIDEST = 1.6;
 
@@ -21,7 +25,11 @@ const WIDEST = 1.6;
 export function createPlanView(wish) {
   const verdict = h("div", { class: "verdict", role: "status", id: "verdict" });
   const parts = [...GROUPS, OTHER].map((group) => ({ ...group, element: h("span", { class: `part-${group.name}` }) }));
-  const row = h("div", { class: "segments-row" }, parts.map(({ element }) => element));
+  const row = h(
+    "div",
+    { class: "segments-row" },
+    parts.map(({ element }) => element),
+  );
   const limit = h("div", { class: "limit" });
   const over = h("div", { class: "over" });
   const bar = h("div", { class: "bar", role: "img", id: "plan-bar" }, row, over, limit);
@@ -57,17 +65,36 @@ function verdictOf(plan, machine, wish) {
   const needs = size(plan.planned_bytes);
   if (!plan.fits) {
     const enough = withSlack(plan.minimum_bytes);
-    return [icon("warning"),
-      h("span", { class: "text" }, "Does not fit", h("small", {}, `The smallest budget that does is ${size(plan.minimum_bytes)}.`)),
-      h("button", { type: "button", class: "button small", onclick: () => wish(enough) }, `Use ${size(enough)}`)];
+    return [
+      icon("warning"),
+      h(
+        "span",
+        { class: "text" },
+        "Does not fit",
+        h("small", {}, `The smallest budget that does is ${size(plan.minimum_bytes)}.`),
+      ),
+      h("button", { type: "button", class: "button small", onclick: () => wish(enough) }, `Use ${size(enough)}`),
+    ];
   }
   if (plan.budget_bytes) {
     const spare = size(Math.max(0, plan.budget_bytes - plan.planned_bytes));
-    return [icon("check"), h("span", { class: "text" }, `Fits: ${needs} of ${size(plan.budget_bytes)}`, h("small", {}, `${spare} to spare.`))];
+    return [
+      icon("check"),
+      h(
+        "span",
+        { class: "text" },
+        `Fits: ${needs} of ${size(plan.budget_bytes)}`,
+        h("small", {}, `${spare} to spare.`),
+      ),
+    ];
   }
   const free = machine?.available_bytes;
   const scarce = free && plan.planned_bytes > free;
-  const note = scarce ? `Only ${size(free)} are free on this computer.` : free ? `${size(free)} are free on this computer.` : "";
+  const note = scarce
+    ? `Only ${size(free)} are free on this computer.`
+    : free
+      ? `${size(free)} are free on this computer.`
+      : "";
   return [icon(scarce ? "warning" : "check"), h("span", { class: "text" }, `Needs ${needs}`, h("small", {}, note))];
 }
 
@@ -103,14 +130,30 @@ function drawBar(plan, grouped, { bar, over, limit }) {
 }
 
 function legendEntry({ name, label, bytes }) {
-  return h("li", {}, h("span", { class: `swatch part-${name}` }), label, h("span", { class: "size" }, megabytes(bytes)));
+  return h(
+    "li",
+    {},
+    h("span", { class: `swatch part-${name}` }),
+    label,
+    h("span", { class: "size" }, megabytes(bytes)),
+  );
 }
 
 function details(plan) {
   const given = plan.given_up ?? [];
   return [
     h("section", {}, h("h4", {}, "Chosen"), choiceList(plan)),
-    given.length > 0 && h("section", {}, h("h4", {}, plan.fits ? "Given up to fit" : "Given up, and still not enough"), h("ul", { class: "given" }, given.map((text) => h("li", {}, text)))),
+    given.length > 0 &&
+      h(
+        "section",
+        {},
+        h("h4", {}, plan.fits ? "Given up to fit" : "Given up, and still not enough"),
+        h(
+          "ul",
+          { class: "given" },
+          given.map((text) => h("li", {}, text)),
+        ),
+      ),
     waysTable(plan.alternatives ?? []),
     termsTable(plan.terms),
   ].filter(Boolean);
@@ -121,23 +164,59 @@ function choiceList({ choice, speed }) {
   const rows = [
     ["Context", `${count(choice.context)} tokens`],
     ["Cache", choice.kv],
-    ["Weights", choice.window_layers ? `${choice.weights}, ${counted(choice.window_layers, "layer")} at a time` : choice.weights],
+    [
+      "Weights",
+      choice.window_layers ? `${choice.weights}, ${counted(choice.window_layers, "layer")} at a time` : choice.weights,
+    ],
     ["Drafting", drafters.length ? `up to ${choice.draft_max} tokens, by ${drafters.join(", ")}` : "none"],
-    speed && ["Speed", `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", guessed until it has run here"}`],
+    speed && [
+      "Speed",
+      `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", guessed until it has run here"}`,
+    ],
   ].filter(Boolean);
-  return h("dl", { class: "choice" }, rows.flatMap(([term, value]) => [h("dt", {}, term), h("dd", {}, value)]));
+  return h(
+    "dl",
+    { class: "choice" },
+    rows.flatMap(([term, value]) => [h("dt", {}, term), h("dd", {}, value)]),
+  );
 }
 
 function waysTable(ways) {
   if (!ways.length) return null;
   const rows = ways.map(({ name, planned_bytes, tokens_per_second, fits }) =>
-    h("tr", {}, h("td", {}, name), h("td", {}, size(planned_bytes)), h("td", {}, rate(tokens_per_second)), h("td", {}, fits ? "fits" : "too large")));
-  const head = h("tr", {}, ["Instead", "needs", "speed", ""].map((text) => h("th", { scope: "col" }, text)));
-  return h("details", {}, h("summary", {}, "What else could be had"), h("table", { class: "ways" }, h("thead", {}, head), h("tbody", {}, rows)));
+    h(
+      "tr",
+      {},
+      h("td", {}, name),
+      h("td", {}, size(planned_bytes)),
+      h("td", {}, rate(tokens_per_second)),
+      h("td", {}, fits ? "fits" : "too large"),
+    ),
+  );
+  const head = h(
+    "tr",
+    {},
+    ["Instead", "needs", "speed", ""].map((text) => h("th", { scope: "col" }, text)),
+  );
+  return h(
+    "details",
+    {},
+    h("summary", {}, "What else could be had"),
+    h("table", { class: "ways" }, h("thead", {}, head), h("tbody", {}, rows)),
+  );
 }
 
 function termsTable(terms) {
-  const rows = Object.entries(terms).filter(([, bytes]) => bytes > 0).sort(([, a], [, b]) => b - a)
-    .map(([name, bytes]) => h("tr", {}, h("td", {}, TERMS[name] ?? name.replaceAll("_", " ")), h("td", {}, megabytes(bytes))));
-  return h("details", {}, h("summary", {}, "Every term of the plan"), h("table", { class: "terms" }, h("tbody", {}, rows)));
+  const rows = Object.entries(terms)
+    .filter(([, bytes]) => bytes > 0)
+    .sort(([, a], [, b]) => b - a)
+    .map(([name, bytes]) =>
+      h("tr", {}, h("td", {}, TERMS[name] ?? name.replaceAll("_", " ")), h("td", {}, megabytes(bytes))),
+    );
+  return h(
+    "details",
+    {},
+    h("summary", {}, "Every term of the plan"),
+    h("table", { class: "terms" }, h("tbody", {}, rows)),
+  );
 }

@@ -10,15 +10,38 @@ export function createFollower(box, inner, seen) {
     if (now !== following) seen(now);
     following = now;
   };
-  const toEnd = () => { box.scrollTop = box.scrollHeight; };
+  const toEnd = () => {
+    box.scrollTop = box.scrollHeight;
+  };
   // Only what a reader does ends following: growing text also makes the distance large.
-  box.addEventListener("wheel", (event) => { if (event.deltaY < 0) set(false); }, { passive: true });
+  box.addEventListener(
+    "wheel",
+    (event) => {
+      if (event.deltaY < 0) set(false);
+    },
+    { passive: true },
+  );
   box.addEventListener("touchmove", () => set(distance() < NEAR_PX), { passive: true });
-  box.addEventListener("keydown", (event) => { if (["PageUp", "ArrowUp", "Home"].includes(event.key)) set(false); });
-  box.addEventListener("pointerdown", (event) => { if (event.target === box) set(false); });
-  box.addEventListener("scroll", () => { if (distance() < 4) set(true); else if (distance() > box.clientHeight) set(false); }, { passive: true });
-  new ResizeObserver(() => { if (following) toEnd(); }).observe(inner);
-  new ResizeObserver(() => { if (following) toEnd(); }).observe(box);
+  box.addEventListener("keydown", (event) => {
+    if (["PageUp", "ArrowUp", "Home"].includes(event.key)) set(false);
+  });
+  box.addEventListener("pointerdown", (event) => {
+    if (event.target === box) set(false);
+  });
+  box.addEventListener(
+    "scroll",
+    () => {
+      if (distance() < 4) set(true);
+      else if (distance() > box.clientHeight) set(false);
+    },
+    { passive: true },
+  );
+  new ResizeObserver(() => {
+    if (following) toEnd();
+  }).observe(inner);
+  new ResizeObserver(() => {
+    if (following) toEnd();
+  }).observe(box);
   return {
     toEnd() {
       set(true);

@@ -20,11 +20,26 @@ const LISTED = [
 /** Makes the shortcuts work. */
 export function enableShortcuts() {
   const sheet = document.getElementById("shortcuts");
-  const rows = LISTED.flatMap(([text, keys]) => [h("dt", {}, text), h("dd", {}, keys.map((key) => h("kbd", {}, key)))]);
+  const rows = LISTED.flatMap(([text, keys]) => [
+    h("dt", {}, text),
+    h(
+      "dd",
+      {},
+      keys.map((key) => h("kbd", {}, key)),
+    ),
+  ]);
   sheet.append(
-    h("div", { class: "dialog-head" }, h("h2", { id: "shortcuts-title" }, "Keyboard"), iconButton("close", "Close", () => sheet.close())),
-    h("dl", { class: "shortcut-list" }, rows));
-  sheet.addEventListener("click", (event) => { if (event.target === sheet) sheet.close(); });
+    h(
+      "div",
+      { class: "dialog-head" },
+      h("h2", { id: "shortcuts-title" }, "Keyboard"),
+      iconButton("close", "Close", () => sheet.close()),
+    ),
+    h("dl", { class: "shortcut-list" }, rows),
+  );
+  sheet.addEventListener("click", (event) => {
+    if (event.target === sheet) sheet.close();
+  });
   document.addEventListener("keydown", onKey);
 }
 
@@ -38,9 +53,14 @@ function onKey(event) {
   const command = event.ctrlKey || event.metaKey;
   const key = event.key.toLowerCase();
   if (command && !event.shiftKey && key === "k") act(event, focusSearch);
-  else if (command && event.shiftKey && key === "o") act(event, () => { show(null); focusComposer(); });
+  else if (command && event.shiftKey && key === "o")
+    act(event, () => {
+      show(null);
+      focusComposer();
+    });
   else if (command && key === "/") act(event, openShortcuts);
-  else if (event.key === "Escape" && !document.querySelector(":popover-open") && get().conversation?.replying) act(event, stop);
+  else if (event.key === "Escape" && !document.querySelector(":popover-open") && get().conversation?.replying)
+    act(event, stop);
 }
 
 function act(event, run) {

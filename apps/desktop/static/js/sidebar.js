@@ -18,28 +18,65 @@ let list = null;
 /** Fills the sidebar. */
 export function createSidebar() {
   const sidebar = document.getElementById("sidebar");
-  const fresh = h("button", { type: "button", class: "button new-chat", onclick: () => { show(null); closeDrawer(); } }, icon("compose"), "New chat");
-  search = h("input", { type: "search", class: "input", placeholder: "Search", "aria-label": "Search conversations", autocomplete: "off", spellcheck: "false" });
-  const chooser = h("input", { type: "file", accept: ".json,application/json", hidden: true, "aria-label": "Conversation to import" });
+  const fresh = h(
+    "button",
+    {
+      type: "button",
+      class: "button new-chat",
+      onclick: () => {
+        show(null);
+        closeDrawer();
+      },
+    },
+    icon("compose"),
+    "New chat",
+  );
+  search = h("input", {
+    type: "search",
+    class: "input",
+    placeholder: "Search",
+    "aria-label": "Search conversations",
+    autocomplete: "off",
+    spellcheck: "false",
+  });
+  const chooser = createChooser();
   list = h("nav", { class: "conversations", "aria-label": "Conversations" });
   sidebar.append(
-    h("div", { class: "sidebar-head" },
+    h(
+      "div",
+      { class: "sidebar-head" },
       h("div", { class: "brand" }, h("img", { src: "favicon.svg", alt: "" }), "edgeinfer"),
-      iconButton("close", "Close the conversations", closeDrawer, { class: "drawer-close" })),
+      iconButton("close", "Close the conversations", closeDrawer, { class: "drawer-close" }),
+    ),
     h("div", { class: "sidebar-tools" }, fresh, h("div", { class: "search" }, icon("search"), search)),
     list,
-    h("div", { class: "sidebar-foot" }, createThemeSwitch(),
-      iconButton("upload", "Import a conversation", () => chooser.click()), chooser,
-      iconButton("keyboard", "Keyboard shortcuts", openShortcuts)));
+    h(
+      "div",
+      { class: "sidebar-foot" },
+      createThemeSwitch(),
+      iconButton("upload", "Import a conversation", () => chooser.click()),
+      chooser,
+      iconButton("keyboard", "Keyboard shortcuts", openShortcuts),
+    ),
+  );
+  watchSearch();
+  document.getElementById("scrim").addEventListener("click", closeDrawer);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) closeDrawer();
+  });
+  if (localStorage.getItem("sidebar") === "closed") app().classList.add("without-sidebar");
+  follow(["conversations", "removed", "conversation"], render);
+}
+
+/** The field, never seen itself, that opens the system's dialog of files. */
+function createChooser() {
+  const kinds = ".json,application/json";
+  const chooser = h("input", { type: "file", accept: kinds, hidden: true, "aria-label": "Conversation to import" });
   chooser.addEventListener("change", async () => {
     if (chooser.files[0]) await importFile(chooser.files[0]);
     chooser.value = "";
   });
-  watchSearch();
-  document.getElementById("scrim").addEventListener("click", closeDrawer);
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) closeDrawer(); });
-  if (localStorage.getItem("sidebar") === "closed") app().classList.add("without-sidebar");
-  follow(["conversations", "removed", "conversation"], render);
+  return chooser;
 }
 
 const app = () => document.getElementById("app");
@@ -65,7 +102,9 @@ function closeDrawer() {
 
 /** Opens the sidebar where it is closed and puts the cursor into the search. */
 export function focusSearch() {
-  const hidden = NARROW.matches ? !app().classList.contains("with-drawer") : app().classList.contains("without-sidebar");
+  const hidden = NARROW.matches
+    ? !app().classList.contains("with-drawer")
+    : app().classList.contains("without-sidebar");
   if (hidden) toggleSidebar();
   search.focus();
   search.select();
@@ -75,7 +114,10 @@ function watchSearch() {
   let wait = 0;
   search.addEventListener("input", () => {
     clearTimeout(wait);
-    wait = setTimeout(() => { change({ search: search.value.trim() }); refreshList(); }, SEARCH_WAIT_MS);
+    wait = setTimeout(() => {
+      change({ search: search.value.trim() });
+      refreshList();
+    }, SEARCH_WAIT_MS);
   });
   search.addEventListener("keydown", (event) => {
     if (event.key === "ArrowDown") list.querySelector("a")?.focus();
@@ -100,30 +142,44 @@ function render({ conversations, removed, conversation, search: wanted }) {
     heading = when;
     children.push(entryOf(entry, entry.id === conversation?.id, wanted));
   }
-  if (!shown.length && conversations) children.push(h("p", { class: "none" }, wanted ? "Nothing found." : "Conversations are kept here."));
+  if (!shown.length && conversations)
+    children.push(h("p", { class: "none" }, wanted ? "Nothing found." : "Conversations are kept here."));
   list.replaceChildren(...children);
   if (focused) list.querySelector(`[data-id="${CSS.escape(focused)}"] a`)?.focus();
 }
 
 function entryOf({ id, title, snippet }, current, wanted) {
   const name = title || "New chat";
-  const link = h("a", { href: `#/chat/${id}`, title: name, "aria-current": current ? "page" : null, onclick: closeDrawer },
+  const link = h(
+    "a",
+    { href: `#/chat/${id}`, title: name, "aria-current": current ? "page" : null, onclick: closeDrawer },
     h("span", { class: "title" }, name),
-    snippet && h("span", { class: "snippet" }, marked(snippet, wanted)));
+    snippet && h("span", { class: "snippet" }, marked(snippet, wanted)),
+  );
   const element = h("div", { class: current ? "entry current" : "entry", "data-id": id }, link);
-  link.addEventListener("dblclick", (event) => { event.preventDefault(); rename(element, id, name); });
+  link.addEventListener("dblclick", (event) => {
+    event.preventDefault();
+    rename(element, id, name);
+  });
   link.addEventListener("keydown", (event) => {
     if (event.key === "F2") rename(element, id, name);
     else if (event.key === "Delete") remove(id, name);
     else if (event.key === "ArrowDown" || event.key === "ArrowUp") step(event, link);
   });
-  element.append(createMenu("more", `Menu of ${name}`, () => [
-    { icon: "edit", text: "Rename", run: () => rename(element, id, name) },
-    { icon: "download", text: "Export as Markdown", href: exportAddress(id, "markdown") },
-    { icon: "download", text: "Export as JSON", href: exportAddress(id, "json") },
-    null,
-    { icon: "trash", text: "Delete", danger: true, run: () => remove(id, name) },
-  ], { class: "small" }));
+  element.append(
+    createMenu(
+      "more",
+      `Menu of ${name}`,
+      () => [
+        { icon: "edit", text: "Rename", run: () => rename(element, id, name) },
+        { icon: "download", text: "Export as Markdown", href: exportAddress(id, "markdown") },
+        { icon: "download", text: "Export as JSON", href: exportAddress(id, "json") },
+        null,
+        { icon: "trash", text: "Delete", danger: true, run: () => remove(id, name) },
+      ],
+      { class: "small" },
+    ),
+  );
   return element;
 }
 
@@ -164,7 +220,10 @@ function rename(element, id, title) {
   };
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter") finish(true);
-    else if (event.key === "Escape") { event.stopPropagation(); finish(false); }
+    else if (event.key === "Escape") {
+      event.stopPropagation();
+      finish(false);
+    }
   });
   field.addEventListener("blur", () => finish(true));
   element.replaceChildren(field);

@@ -5,12 +5,21 @@ import { h, icon } from "./dom.js";
 import { follow, get, change } from "./store.js";
 import { report } from "./toast.js";
 
-const THEMES = [["system", "screen", "Theme of the system"], ["light", "sun", "Light theme"], ["dark", "moon", "Dark theme"]];
+const THEMES = [
+  ["system", "screen", "Theme of the system"],
+  ["light", "sun", "Light theme"],
+  ["dark", "moon", "Dark theme"],
+];
 
 /** The switch between themes. */
 export function createThemeSwitch() {
   const buttons = THEMES.map(([name, drawing, label]) =>
-    h("button", { type: "button", "aria-label": label, title: label, "data-theme-choice": name, onclick: () => choose(name) }, icon(drawing)));
+    h(
+      "button",
+      { type: "button", "aria-label": label, title: label, "data-theme-choice": name, onclick: () => choose(name) },
+      icon(drawing),
+    ),
+  );
   follow(["settings"], ({ settings }) => {
     if (!settings) return;
     const now = settings.theme ?? "system";

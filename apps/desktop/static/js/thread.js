@@ -8,8 +8,13 @@ import { createFollower } from "./scroll.js";
 import { follow } from "./store.js";
 import { path, siblings } from "./tree.js";
 
-const SUGGESTIONS = ["Tell me a story about a little boat.", "Once upon a time there was a lighthouse", "A story about two friends and a kite"];
-const BUILT_IN = "The built-in model is tiny and tells short children's stories. Choose another above for more than that.";
+const SUGGESTIONS = [
+  "Tell me a story about a little boat.",
+  "Once upon a time there was a lighthouse",
+  "A story about two friends and a kite",
+];
+const BUILT_IN =
+  "The built-in model is tiny and tells short children's stories. Choose another above for more than that.";
 
 let views = new Map();
 let shownId = null;
@@ -19,9 +24,14 @@ let follower = null;
 export function createThread() {
   const box = document.getElementById("thread");
   const inner = document.getElementById("messages");
-  const newest = iconButton("newest", "Go to the newest message", () => follower.toEnd(), { class: "newest", hidden: true });
+  const newest = iconButton("newest", "Go to the newest message", () => follower.toEnd(), {
+    class: "newest",
+    hidden: true,
+  });
   document.getElementById("dock").prepend(newest);
-  follower = createFollower(box, inner, (following) => { newest.hidden = following; });
+  follower = createFollower(box, inner, (following) => {
+    newest.hidden = following;
+  });
   enableCopying(inner);
   follow(["conversation", "opening", "model"], (state) => render(inner, state));
 }
@@ -52,7 +62,10 @@ function render(inner, { conversation, opening, model }) {
     next.set(message.id, view);
   });
   views = next;
-  arrange(inner, [...next.values()].map(({ element }) => element));
+  arrange(
+    inner,
+    [...next.values()].map(({ element }) => element),
+  );
   if (moved || lastBefore !== shown.at(-1).id) follower.toEnd();
 }
 
@@ -69,8 +82,11 @@ function welcome(model) {
   const ready = model?.status === "ready";
   const builtIn = ready && (model.id === null || model.id === "built-in" || model.source === "built-in");
   const suggestion = (text) => h("button", { type: "button", onclick: () => send(text) }, text);
-  return h("div", { class: "welcome" },
+  return h(
+    "div",
+    { class: "welcome" },
     h("h1", {}, "What shall we talk about?"),
     h("p", {}, builtIn ? BUILT_IN : "Everything stays on this computer: the model, and what you write."),
-    ready && h("div", { class: "suggestions" }, SUGGESTIONS.map(suggestion)));
+    ready && h("div", { class: "suggestions" }, SUGGESTIONS.map(suggestion)),
+  );
 }

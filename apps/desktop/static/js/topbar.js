@@ -15,13 +15,38 @@ export function createTopbar() {
   const dot = h("span", { class: "dot" });
   const name = h("span", { class: "name" });
   const facts = h("span", { class: "facts" });
-  const model = h("button", { type: "button", class: "model-button", id: "model-button", "aria-haspopup": "dialog", onclick: () => openModels() }, dot, name, facts, icon("down"));
+  const model = h(
+    "button",
+    {
+      type: "button",
+      class: "model-button",
+      id: "model-button",
+      "aria-haspopup": "dialog",
+      onclick: () => openModels(),
+    },
+    dot,
+    name,
+    facts,
+    icon("down"),
+  );
   const fresh = iconButton("compose", "New chat", () => show(null), { title: "New chat (Ctrl+Shift+O)" });
-  const settings = iconButton("sliders", "Chat settings", togglePanel, { id: "panel-button", "aria-controls": "panel", "aria-expanded": "false" });
+  const settings = iconButton("sliders", "Chat settings", togglePanel, {
+    id: "panel-button",
+    "aria-controls": "panel",
+    "aria-expanded": "false",
+  });
   const menu = createMenu("more", "Conversation menu", items);
   document.getElementById("topbar").append(
-    iconButton("sidebar", "Show or hide the conversations", toggleSidebar, { id: "sidebar-button", "aria-controls": "sidebar" }),
-    model, h("span", { class: "spacer" }), fresh, settings, menu);
+    iconButton("sidebar", "Show or hide the conversations", toggleSidebar, {
+      id: "sidebar-button",
+      "aria-controls": "sidebar",
+    }),
+    model,
+    h("span", { class: "spacer" }),
+    fresh,
+    settings,
+    menu,
+  );
   follow(["model"], (state) => {
     const now = state.model;
     dot.className = `dot ${now?.status ?? ""}`;
@@ -44,7 +69,9 @@ function label(model) {
 function factsOf(model) {
   if (!model || model.status === "empty" || model.status === "loading") return "";
   if (model.status === "failed") return "not loaded";
-  const memory = model.budget_bytes ? `${size(model.planned_bytes)} of ${size(model.budget_bytes)}` : size(model.planned_bytes);
+  const memory = model.budget_bytes
+    ? `${size(model.planned_bytes)} of ${size(model.budget_bytes)}`
+    : size(model.planned_bytes);
   return [bits(model.bits_per_weight), memory, `${count(model.context)} context`].filter(Boolean).join(" · ");
 }
 
