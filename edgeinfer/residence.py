@@ -7,6 +7,7 @@ that the next request goes on where the last one ended. The file is gone once it
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -150,6 +151,10 @@ class Residence:
                 self._facts = _facts(self._parts)
                 parts, self._parts = self._parts, None
                 _free(parts)
+                del parts
+                # Much of a model refers to itself.
+                gc.collect()
+                release_freed()
 
     def _wait(self) -> None:
         """Unloads after the time to wait, counted from now, where nobody holds the parts."""

@@ -161,7 +161,8 @@ class ModelControl:
                     await asyncio.to_thread(self._planner.measure)
             sampling = await asyncio.to_thread(self._library.sampling, model)
             if number == self._number:
-                await self._host.load(model, options)
+                loaded = await self._host.load(model, options)
+                self._planner.loaded(loaded.plan)
                 self._sampling = sampling
                 await asyncio.to_thread(self._settings.used, model)
         except EdgeInferError as error:
