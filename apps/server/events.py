@@ -80,6 +80,8 @@ class EventStream:
                 data = b"".join(map(self._event, self._opening)) + data
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._written = self._time()
+        # Sending need not suspend; the loop must get to hear of a client that hung up before more is sent to nobody.
+        await asyncio.sleep(0)
 
     def _event(self, event: Mapping[str, Any]) -> bytes:
         data = json.dumps(event, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)

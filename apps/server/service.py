@@ -50,14 +50,14 @@ class Service:
         model, name = self.model(), body.get("model")
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a text.", "GET /v1/models lists what is served.", param="model")
-        if name and name not in self.names(model):
+        # As it was asked for on the command line will do too, though a path is nobody's to read.
+        if name and name not in (*self.names(model), self.host.state.model):
             raise unknown_model(name)
         return model
 
     def names(self, model: Model) -> list[str]:
-        """What requests may call the model, its own name first."""
-        asked = self.host.state.model
-        return list(dict.fromkeys([model.info.name, *self.aliases, *([asked] if asked else [])]))
+        """What the model is called, its own name first."""
+        return list(dict.fromkeys([model.info.name, *self.aliases]))
 
     def load(self) -> Load:
         """What the server is at."""

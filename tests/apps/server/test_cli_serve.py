@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.cli.main import main
 from tests.apps.server.served import Served, served
 from tests.cli import edgeinfer, refuses, start
-from tests.speculation import needs_builtin
+from tests.speculation import BUILTIN, needs_builtin
 
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
@@ -157,3 +157,13 @@ def test_ports_of_the_system() -> None:
     if os.geteuid() == 0:
         pytest.skip("root may use all ports")
     refuses(2, "not yours", edgeinfer("serve", "--port", "80"))
+
+
+@needs_builtin
+def test_a_model_answers_to_what_it_was_asked_for_as() -> None:
+    with served("-m", str(BUILTIN)) as server:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        assert server.post("/v1/chat/completions", body | {"model": str(BUILTIN)}).status_code == 200
+        assert server.post("/v1/chat/completions", body | {"model": "tales"}).status_code == 200
+        # Where it lies on this machine is nobody's to read.
+        assert str(BUILTIN) not in server.get("/v1/models").text + server.get("/props").text
