@@ -86,8 +86,8 @@ def plan(model: str | Path | None = None, **options: Any) -> MemoryPlan:
 
 
 class Model(Measured):
-    """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`); what
-    a prompt shares with the one before is not evaluated again."""
+    """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`);
+    what a prompt shares with the one before is not evaluated again."""
 
     def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
         self._residence = residence
