@@ -237,10 +237,13 @@ class ModelHost:
         return await self._do(work)
 
     async def close(self) -> None:
-        """Frees the model, cancels its replies and ends the thread."""
+        """Frees the model, cancels its replies and ends the thread; once is enough."""
+        if not self._worker.is_alive():
+            return
         self._cancelled.set()
         await self._do(self._drop_model)
         self._worker.end()
+        await asyncio.to_thread(self._worker.join)
         self._set(HostState("empty"))
 
     def _drop_model(self) -> None:

@@ -30,6 +30,7 @@ def hosted(
             await work(host)
         finally:
             await host.close()
+            await host.close()
 
     asyncio.run(asyncio.wait_for(run(), 120))
 
