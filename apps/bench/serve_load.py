@@ -27,6 +27,7 @@ import psutil
 
 import edgeinfer
 from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, UsageError
 
@@ -208,9 +209,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    ordered = sorted(values)
-    picked = {p: ordered[min(len(ordered) - 1, len(ordered) * p // 100)] if ordered else None for p in (50, 99)}
-    return {"p50": picked[50], "p99": picked[99], "max": ordered[-1] if ordered else None}
+    return {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values, default=None)}
 
 
 def _show(figures: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
 
 __all__ = ["Followed", "follow", "main", "read_schemas"]
@@ -68,8 +69,8 @@ class Followed:
             "schemas": self.schemas,
             "compiled": len(self.compile_ms),
             "refused": dict(self.refused.most_common()),
-            "compile_ms": {"p50": _percentile(self.compile_ms, 50), "p99": _percentile(self.compile_ms, 99)},
-            "mask_ms": {"p50": _percentile(self.mask_ms, 50), "p99": _percentile(self.mask_ms, 99)},
+            "compile_ms": {"p50": percentile(self.compile_ms, 50), "p99": percentile(self.compile_ms, 99)},
+            "mask_ms": {"p50": percentile(self.mask_ms, 50), "p99": percentile(self.mask_ms, 99)},
             "masks": len(self.mask_ms),
             "replies": len(self.compile_ms),
             "valid": self.valid,
@@ -153,10 +154,6 @@ def _reason(error: UsageError) -> str:
     if reason.endswith(" is not supported."):
         return ", ".join(sorted(reason.removesuffix(" is not supported.").split(", "))) + " is not supported"
     return reason.split(":")[0].split(" /")[0].split(" '")[0].rstrip(".")
-
-
-def _percentile(values: Sequence[float], percent: int) -> float | None:
-    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else None
 
 
 def _row(name: str, found: Followed) -> list[str]:

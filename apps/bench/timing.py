@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-__all__ = ["DECODE", "PREFILL", "Samples", "Spread", "Task", "rotated", "visits"]
+__all__ = ["DECODE", "PREFILL", "Samples", "Spread", "Task", "percentile", "rotated", "visits"]
 
 T = TypeVar("T")
 # What is timed in one visit: a pass over so many tokens, plain decoding, or taking in a whole prompt.
@@ -30,6 +30,11 @@ class Spread:
         """The quartiles of `values`, which must not be empty."""
         p25, median, p75 = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
         return cls(float(median), float(p25), float(p75))
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """The value that `percent` of them do not exceed; None of none."""
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else None
 
 
 @dataclass

@@ -21,6 +21,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece
 from edgeinfer.openai.tools import FORMATS, Function, ToolChoice, read_functions
@@ -92,7 +93,7 @@ class Outcome:
     def figures(self) -> dict[str, Any]:
         """As JSON."""
         times = sorted(self.compile_ms)
-        return {**vars(self), "compile_ms": {p: _percentile(times, p) for p in (50, 99)}}
+        return {**vars(self), "compile_ms": {p: percentile(times, p) for p in (50, 99)}}
 
 
 def json_schema(described: Any) -> Any:
@@ -253,10 +254,6 @@ def _wrong(schemas: Mapping[str, Any], call: Call) -> str:
     except jsonschema.ValidationError as error:
         return f"{name}: {error.message[:200]}"
     return ""
-
-
-def _percentile(values: Sequence[float], percent: int) -> float | None:
-    return values[min(len(values) - 1, len(values) * percent // 100)] if values else None
 
 
 _HEADER = ("group", "compiled", "compile p50 ms", "p99", "read back", "truth valid", "valid/whole", "calls", "cut")
