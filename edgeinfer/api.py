@@ -110,6 +110,11 @@ class Model(Measured):
         return self._residence.facts.plan.context
 
     @property
+    def threads(self) -> int:
+        """That a pass works with."""
+        return self._residence.facts.threads
+
+    @property
     def experts(self) -> ExpertUse | None:
         """How the tokens so far used experts, since the model was last loaded; None where it has none."""
         watched = self._parts.watched

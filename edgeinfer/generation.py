@@ -48,6 +48,7 @@ class ModelParts:
     """What a loaded model is made of.
 
     Attributes:
+        threads: that a pass works with.
         watched: the backend where it has experts, which tells how they are used.
     """
 
@@ -61,6 +62,7 @@ class ModelParts:
     origin: Origin
     speculator: Speculator
     ledger: Ledger
+    threads: int
     watched: WatchedBackend | None = None
 
     @property

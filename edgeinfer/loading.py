@@ -162,6 +162,7 @@ def make_parts(
         origin=origin_of(bundle, plan.layout, engine_version(bundle, config), config.exact),
         speculator=speculator,
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
+        threads=subject.threads,
         watched=backend if isinstance(backend, WatchedBackend) else None,
     )
 

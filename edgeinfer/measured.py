@@ -55,6 +55,16 @@ class Measured:
         with self._idle() as parts:
             return measure.decode_times(parts.engine, tokens, past=past)
 
+    def measure_work(self, prompt: int, reply: int, *, past: int = 0) -> measure.WorkTimes:
+        """Milliseconds of taking in a prompt behind `past` tokens and of decoding a reply greedily and plainly, as many
+        passes as tokens; `llama-bench` calls these pp, tg and depth. What the cache holds of the past stays.
+
+        Raises:
+            UsageError: there is nothing to do, or the context is too small.
+        """
+        with self._idle() as parts:
+            return measure.work_times(parts.engine, prompt, reply, past=past)
+
     def pass_work(self, tokens: int, rows: int) -> PassWork:
         """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights."""
         return measure.pass_work(self._residence.facts.tensors, tokens, rows)

@@ -48,6 +48,7 @@ class Facts:
     end_ids: frozenset[int]
     load: LoadCosts
     tensors: tuple[TensorEntry, ...]
+    threads: int
 
 
 class Residence:
@@ -210,7 +211,7 @@ def _call(waiting: weakref.ref[Residence], timer: threading.Timer) -> None:
 
 
 def _facts(parts: ModelParts) -> Facts:
-    return Facts(parts.plan, parts.info, parts.begin_ids, parts.eos_ids, parts.load, parts.tensors)
+    return Facts(parts.plan, parts.info, parts.begin_ids, parts.eos_ids, parts.load, parts.tensors, parts.threads)
 
 
 def _free(parts: ModelParts) -> None:

@@ -18,12 +18,14 @@ from edgeinfer.runtime.engine import Engine
 __all__ = [
     "DecodeTimes",
     "TokenScores",
+    "WorkTimes",
     "decode_times",
     "pass_times",
     "pass_work",
     "prefill_times",
     "score_tokens",
     "token_logits",
+    "work_times",
 ]
 
 
@@ -150,6 +152,37 @@ def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
     engine.forget()
     # The first token carries the prompt.
     return DecodeTimes(tuple(ns / 1e6 for ns in chooser.session_ns[1:]), total[1:])
+
+
+@dataclass(frozen=True)
+class WorkTimes:
+    """A prompt taken in and tokens decoded: milliseconds of both together, and the tokens."""
+
+    ms: float
+    token_ids: tuple[int, ...]
+
+
+def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTimes:
+    """Takes in a prompt of so many tokens behind `past` others, which are not timed, then decodes greedily in as many
+    passes as `reply` says.
+
+    Raises:
+        UsageError: there is nothing to do, or the context is too small.
+    """
+    if prompt < 0 or reply < 0 or past < 0 or prompt + reply == 0:
+        raise UsageError("There is nothing to time.", "Give a prompt or a reply of at least one token.")
+    _require_room(engine, past + prompt + reply)
+    # Decoding needs a token to begin with; a prompt's last one gives the reply's first without a pass of its own.
+    tokens = _filler(engine, max(past + prompt, 1))
+    ready = past if prompt else len(tokens) - 1
+    if ready:
+        engine.prepare(tokens[: ready + 1], ready)
+    else:
+        engine.forget()
+    count = reply + 1 if prompt else reply
+    steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=count, stop_ids=frozenset()))
+    ms = sum(step.ms for step in steps) if reply else engine.prefill.ms
+    return WorkTimes(ms, tuple(step.token for step in steps))
 
 
 # Logit rows held at once: 16 rows of a 152k vocabulary are 10 MB.

@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: what speculation gains on this device, and memory; knows nothing of how it is measured."""
+"""`edgeinfer bench`: speed, what speculation gains on this device, and memory; knows nothing of how it is measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle.store import storage_errors, write_file
 from edgeinfer.cli.bench_memory import add_memory_parsers
+from edgeinfer.cli.bench_speed import add_speed_parser
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, load_options
 from edgeinfer.cli.output import print_note, progress_bar
@@ -24,6 +25,7 @@ _DESCRIPTION = """\
 Measure on this device.
 
 examples:
+  edgeinfer bench speed
   edgeinfer bench spec
   edgeinfer bench memory plans
 """
@@ -42,7 +44,7 @@ With --expand the figures are those of a cost-expanded model: a small trained ch
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand and its own."""
     layout = argparse.RawDescriptionHelpFormatter
-    text = "measure what speculation gains, and memory"
+    text = "measure speed, what speculation gains, and memory"
     parser = commands.add_parser(
         "bench", help=text, description=_DESCRIPTION, formatter_class=layout, allow_abbrev=False
     )
@@ -53,6 +55,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_model_files(spec)
     spec.add_argument("--json", type=Path, metavar="FILE", help="write everything, samples included")
     add_memory_parsers(kinds)
+    add_speed_parser(kinds)
 
 
 def _add_workload(parser: Parser) -> None:

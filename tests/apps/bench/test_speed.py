@@ -1,0 +1,123 @@
+"""Speed in llama-bench's words: which tests there are, that what is timed is what was asked for, and its formats."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.bench.speed import SpeedConfig, SpeedResult, run_speed
+from edgeinfer.apps.bench.speed_report import FORMATS, speed_text
+from edgeinfer.cli.main import main
+from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.runtime.measure import WorkTimes
+from tests.factories import make_bigram_bundle
+from tests.speculation import needs_builtin
+
+
+def test_names_are_llama_bench_s() -> None:
+    config = SpeedConfig((512, 64), (128,), ((512, 128),), (0, 4096))
+    names = ["pp512", "pp64", "tg128", "pp512+tg128"]
+    assert [str(test) for test in config.tests] == names + [f"{name} @ d4096" for name in names]
+    assert config.context == 4096 + 512 + 128 + 1
+    assert [str(test) for test in SpeedConfig((0,), (16,)).tests] == ["tg16"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"prompts": (0,), "replies": (0,)}, {"prompts": (-1,)}, {"repeats": 0}, {"both": ((0, 0),)}]
+)
+def test_nothing_to_time(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        SpeedConfig(**options)
+
+
+class Watched:
+    """A model's passes, by how many tokens each had."""
+
+    def __init__(self, model: edgeinfer.Model) -> None:
+        self.sizes: list[int] = []
+        backend = model._parts.engine.backend
+        forward = backend.forward
+
+        def watched(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+            self.sizes.append(len(tokens))
+            return forward(tokens, *args, **kwargs)
+
+        backend.forward = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("prompt", "reply", "past"), [(20, 0, 0), (0, 7, 0), (20, 7, 0), (20, 7, 30), (0, 7, 30)])
+def test_what_is_timed_is_what_was_asked_for(tmp_path: Path, prompt: int, reply: int, past: int) -> None:
+    with edgeinfer.load(make_bigram_bundle(tmp_path / "bigrams"), context=64, speculation="off") as model:
+        watched = Watched(model)
+        first = model.measure_work(prompt, reply, past=past)
+        fed = sum(watched.sizes)
+        watched.sizes.clear()
+        again = model.measure_work(prompt, reply, past=past)
+        assert first.token_ids == again.token_ids and first.ms > 0
+        assert len(first.token_ids) == (reply + 1 if prompt else reply) if reply else 1
+        # As many passes over one token as the reply has, the prompt in chunks, and the past once.
+        assert watched.sizes.count(1) >= reply
+        assert sum(watched.sizes) == prompt + reply
+        assert fed == sum(watched.sizes) + (past if prompt else max(past - 1, 0))
+
+
+def test_the_context_has_to_hold_it(tmp_path: Path) -> None:
+    with edgeinfer.load(make_bigram_bundle(tmp_path / "bigrams"), context=64) as model:
+        for asked in ((60, 5, 0), (0, 0, 3), (-1, 5, 0)):
+            with pytest.raises(UsageError):
+                model.measure_work(asked[0], asked[1], past=asked[2])
+
+
+def results(model: edgeinfer.Model) -> list[SpeedResult]:
+    return run_speed(model, SpeedConfig((16,), (8,), ((16, 8),), (0, 10), repeats=3), lambda done, total: None)
+
+
+@needs_builtin
+def test_figures_and_formats() -> None:
+    with edgeinfer.load(context=64, threads=1) as model:
+        found = results(model)
+    assert [str(result.test) for result in found][:3] == ["pp16", "tg8", "pp16+tg8"]
+    for result in found:
+        data = result.to_dict()
+        assert len(data["samples_ns"]) == 3 and min(data["samples_ns"]) > 0
+        assert data["samples_ts"][0] == pytest.approx(result.test.tokens * 1e9 / data["samples_ns"][0])
+        assert min(data["samples_ts"]) <= data["median_ts"] <= max(data["samples_ts"])
+        assert data["n_threads"] == 1
+    parsed = json.loads(speed_text(found, "json"))
+    assert parsed == [result.to_dict() for result in found]
+    assert [json.loads(line) for line in speed_text(found, "jsonl").splitlines()] == parsed
+    rows = list(csv.DictReader(io.StringIO(speed_text(found, "csv"))))
+    assert [row["test"] for row in rows] == [data["test"] for data in parsed]
+    lines = speed_text(found, "md").splitlines()
+    assert len({len(line) for line in lines}) == 1 and "| t" not in lines[1]
+    assert all(f" {data['test']} |" in line for data, line in zip(parsed, lines[2:], strict=True))
+    assert set(FORMATS) == {"md", "csv", "json", "jsonl"}
+
+
+def test_a_wrong_answer_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with edgeinfer.load(make_bigram_bundle(tmp_path / "bigrams"), context=64) as model:
+        answers = iter(WorkTimes(1.0, (n,)) for n in range(9))
+        monkeypatch.setattr(model, "measure_work", lambda *args, **kwargs: next(answers))
+        with pytest.raises(BackendError, match="other tokens"):
+            results(model)
+
+
+@needs_builtin
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "speed", "-p", "16", "-n", "4", "-pg", "8,4", "-r", "1", "-t", "1"]
+    assert main([*line, "-o", "jsonl"]) == 0
+    rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [row["test"] for row in rows] == ["pp16", "tg4", "pp8+tg4"]
+    assert main([*line, "--out", str(tmp_path / "speed.md")]) == 0
+    assert (tmp_path / "speed.md").read_text().count("\n") == 5
+    assert main([*line, "--out", str(tmp_path / "no" / "speed.md")]) == 5
+    for wrong in (["-p", "x"], ["-pg", "3"], ["-r", "0"], ["-p", "0", "-n", "0"], ["-d", "100000"]):
+        capsys.readouterr()
+        assert main(["bench", "speed", *wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
