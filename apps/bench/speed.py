@@ -20,7 +20,7 @@ from edgeinfer.errors import BackendError, UsageError
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["SpeedConfig", "SpeedResult", "SpeedTest", "run_speed"]
+__all__ = ["SpeedConfig", "SpeedResult", "SpeedTest", "describe_run", "run_speed"]
 
 _S = 1e9
 
@@ -154,11 +154,12 @@ def run_speed(model: Model, config: SpeedConfig, told: Callable[[int, int], None
         if visit:
             samples[test].append(round(times.ms * 1e6))
     told(len(visits), len(visits))
-    facts = _facts(model)
+    facts = describe_run(model)
     return [SpeedResult(test, tuple(taken), facts) for test, taken in samples.items()]
 
 
-def _facts(model: Model) -> dict[str, Any]:
+def describe_run(model: Model) -> dict[str, Any]:
+    """Model, engine and machine, by llama-bench's keys where it has them."""
     from edgeinfer import __version__
 
     info, plan = model.info, model.plan

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.bench_curve import add_curve_parser
 from edgeinfer.cli.bench_memory import add_memory_parsers
 from edgeinfer.cli.bench_speed import add_speed_parser
 from edgeinfer.cli.loading import load_model
@@ -26,6 +27,7 @@ Measure on this device.
 
 examples:
   edgeinfer bench speed
+  edgeinfer bench curve --svg curve.svg
   edgeinfer bench spec
   edgeinfer bench memory plans
 """
@@ -56,6 +58,7 @@ def add_parser(commands: Subparsers) -> None:
     spec.add_argument("--json", type=Path, metavar="FILE", help="write everything, samples included")
     add_memory_parsers(kinds)
     add_speed_parser(kinds)
+    add_curve_parser(kinds)
 
 
 def _add_workload(parser: Parser) -> None:

@@ -1,0 +1,78 @@
+"""c(m): every size in turns, never faster than the machine can be, drawn with units."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.bench.curve import Curve, CurveConfig, curve_chart, run_curve
+from edgeinfer.apps.bench.plots import chart_svg
+from edgeinfer.cli.main import main
+from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.runtime.native.library import native_kernel
+from tests.factories import make_bigram_bundle
+from tests.speculation import needs_builtin
+
+CONFIG = CurveConfig((4, 2, 1), past=8, repeats=3)
+
+
+def measured(model: edgeinfer.Model) -> Curve:
+    seen: list[tuple[int, int]] = []
+    curve = run_curve(model, CONFIG, lambda done, total: seen.append((done, total)))
+    assert seen == [(n, 3) for n in range(4)]
+    return curve
+
+
+@pytest.mark.parametrize("options", [{"sizes": ()}, {"sizes": (0, 1)}, {"past": -1}, {"repeats": 0}])
+def test_what_cannot_be_measured(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        CurveConfig(**options)
+
+
+def test_one_is_always_among_the_sizes() -> None:
+    assert CurveConfig((8, 2)).sizes == (1, 2, 8)
+
+
+@needs_builtin
+def test_points() -> None:
+    try:
+        native_kernel()
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+    with edgeinfer.load(context=64, threads=1) as model:
+        curve = measured(model)
+    assert [point.size for point in curve.points] == [1, 2, 4]
+    assert curve.points[0].growth.median == 1
+    for point in curve.points:
+        assert point.ms.p25 <= point.ms.median <= point.ms.p75
+        assert point.limit_ms is not None and 0 < point.limit_ms == max(point.read_ms or 0, point.multiply_ms or 0)
+    assert curve.limits is not None and curve.limits.threads == 1
+    data = json.loads(json.dumps(curve.to_dict()))
+    assert [point["size"] for point in data["points"]] == [1, 2, 4] and data["n_depth"] == 8
+    svg = ElementTree.fromstring(chart_svg(curve_chart(curve)))
+    words = " ".join(text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text"))
+    assert all(word in words for word in ("measured", "reading the weights", "new tokens", "ms"))
+
+
+def test_limits_that_are_not_known(tmp_path: Path) -> None:
+    with edgeinfer.load(make_bigram_bundle(tmp_path / "bigrams"), context=64) as model:
+        curve = measured(model)
+    assert all(point.limit_ms is None for point in curve.points)
+    assert [line.name for line in curve_chart(curve).lines] == ["measured"]
+
+
+@needs_builtin
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "curve", "--sizes", "1,3", "-r", "1", "-d", "4", "-t", "1"]
+    assert main([*line, "--json", str(tmp_path / "c.json"), "--svg", str(tmp_path / "c.svg")]) == 0
+    assert "c(m)/c(1)" in capsys.readouterr().out
+    assert [point["size"] for point in json.loads((tmp_path / "c.json").read_text())["points"]] == [1, 3]
+    ElementTree.parse(tmp_path / "c.svg")
+    assert main([*line, "--svg", str(tmp_path / "no" / "c.svg")]) == 5
+    assert main(["bench", "curve", "--sizes", "x"]) == 2
+    assert main(["bench", "curve", "--sizes", "0"]) == 2
