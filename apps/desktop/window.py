@@ -62,7 +62,9 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
         StorageError: the data folder cannot be used.
     """
     folder = user_data() if config.data is None else DataFolder(config.data.expanduser().absolute())
-    security = Security(host=_HOST, max_body=MOST_BYTES)
+    access = Access()
+    # Other users of the machine reach its loopback too.
+    security = Security(host=_HOST, max_body=MOST_BYTES, api_key=access.key)
     services = Services.make(
         folder,
         security,
@@ -71,7 +73,6 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
         options=config.options,
         models=config.models,
     )
-    access = Access()
     show = _way(config)
 
     def ready(url: str) -> None:

@@ -92,8 +92,9 @@ def served(folder: Path, **options: Any) -> Iterator[Window]:
     Args:
         options: of Services.make.
     """
-    security = Security(max_body=MOST_BYTES)
-    services, access = Services.make(DataFolder(folder), security, ModelHost(parallel=2), **options), Access()
+    access = Access()
+    security = Security(max_body=MOST_BYTES, api_key=access.key)
+    services = Services.make(DataFolder(folder), security, ModelHost(parallel=2), **options)
     begun, urls = threading.Event(), list[str]()
 
     def ready(url: str) -> None:

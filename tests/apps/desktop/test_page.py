@@ -79,9 +79,11 @@ def test_other_files_are_not_served(window: Window, path: str) -> None:
     assert window.http.get(path).status_code == 404
 
 
-def test_programs_are_served_beside_the_page(stranger: httpx.Client, window: Window) -> None:
+def test_programs_with_the_key_are_served_beside_the_page(stranger: httpx.Client, window: Window) -> None:
     window.wait("model", status="ready")
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-    answer = stranger.post("/v1/chat/completions", json=body)
+    assert stranger.post("/v1/chat/completions", json=body).status_code == 401
+    bearer = {"Authorization": f"Bearer {window.key}"}
+    answer = stranger.post("/v1/chat/completions", json=body, headers=bearer)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 3
