@@ -17,7 +17,9 @@ from edgeinfer.results import DeviceLimits
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["Curve", "CurveConfig", "CurvePoint", "curve_chart", "run_curve"]
+__all__ = ["Curve", "CurveConfig", "CurvePoint", "curve_chart", "lines_chart", "run_curve"]
+
+Points = Sequence[tuple[float, float]]
 
 # Passes over each size at one visit, whose median counts.
 _BURST = 3
@@ -85,10 +87,11 @@ class Curve:
         return {**self.facts, "limits": None if self.limits is None else asdict(self.limits), "points": points}
 
 
-def run_curve(model: Model, config: CurveConfig, told: Callable[[int, int], None]) -> Curve:
+def run_curve(model: Model, config: CurveConfig, told: Callable[[int, int], None], command: str = "") -> Curve:
     """Measures all sizes in turns.
 
     Args:
+        command: kept with the figures, to have them again.
         told: visits done and to do.
 
     Raises:
@@ -104,7 +107,7 @@ def run_curve(model: Model, config: CurveConfig, told: Callable[[int, int], None
     told(config.repeats, config.repeats)
     best = _median(limits)
     points = tuple(_point(model, size, visits, best) for size in config.sizes)
-    return Curve(points, best, describe_run(model) | {"n_depth": config.past})
+    return Curve(points, best, describe_run(model, command) | {"n_depth": config.past})
 
 
 def _point(model: Model, size: int, visits: Sequence[Mapping[int, float]], limits: DeviceLimits | None) -> CurvePoint:
@@ -141,11 +144,17 @@ def _median(limits: Sequence[DeviceLimits]) -> DeviceLimits | None:
 
 def curve_chart(curve: Curve) -> Chart:
     """Milliseconds against tokens, with the machine's limits below."""
-    lines = [Line("measured", tuple((point.size, point.ms.median) for point in curve.points))]
-    reading = tuple((point.size, point.read_ms) for point in curve.points if point.read_ms is not None)
-    multiplying = tuple((point.size, point.multiply_ms) for point in curve.points if point.multiply_ms is not None)
-    lines += [Line("reading the weights", reading)] if reading else []
-    lines += [Line("multiplying", multiplying)] if multiplying else []
     threads = "1 thread" if curve.facts["n_threads"] == 1 else f"{curve.facts['n_threads']} threads"
-    title = f"A pass over m tokens: {curve.facts['model_type']}, {threads}"
-    return Chart(title, "m, new tokens in a pass", "ms", tuple(lines))
+    return lines_chart(
+        f"A pass over m tokens: {curve.facts['model_type']}, {threads}",
+        [(point.size, point.ms.median) for point in curve.points],
+        [(point.size, point.read_ms) for point in curve.points if point.read_ms is not None],
+        [(point.size, point.multiply_ms) for point in curve.points if point.multiply_ms is not None],
+    )
+
+
+def lines_chart(title: str, measured: Points, reading: Points, multiplying: Points) -> Chart:
+    """The same of points (tokens, milliseconds); limits that are not known are empty."""
+    lines = {"measured": measured, "reading the weights": reading, "multiplying": multiplying}
+    drawn = tuple(Line(name, tuple(points)) for name, points in lines.items() if points)
+    return Chart(title, "m, new tokens in a pass", "ms", drawn)

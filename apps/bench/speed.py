@@ -130,13 +130,16 @@ class SpeedResult:
         }
 
 
-def run_speed(model: Model, config: SpeedConfig, told: Callable[[int, int], None]) -> list[SpeedResult]:
+def run_speed(
+    model: Model, config: SpeedConfig, told: Callable[[int, int], None], command: str = ""
+) -> list[SpeedResult]:
     """Times all tests in turns, each visit beginning with another one.
 
     A test whose greedy tokens are not the same at every visit is no test: a fast wrong answer never counts.
 
     Args:
         told: visits done and to do.
+        command: kept with the figures, to have them again.
 
     Raises:
         UsageError: the model's context is too small.
@@ -154,11 +157,11 @@ def run_speed(model: Model, config: SpeedConfig, told: Callable[[int, int], None
         if visit:
             samples[test].append(round(times.ms * 1e6))
     told(len(visits), len(visits))
-    facts = describe_run(model)
+    facts = describe_run(model, command)
     return [SpeedResult(test, tuple(taken), facts) for test, taken in samples.items()]
 
 
-def describe_run(model: Model) -> dict[str, Any]:
+def describe_run(model: Model, command: str) -> dict[str, Any]:
     """Model, engine and machine, by llama-bench's keys where it has them."""
     from edgeinfer import __version__
 
@@ -178,6 +181,7 @@ def describe_run(model: Model) -> dict[str, Any]:
         "type_k": plan.configuration.kv,
         "type_v": plan.configuration.kv,
         "weights": plan.configuration.weights,
+        "command": command,
         "test_time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.bundle.store import storage_errors, write_file
 from edgeinfer.cli.bench_curve import add_curve_parser
 from edgeinfer.cli.bench_memory import add_memory_parsers
+from edgeinfer.cli.bench_report import add_report_parser
 from edgeinfer.cli.bench_speed import add_speed_parser
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, load_options
@@ -59,6 +60,7 @@ def add_parser(commands: Subparsers) -> None:
     add_memory_parsers(kinds)
     add_speed_parser(kinds)
     add_curve_parser(kinds)
+    add_report_parser(kinds)
 
 
 def _add_workload(parser: Parser) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.store import storage_errors, write_file
 from edgeinfer.cli.loading import load_model
-from edgeinfer.cli.options import add_command, add_load_options, load_options
+from edgeinfer.cli.options import add_command, add_load_options, command_line, load_options
 from edgeinfer.cli.output import print_note, print_table, progress_bar
 from edgeinfer.errors import StorageError
 
@@ -53,7 +53,12 @@ def _execute(args: argparse.Namespace) -> int:
     config = CurveConfig(past=args.n_depth, repeats=args.repetitions, **sizes)
     options = {"context": config.context} | load_options(args)
     with load_model(args.model, options) as model, progress_bar() as bar:
-        curve = run_curve(model, config, lambda done, total: bar("measuring", done, total) if bar else None)
+
+        def told(done: int, total: int) -> None:
+            if bar:
+                bar("measuring", done, total)
+
+        curve = run_curve(model, config, told, command_line())
     _print(curve)
     if args.json:
         _write(args.json, json.dumps(curve.to_dict(), indent=1) + "\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.bundle.store import storage_errors, write_file
 from edgeinfer.cli.loading import load_model
-from edgeinfer.cli.options import add_command, add_load_options, load_options
+from edgeinfer.cli.options import add_command, add_load_options, command_line, load_options
 from edgeinfer.cli.output import progress_bar
 from edgeinfer.errors import StorageError
 
@@ -57,7 +57,12 @@ def _execute(args: argparse.Namespace) -> int:
         raise StorageError(f"Cannot write {args.out}: there is no such folder.", "Choose another place.")
     options = {"context": config.context} | load_options(args)
     with load_model(args.model, options) as model, progress_bar() as bar:
-        results = run_speed(model, config, lambda done, total: bar and bar("timing", done, total))
+
+        def told(done: int, total: int) -> None:
+            if bar:
+                bar("timing", done, total)
+
+        results = run_speed(model, config, told, command_line())
     text = speed_text(results, args.output)
     if args.out is None:
         sys.stdout.write(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -36,6 +38,7 @@ __all__ = [
     "add_load_options",
     "add_model_option",
     "add_native_option",
+    "command_line",
     "generation_options",
     "load_options",
     "read_paragraphs",
@@ -239,6 +242,11 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["choices"] = tuple(utf8(text, "--choice") for text in options["choices"])
     GenerationConfig(**options)
     return options
+
+
+def command_line() -> str:
+    """The running command as a shell takes it, for figures that are to be had again."""
+    return shlex.join(["edgeinfer", *sys.argv[1:]])
 
 
 def utf8(text: str, source: str) -> str:

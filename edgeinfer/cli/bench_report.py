@@ -1,0 +1,41 @@
+"""`edgeinfer bench report`: results of benchmarks as one page; knows nothing of what is on it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.options import add_command
+
+if TYPE_CHECKING:
+    from edgeinfer.cli.options import Subparsers
+
+__all__ = ["add_report_parser"]
+
+_DESCRIPTION = """\
+Make one HTML page, with tables, charts and the commands that give the figures again, of JSON files that benchmarks
+wrote. The page needs no other file and no network.
+
+example:
+  edgeinfer bench report speed.json curve.json spec.json --out report.html
+"""
+
+
+def add_report_parser(kinds: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(kinds, "report", _execute, "results as one HTML page", _DESCRIPTION)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of bench speed, curve or spec")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
+    parser.add_argument("--title", default="edgeinfer, measured", metavar="TEXT", help="of the page")
+
+
+def _execute(args: argparse.Namespace) -> int:
+    from edgeinfer.apps.bench.pages.sections import report_html
+
+    lead = "Medians of visits in turns, in one process unless said otherwise."
+    page = report_html(args.files, args.title, lead)
+    with storage_errors(args.out):
+        write_file(args.out, page.encode("utf-8"))
+    return 0
