@@ -1,4 +1,4 @@
-"""A browser for the session, an app for each module of tests and a window for each test, which must not complain."""
+"""A browser and an app for each module of tests and a window for each test, which must not complain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OpenWindow = Callable[..., Window]
 
 
-@pytest.fixture(scope="session")
+# While its driver runs, the thread has a running event loop, in which the tests of other modules could not begin theirs.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium without a display."""
     from playwright.sync_api import sync_playwright
