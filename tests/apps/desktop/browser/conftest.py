@@ -23,7 +23,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OpenWindow = Callable[..., Window]
 
 
-# While its driver runs, the thread has a running event loop, in which the tests of other modules could not begin theirs.
+# While its driver runs, the thread has a running event loop, in which tests of other modules could not begin theirs.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium without a display."""
