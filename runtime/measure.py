@@ -127,13 +127,7 @@ def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
     Raises:
         UsageError: the context is too small.
     """
-    _require_room(engine, tokens)
-    prompt, chooser = _filler(engine, tokens), _Greedy(engine.backend)
-    times = []
-    for _ in range(repeats):
-        engine.forget()
-        for _step in engine.generate(prompt, chooser, max_tokens=1, stop_ids=frozenset()):
-            times.append(engine.prefill.ms)
+    times = [work_times(engine, tokens, 0, past=0).ms for _ in range(repeats)]
     engine.forget()
     return times
 

@@ -7,15 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle.store import storage_errors, write_file
 from edgeinfer.cli.bench_curve import add_curve_parser
+from edgeinfer.cli.bench_files import require_place, write_text
 from edgeinfer.cli.bench_memory import add_memory_parsers
 from edgeinfer.cli.bench_report import add_report_parser
 from edgeinfer.cli.bench_speed import add_speed_parser
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, load_options
 from edgeinfer.cli.output import print_note, progress_bar
-from edgeinfer.errors import StorageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.spec_run import SpecOptions
@@ -110,14 +109,12 @@ def execute_spec(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.spec_run import run_spec
 
     options = _options(args)
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise StorageError(f"Cannot write {args.json}: there is no such folder.", "Choose another place.")
+    require_place(args.json)
     with progress_bar() as progress:
         results, finished = run_spec(options, load_model, progress)
     print_results(results)
     if args.json:
-        with storage_errors(args.json):
-            write_file(args.json, (json.dumps(results.to_dict(), indent=1) + "\n").encode("utf-8"))
+        write_text(args.json, json.dumps(results.to_dict(), indent=1) + "\n")
     if not finished:
         print_note("Interrupted: the figures are of the prompts that were done.")
     return 0 if finished else 130

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.bench_files import numbers, require_place, write_text
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, command_line, load_options
 from edgeinfer.cli.output import print_note, print_table, progress_bar
-from edgeinfer.errors import StorageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.curve import Curve
@@ -34,7 +33,7 @@ def add_curve_parser(kinds: Subparsers) -> None:
     add_load_options(parser)
     group = parser.add_argument_group("passes")
     text = "numbers of tokens, separated by commas (default: 1 to 8, 10, 12, 16)"
-    group.add_argument("--sizes", type=_numbers, metavar="LIST", help=text)
+    group.add_argument("--sizes", type=numbers, metavar="LIST", help=text)
     text = "tokens that are there before (default: 64)"
     group.add_argument("-d", "--n-depth", type=int, default=64, metavar="N", help=text)
     group.add_argument("-r", "--repetitions", type=int, default=9, metavar="N", help="visits to each (default: 9)")
@@ -46,9 +45,7 @@ def _execute(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.curve import CurveConfig, curve_chart, run_curve
     from edgeinfer.apps.bench.plots import chart_svg
 
-    for path in (args.json, args.svg):
-        if path and not path.absolute().parent.is_dir():
-            raise StorageError(f"Cannot write {path}: there is no such folder.", "Choose another place.")
+    require_place(args.json, args.svg)
     sizes = {} if args.sizes is None else {"sizes": args.sizes}
     config = CurveConfig(past=args.n_depth, repeats=args.repetitions, **sizes)
     options = {"context": config.context} | load_options(args)
@@ -61,15 +58,10 @@ def _execute(args: argparse.Namespace) -> int:
         curve = run_curve(model, config, told, command_line())
     _print(curve)
     if args.json:
-        _write(args.json, json.dumps(curve.to_dict(), indent=1) + "\n")
+        write_text(args.json, json.dumps(curve.to_dict(), indent=1) + "\n")
     if args.svg:
-        _write(args.svg, chart_svg(curve_chart(curve)))
+        write_text(args.svg, chart_svg(curve_chart(curve)))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    with storage_errors(path):
-        write_file(path, text.encode("utf-8"))
 
 
 def _print(curve: Curve) -> None:
@@ -90,7 +82,3 @@ def _print(curve: Curve) -> None:
     print_table(rows, header=header, title=f"{curve.facts['model_type']}, {curve.facts['cpu_info']}")
     if curve.limits is None:
         print_note("The machine's limits are not known: the native kernel, which measures them, is not here.")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.bench_files import require_place, write_text
 from edgeinfer.cli.options import add_command, add_load_options, load_options
 from edgeinfer.cli.output import print_note, progress_bar
-from edgeinfer.errors import StorageError
 from edgeinfer.hub import resolve
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def _execute_plans(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.memory_report import print_plans
     from edgeinfer.apps.bench.memory_subjects import SIZES, find_subjects
 
-    _check_place(args.json)
+    require_place(args.json)
     runs: list[PlanRun] = []
     finished = True
     with progress_bar() as progress:
@@ -170,7 +169,7 @@ def _execute_spec(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.memory_spec import measure_spec_memory
     from edgeinfer.apps.bench.prompts import builtin_prompts, load_prompts
 
-    _check_place(args.json)
+    require_place(args.json)
     if args.data is None:
         prompts = builtin_prompts(args.per_category, args.categories)
     else:
@@ -196,7 +195,7 @@ def _execute_smallest(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.memory_report import print_smallest
     from edgeinfer.apps.bench.memory_smallest import Peer, measure_smallest
 
-    _check_place(args.json)
+    require_place(args.json)
     peers = [Peer("llamacpp", args.llamacpp)] if args.llamacpp else []
     peers += [Peer("genai", args.genai, args.genai_python)] if args.genai else []
     with progress_bar() as progress:
@@ -219,7 +218,7 @@ def _execute_chat(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.memory_chat import measure_chat
     from edgeinfer.apps.bench.memory_report import print_chat
 
-    _check_place(args.json)
+    require_place(args.json)
     results = measure_chat(args.model, load_options(args), args.turns, args.max_tokens)
     print_chat(results)
     _write(args.json, results.to_dict())
@@ -233,7 +232,7 @@ def _execute_kv(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.memory_report import print_kv
     from edgeinfer.apps.bench.quality import read_stories
 
-    _check_place(args.json)
+    require_place(args.json)
     results = compare_caches(args.model, read_stories(args.text, args.stories))
     print_kv(results)
     _write(args.json, {"caches": [asdict(result) for result in results]})
@@ -244,13 +243,6 @@ def _stage(progress: Progress | None, name: str) -> Told | None:
     return None if progress is None else lambda done, total: progress(name, done, total)
 
 
-def _check_place(path: Path | None) -> None:
-    """Before hours of work: StorageError where the results could not be written."""
-    if path and not path.absolute().parent.is_dir():
-        raise StorageError(f"Cannot write {path}: there is no such folder.", "Choose another place.")
-
-
 def _write(path: Path | None, data: dict[str, Any]) -> None:
     if path:
-        with storage_errors(path):
-            write_file(path, (json.dumps(data, indent=1) + "\n").encode("utf-8"))
+        write_text(path, json.dumps(data, indent=1) + "\n")

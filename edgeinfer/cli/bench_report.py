@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.bench_files import write_text
 from edgeinfer.cli.options import add_command
 
 if TYPE_CHECKING:
@@ -36,6 +36,5 @@ def _execute(args: argparse.Namespace) -> int:
 
     lead = "Medians of visits in turns, in one process unless said otherwise."
     page = report_html(args.files, args.title, lead)
-    with storage_errors(args.out):
-        write_file(args.out, page.encode("utf-8"))
+    write_text(args.out, page)
     return 0

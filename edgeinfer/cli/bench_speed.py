@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.bench_files import numbers, require_place, write_text
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, command_line, load_options
 from edgeinfer.cli.output import progress_bar
-from edgeinfer.errors import StorageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.speed import SpeedConfig
@@ -35,13 +34,13 @@ def add_speed_parser(kinds: Subparsers) -> None:
     add_load_options(parser)
     group = parser.add_argument_group("tests")
     text = "lengths of prompts, separated by commas; 0 for none (default: 512)"
-    group.add_argument("-p", "--n-prompt", type=_numbers, default=(512,), metavar="LIST", help=text)
+    group.add_argument("-p", "--n-prompt", type=numbers, default=(512,), metavar="LIST", help=text)
     text = "lengths of replies; 0 for none (default: 128)"
-    group.add_argument("-n", "--n-gen", type=_numbers, default=(128,), metavar="LIST", help=text)
+    group.add_argument("-n", "--n-gen", type=numbers, default=(128,), metavar="LIST", help=text)
     text = "a prompt and a reply timed together; may be given several times"
     group.add_argument("-pg", dest="both", action="append", type=_pair, default=[], metavar="P,N", help=text)
     text = "tokens that are there before, in tests of their own each (default: 0)"
-    group.add_argument("-d", "--n-depth", type=_numbers, default=(0,), metavar="LIST", help=text)
+    group.add_argument("-d", "--n-depth", type=numbers, default=(0,), metavar="LIST", help=text)
     group.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="of each test (default: 5)")
     text = "md, csv, json or jsonl (default: md)"
     group.add_argument("-o", "--output", choices=("md", "csv", "json", "jsonl"), default="md", help=text)
@@ -53,8 +52,7 @@ def _execute(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.speed_report import speed_text
 
     config = _config(args)
-    if args.out and not args.out.absolute().parent.is_dir():
-        raise StorageError(f"Cannot write {args.out}: there is no such folder.", "Choose another place.")
+    require_place(args.out)
     options = {"context": config.context} | load_options(args)
     with load_model(args.model, options) as model, progress_bar() as bar:
 
@@ -67,8 +65,7 @@ def _execute(args: argparse.Namespace) -> int:
     if args.out is None:
         sys.stdout.write(text)
     else:
-        with storage_errors(args.out):
-            write_file(args.out, text.encode("utf-8"))
+        write_text(args.out, text)
     return 0
 
 
@@ -78,10 +75,6 @@ def _config(args: argparse.Namespace) -> SpeedConfig:
     return SpeedConfig(args.n_prompt, args.n_gen, tuple(args.both), args.n_depth, args.repetitions)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 def _pair(text: str) -> tuple[int, int]:
-    prompt, reply = _numbers(text)
+    prompt, reply = numbers(text)
     return prompt, reply
