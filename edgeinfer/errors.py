@@ -14,7 +14,8 @@ EdgeInferError
 │   │   ├── TemplateError    (3)
 │   │   └── HubError         (3)  a model that could not be fetched
 │   ├── BudgetError          (4)  the plan does not fit the memory budget
-│   └── StorageError         (5)  a path that cannot be written, or a full disk
+│   ├── StorageError         (5)  a path that cannot be written, or a full disk
+│   └── DeviceError          (5)  a device that is not installed, fails, or cannot run the model
 └── InternalError            (5)  our fault, or the execution engine's
     ├── BackendError         (5)
     ├── CapabilityError      (5)  a backend was asked for what it said it cannot do
@@ -32,6 +33,7 @@ __all__ = [
     "CapabilityError",
     "CheckpointError",
     "ContextLengthError",
+    "DeviceError",
     "EdgeInferError",
     "GrammarError",
     "HubError",
@@ -143,6 +145,10 @@ class BudgetError(UserError):
 
 class StorageError(UserError):
     """A path that cannot be written, or a full disk."""
+
+
+class DeviceError(UserError):
+    """A device that is not installed, fails, or cannot run the model."""
 
 
 class InternalError(EdgeInferError):

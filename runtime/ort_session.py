@@ -1,4 +1,4 @@
-"""An ONNX Runtime session on the CPU: opened for small memory, timed, can be ended; knows nothing of its graph."""
+"""An ONNX Runtime session: opened for small memory, on a device, timed, can be ended; knows nothing of its graph."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import onnxruntime as ort
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.allocation import is_refusal, refused
 from edgeinfer.runtime.contracts import PassCancelledError
+from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.devices.providers import add_provider, device_error
 from edgeinfer.runtime.memory import release_code
 from edgeinfer.runtime.native.library import NativeKernel
 
 __all__ = ["OrtSession"]
 
 _TERMINATED = "terminate flag"
-_CPU = ["CPUExecutionProvider"]
 
 
 def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
@@ -29,7 +30,7 @@ def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
 
 
 class OrtSession:
-    """A CPU session set up for small memory, whose runs can be ended from another thread.
+    """A session set up for small memory, whose runs can be ended from another thread.
 
     The arena is off because it never returns the activations of the largest pass; memory patterns are off because
     they plan for fixed shapes.
@@ -38,6 +39,9 @@ class OrtSession:
         path: the model file.
         threads: threads of the linear algebra.
         kernel: whose operators the graph may use.
+        device: that runs what its provider can; the CPU runs the rest.
+        affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
+            them; empty leaves the threads to the system.
 
     Attributes:
         inputs, outputs: names in the order of the graph.
@@ -45,11 +49,21 @@ class OrtSession:
 
     Raises:
         NativeUnavailableError: this onnxruntime does not take the kernel.
+        DeviceError: the device is not installed, or fails.
         BundleError: the model file cannot be loaded.
         BudgetError: there is not enough memory for it.
     """
 
-    def __init__(self, path: str, threads: int, kernel: NativeKernel | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        threads: int,
+        kernel: NativeKernel | None = None,
+        *,
+        device: Device = CPU,
+        affinity: str = "",
+    ) -> None:
+        self._device = device
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -59,15 +73,20 @@ class OrtSession:
         options.log_severity_level = 4
         # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        if affinity:
+            options.add_session_config_entry("session.intra_op_thread_affinities", affinity)
         if kernel is not None:
             _register(options, kernel)
+        providers = add_provider(device, options)
         try:
             # Without the fallback, which would print what failed and try the same again.
-            self._session = ort.InferenceSession(path, options, providers=_CPU, enable_fallback=0)
+            self._session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime raises a family of exceptions without a common base of its own.
             if is_refusal(error):
                 raise refused(f"The session of {path}", error) from error
+            if not device.on_cpu:
+                raise device_error(device, error) from error
             reason = str(error).splitlines()[0]
             raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
         # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
@@ -87,6 +106,7 @@ class OrtSession:
         Raises:
             PassCancelledError: `cancel` ended it.
             BudgetError: there is not enough memory for what the pass computes.
+            DeviceError: the device failed.
             BackendError: onnxruntime failed.
         """
         self._run_options.terminate = False
@@ -99,6 +119,8 @@ class OrtSession:
                 raise PassCancelledError("The pass was cancelled.") from error
             if is_refusal(error):
                 raise refused("This pass", error) from error
+            if not self._device.on_cpu:
+                raise device_error(self._device, error) from error
             raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
         self.run_ns = time.perf_counter_ns() - begun
 

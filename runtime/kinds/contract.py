@@ -9,6 +9,7 @@ from typing import ClassVar
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.layouts import Progress
 from edgeinfer.runtime.machine import physical_cores
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping
@@ -27,6 +28,7 @@ class Order:
         layout: of the bundle's weights, as the kind's `layout` says.
         configuration: as planned.
         progress: called while weights are converted or loaded.
+        device: that the model runs on.
     """
 
     bundle: Bundle
@@ -34,6 +36,7 @@ class Order:
     config: LoadConfig
     configuration: Configuration
     progress: Progress | None
+    device: Device = CPU
 
     @property
     def threads(self) -> int:
