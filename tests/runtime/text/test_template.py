@@ -163,7 +163,7 @@ def test_text_parts_are_joined() -> None:
         [{"role": "user", "content": 3}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
         [{"role": "user", "content": ["x"]}],
-        [{"role": "user", "content": "x", "extra": object()}],
+        [{"role": "user", "content": "x", "extra": ...}],
     ],
     ids=repr,
 )
