@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -22,6 +21,7 @@ from edgeinfer.apps.bench.artifacts import LAYOUTS, Artifacts, default_folder, t
 from edgeinfer.apps.bench.comparison import Comparison, Contender
 from edgeinfer.apps.bench.contenders import BITS, ENGINES, GROUP_SIZES, CompareConfig, entries
 from edgeinfer.apps.bench.driver import Worker
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.report import print_comparison
 from edgeinfer.apps.bench.shapes import SHAPES, find_shape
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Samples, Task, visits
@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace) -> None:
         comparison = compare(config, artifacts, pythons, progress)
     print_comparison(comparison)
     if args.json:
-        args.json.write_text(json.dumps(comparison.to_dict(), indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(script_json("compare", comparison.to_dict()), encoding="utf-8")
 
 
 @contextlib.contextmanager

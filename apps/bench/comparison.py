@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +11,7 @@ from edgeinfer.apps.bench.contenders import CompareConfig
 from edgeinfer.apps.bench.timing import Samples, Spread, Task
 from edgeinfer.results import DeviceLimits, PassWork
 
-__all__ = ["Comparison", "Contender", "Floor", "machine_name"]
+__all__ = ["Comparison", "Contender", "Floor"]
 
 
 @dataclass(frozen=True)
@@ -116,9 +112,6 @@ class Comparison:
             "past": config.past,
             "prefill": config.prefill,
             "prefill_chunk": config.prefill_chunk,
-            "machine": machine_name(),
-            "python": platform.python_version(),
-            "onnxruntime": version("onnxruntime"),
             "limits": self._limits_dict(),
             "engines": {entry.label: self._engine_dict(entry) for entry in self.contenders},
             "skipped": self.skipped,
@@ -152,13 +145,3 @@ class Comparison:
             "multiply_adds_per_s": asdict(multiply) if multiply else None,
             "samples": {str(task): [asdict(each) for each in many] for task, many in self.limits.items()},
         }
-
-
-def machine_name() -> str:
-    """The processor as the system calls it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if sys.platform == "linux" and cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

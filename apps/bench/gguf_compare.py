@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from edgeinfer.apps.bench.driver import Worker
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.prompts import RETELLING, Prompt, builtin_prompts, load_prompts
 from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.timing import rotated
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     _print(result, f"{Path(args.model).name}: {args.threads} threads, context {args.context}, {len(prompts)} prompts")
     if args.out:
-        args.out.write_text(json.dumps({"options": sizes, **vars(result)}, indent=1) + "\n", "utf-8")
+        args.out.write_text(script_json("gguf_compare", {"options": sizes, **vars(result)}), "utf-8")
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from edgeinfer.apps.bench.comparison import machine_name
+from edgeinfer.apps.bench.environment import machine_name
 from edgeinfer.apps.bench.kv_quality import KVQuality
 from edgeinfer.apps.bench.memory_chat import FLAT_SHARE, WARM_TURNS, ChatResults
 from edgeinfer.apps.bench.memory_plans import PlanRun, PlansResults

@@ -11,12 +11,12 @@ be the same.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import edgeinfer
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.errors import UsageError
 
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_table(f"replies of {args.length} tokens", header, rows)
     if args.json:
         data = {"passes_ms": passes, "counts": [asdict(c) for c in counted], "replies": [asdict(r) for r in replies]}
-        args.json.write_text(json.dumps(data, indent=1), "utf-8")
+        args.json.write_text(script_json("moe_drafting", data), "utf-8")
 
 
 if __name__ == "__main__":

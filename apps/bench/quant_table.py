@@ -25,6 +25,7 @@ from pathlib import Path
 import edgeinfer
 from edgeinfer.apps.bench.artifacts import export_command
 from edgeinfer.apps.bench.driver import child_environment
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.gguf_candidates import GgufCandidates, tensor_sizes
 from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.apps.bench.quality import SEPARATOR, story_ids
@@ -267,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed.append(found)
         _tell(found)
         if args.json is not None:
-            args.json.write_text(json.dumps(to_dict(every, failed), indent=1) + "\n", "utf-8")
+            args.json.write_text(script_json("quant_table", to_dict(every, failed)), "utf-8")
 
     try:
         subjects = _subjects(args)

@@ -9,7 +9,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from edgeinfer.apps.bench.comparison import Comparison, Contender, machine_name
+from edgeinfer.apps.bench.comparison import Comparison, Contender
+from edgeinfer.apps.bench.environment import machine_name
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Task
 from edgeinfer.config import format_size
 

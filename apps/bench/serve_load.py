@@ -26,6 +26,7 @@ import httpx
 import psutil
 
 import edgeinfer
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
@@ -253,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = outcome.figures(seconds, args.clients)
     _show(figures)
     if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+        args.out.write_text(script_json("serve_load", figures), "utf-8")
     return 1 if outcome.errors else 0
 
 

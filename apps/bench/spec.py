@@ -6,27 +6,22 @@ machine that slows down slows all of them; a prompt's figure is the median of it
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import edgeinfer
-from edgeinfer.apps.bench.comparison import machine_name
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.prompts import TokenizedPrompt
 from edgeinfer.apps.bench.spec_modes import EdgeInferMode, Generates, LlamaCppMode, Mode, Sampling
-from edgeinfer.apps.bench.spec_results import PLAIN, Environment, PromptTimes, Reply
+from edgeinfer.apps.bench.spec_results import PLAIN, PromptTimes, Reply, Setup
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import ModelInfo
 
-__all__ = ["LOOKUPS", "SpecConfig", "describe_environment", "edgeinfer_modes", "llamacpp_modes", "measure"]
+__all__ = ["LOOKUPS", "SpecConfig", "describe_setup", "edgeinfer_modes", "llamacpp_modes", "measure"]
 
 # Lengths of llama.cpp's prompt lookup: its binding's default, and what its documentation advises for CPUs.
 LOOKUPS = (10, 2)
-_RECORDED = ("edgeinfer", "numpy", "onnxruntime", "llama-cpp-python")
 
 
 @dataclass(frozen=True)
@@ -110,23 +105,12 @@ def measure(
         yield PromptTimes(item, replies, plain)
 
 
-def describe_environment(info: ModelInfo, threads: int, options: Mapping[str, Any]) -> Environment:
+def describe_setup(info: ModelInfo, threads: int, options: Mapping[str, Any]) -> Setup:
     """What the figures of this process depend on."""
-    return Environment(
-        machine=machine_name(),
-        platform=platform.platform(),
+    return Setup(
         threads=threads,
         kernel=info.kernel,
         model=info.name,
         bits_per_weight=info.bits_per_weight,
         options=dict(options),
-        versions={"python": platform.python_version(), **dict(_versions())},
     )
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in _RECORDED:
-        try:
-            yield name, edgeinfer.__version__ if name == "edgeinfer" else version(name)
-        except PackageNotFoundError:
-            continue

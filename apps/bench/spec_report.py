@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from edgeinfer.apps.bench.environment import current_environment
 from edgeinfer.apps.bench.expand import COST_EXPANDED
 from edgeinfer.apps.bench.spec_results import CONTROL, GROUPS, PLAIN, SpecResults
 from edgeinfer.apps.bench.tables import print_table
@@ -33,9 +34,9 @@ _CATEGORY_HEADER = ("", "prompts", "tokens per pass", "ms per token", "speed-up"
 
 def _title(results: SpecResults) -> str:
     """The model, and that its figures are of a cost-expanded one where they are."""
-    environment = results.environment
-    threads = "1 thread" if environment.threads == 1 else f"{environment.threads} threads"
-    return f"{environment.model}, {environment.kernel}, {threads}"
+    setup = results.setup
+    threads = "1 thread" if setup.threads == 1 else f"{setup.threads} threads"
+    return f"{setup.model}, {setup.kernel}, {threads}"
 
 
 def _category_rows(results: SpecResults, category: str) -> list[tuple[str, ...]]:
@@ -90,13 +91,11 @@ def _notes(results: SpecResults) -> list[str]:
         notes.append(f"{results.untimed} prompts had replies of fewer than 3 tokens in some mode: not timed there.")
     if not results.learning:
         notes.append("What drafters learn was not put back between replies: repeats profit from each other.")
-    if COST_EXPANDED in results.environment.model:
+    if COST_EXPANDED in results.setup.model:
         notes.append(f"The model is {COST_EXPANDED}: text of a small trained model, time and memory of a large one.")
     return notes
 
 
 def _environment(results: SpecResults) -> list[str]:
-    environment = results.environment
-    versions = ", ".join(f"{name} {number}" for name, number in environment.versions.items())
-    options = ", ".join(f"{name}={value}" for name, value in environment.options.items())
-    return [f"{environment.machine}; {environment.platform}; {versions}", f"Options: {options}"]
+    options = ", ".join(f"{name}={value}" for name, value in results.setup.options.items())
+    return [current_environment().summary, f"Options: {options}"]

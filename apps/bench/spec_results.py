@@ -11,7 +11,7 @@ import numpy as np
 
 from edgeinfer.apps.bench.prompts import RETELLING, STORIES, TokenizedPrompt
 
-__all__ = ["CONTROL", "GROUPS", "PLAIN", "CategorySummary", "Environment", "PromptTimes", "Reply", "SpecResults"]
+__all__ = ["CONTROL", "GROUPS", "PLAIN", "CategorySummary", "PromptTimes", "Reply", "Setup", "SpecResults"]
 
 PLAIN = "off"
 # Plain decoding measured a second time: how far it is from itself is the noise of the machine.
@@ -120,17 +120,14 @@ class CategorySummary:
 
 
 @dataclass(frozen=True)
-class Environment:
-    """What figures depend on: recorded with them."""
+class Setup:
+    """What figures depend on besides the machine: recorded with them."""
 
-    machine: str
-    platform: str
     threads: int
     kernel: str
     model: str
     bits_per_weight: float
     options: Mapping[str, Any]
-    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class SpecResults:
         skipped: modes that could not run, with the reason.
     """
 
-    environment: Environment
+    setup: Setup
     modes: tuple[str, ...]
     prompts: tuple[PromptTimes, ...]
     learning: bool
@@ -224,7 +221,7 @@ class SpecResults:
             for mode in self.modes
         }
         return {
-            "environment": asdict(self.environment),
+            "setup": asdict(self.setup),
             "modes": list(self.modes),
             "learning_put_back": self.learning,
             "skipped": dict(self.skipped),

@@ -19,7 +19,7 @@ from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.expand import TrainedArtifacts
 from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.apps.bench.shapes import find_shape
-from edgeinfer.apps.bench.spec import SpecConfig, describe_environment, edgeinfer_modes, llamacpp_modes, measure
+from edgeinfer.apps.bench.spec import SpecConfig, describe_setup, edgeinfer_modes, llamacpp_modes, measure
 from edgeinfer.apps.bench.spec_modes import Learns, Mode
 from edgeinfer.apps.bench.spec_results import PromptTimes, SpecResults
 from edgeinfer.errors import CheckpointError, UsageError
@@ -140,7 +140,7 @@ def run_spec(
                 if mode.learns:
                     mode.reply(item.ids)
                     mode.learn()
-        environment = describe_environment(model.info, threads, recorded)
+        setup = describe_setup(model.info, threads, recorded)
         done: list[PromptTimes] = []
         finished = True
         try:
@@ -152,7 +152,7 @@ def run_spec(
                 raise
             finished = False
         names = tuple(mode.name for mode in modes)
-        return SpecResults(environment, names, tuple(done), isinstance(model, Learns), skipped), finished
+        return SpecResults(setup, names, tuple(done), isinstance(model, Learns), skipped), finished
 
 
 def _stage(progress: Callable[[str, int, int], None]) -> Callable[[int, int], None]:

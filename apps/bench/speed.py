@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.bench.comparison import machine_name
+from edgeinfer.apps.bench.environment import machine_name, timestamp
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.errors import BackendError, UsageError
 
@@ -182,7 +181,7 @@ def describe_run(model: Model, command: str) -> dict[str, Any]:
         "type_v": plan.configuration.kv,
         "weights": plan.configuration.weights,
         "command": command,
-        "test_time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "test_time": timestamp(),
     }
 
 

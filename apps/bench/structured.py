@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table("Refused", ("reason", "schemas"), reasons)
     if options.out:
         figures = {name: found.figures() for name, found in results.items()} | {"all": total.figures()}
-        options.out.write_text(json.dumps(figures, indent=1), "utf-8")
+        options.out.write_text(script_json("structured", figures), "utf-8")
     return 0
 
 

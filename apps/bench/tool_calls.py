@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
+from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
@@ -308,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table("Invalid", ("entry", "what is wrong"), [list(item) for item in total.invalid.items()][:12])
     if options.out:
         figures = {name: found.figures() for name, found in results.items()} | {"all": total.figures()}
-        options.out.write_text(json.dumps(figures, indent=1), "utf-8")
+        options.out.write_text(script_json("tool_calls", figures), "utf-8")
     return 0
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.cli.bench_curve import add_curve_parser
-from edgeinfer.cli.bench_files import require_place, write_text
+from edgeinfer.cli.bench_files import names, require_place, write_results
 from edgeinfer.cli.bench_memory import add_memory_parsers
 from edgeinfer.cli.bench_report import add_report_parser
 from edgeinfer.cli.bench_speed import add_speed_parser
@@ -65,14 +64,14 @@ def add_parser(commands: Subparsers) -> None:
 def _add_workload(parser: Parser) -> None:
     group = parser.add_argument_group("workload")
     text = "off, auto, or drafters joined by +, separated by commas; off is always measured (default: off,auto)"
-    group.add_argument("--modes", type=_names, default=("off", "auto"), metavar="LIST", help=text)
+    group.add_argument("--modes", type=names, default=("off", "auto"), metavar="LIST", help=text)
     group.add_argument("--control", action="store_true", help="measure off twice: how far it is from itself is noise")
     text = (
         "folder with tales_dialogues/, mtbench/, specbench/, gsm8k/, summarization/ (default: a dozen built-in prompts)"
     )
     group.add_argument("--data", type=Path, metavar="PATH", help=text)
     text = "only these, or all of a source: tales/retell,gsm8k"
-    group.add_argument("--categories", type=_names, metavar="LIST", help=text)
+    group.add_argument("--categories", type=names, metavar="LIST", help=text)
     group.add_argument("--per-category", type=int, default=4, metavar="N", help="prompts of each (default: 4)")
     text = "further prompts of each that drafters learn from first, untimed (default: 0)"
     group.add_argument("--warm-up", type=int, default=0, metavar="N", help=text)
@@ -99,10 +98,6 @@ def _add_model_files(parser: Parser) -> None:
     group.add_argument("--rebuild", action="store_true", help="export the bundle again")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
-
-
 def execute_spec(args: argparse.Namespace) -> int:
     """Runs `edgeinfer bench spec`."""
     from edgeinfer.apps.bench.spec_report import print_results
@@ -113,8 +108,7 @@ def execute_spec(args: argparse.Namespace) -> int:
     with progress_bar() as progress:
         results, finished = run_spec(options, load_model, progress)
     print_results(results)
-    if args.json:
-        write_text(args.json, json.dumps(results.to_dict(), indent=1) + "\n")
+    write_results(args.json, "spec", results.to_dict())
     if not finished:
         print_note("Interrupted: the figures are of the prompts that were done.")
     return 0 if finished else 130

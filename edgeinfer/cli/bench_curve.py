@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.cli.bench_files import numbers, require_place, write_text
+from edgeinfer.cli.bench_files import numbers, require_place, write_results, write_text
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_load_options, command_line, load_options
 from edgeinfer.cli.output import print_note, print_table, progress_bar
@@ -57,8 +56,7 @@ def _execute(args: argparse.Namespace) -> int:
 
         curve = run_curve(model, config, told, command_line())
     _print(curve)
-    if args.json:
-        write_text(args.json, json.dumps(curve.to_dict(), indent=1) + "\n")
+    write_results(args.json, "curve", curve.to_dict())
     if args.svg:
         write_text(args.svg, chart_svg(curve_chart(curve)))
     return 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.cli.options import command_line
 from edgeinfer.errors import StorageError
 
-__all__ = ["numbers", "require_place", "write_text"]
+__all__ = ["names", "numbers", "require_place", "write_results", "write_text"]
 
 
 def require_place(*paths: Path | None) -> None:
@@ -29,6 +33,27 @@ def write_text(path: Path, text: str) -> None:
     """
     with storage_errors(path):
         write_file(path, text.encode("utf-8"))
+
+
+def write_results(path: Path | None, benchmark: str, data: Mapping[str, Any]) -> None:
+    """Writes figures as JSON behind what they depend on: machine, versions, date and the running command.
+
+    Args:
+        path: None writes nothing.
+        benchmark: its name.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    from edgeinfer.apps.bench.environment import run_header
+
+    if path:
+        write_text(path, json.dumps({**run_header(benchmark, command_line()), **data}, indent=1) + "\n")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words, separated by commas."""
+    return tuple(part.strip() for part in text.split(","))
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from edgeinfer.cli.bench_files import require_place, write_text
+from edgeinfer.cli.bench_files import names, require_place, write_results
 from edgeinfer.cli.options import add_command, add_load_options, load_options
 from edgeinfer.cli.output import print_note, progress_bar
 from edgeinfer.hub import resolve
@@ -79,7 +78,7 @@ def _add_plans(parser: Parser) -> None:
     parser.add_argument("--runs", type=int, default=200, metavar="N", help="plans, a process each (default: 200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
     text = "random models, besides the built-in one (default: tiny,15m,60m,qwen2.5-0.5b)"
-    parser.add_argument("--shapes", type=_names, metavar="LIST", help=text)
+    parser.add_argument("--shapes", type=names, metavar="LIST", help=text)
     parser.add_argument("--work", type=Path, metavar="PATH", help="where these are kept; the largest takes 3 GB")
     _add_enforcement(parser)
 
@@ -89,7 +88,7 @@ def _add_spec(parser: Parser) -> None:
     group = parser.add_argument_group("workload")
     text = "folder with tales_dialogues/, mtbench/ and others (default: a dozen built-in prompts)"
     group.add_argument("--data", type=Path, metavar="PATH", help=text)
-    group.add_argument("--categories", type=_names, metavar="LIST", help="only these, or all of a source")
+    group.add_argument("--categories", type=names, metavar="LIST", help="only these, or all of a source")
     group.add_argument("--per-category", type=int, default=4, metavar="N", help="prompts of each (default: 4)")
     group.add_argument("-n", "--max-tokens", type=int, default=96, metavar="N", help="of a reply (default: 96)")
     _add_budgets(parser)
@@ -131,10 +130,6 @@ def _add_kv(parser: Parser) -> None:
     parser.add_argument("--stories", type=int, default=40, metavar="N", help="how many, from the end (default: 40)")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
-
-
 def _execute_plans(args: argparse.Namespace) -> int:
     from edgeinfer.apps.bench.artifacts import default_folder
     from edgeinfer.apps.bench.memory_plans import PlanRun, PlansResults, draw_cases, run_cases
@@ -157,7 +152,7 @@ def _execute_plans(args: argparse.Namespace) -> int:
             finished = False
     results = PlansResults(args.seed, tuple(runs))
     print_plans(results)
-    _write(args.json, results.to_dict())
+    write_results(args.json, "memory-plans", results.to_dict())
     if not finished:
         print_note("Interrupted: the figures are of the plans that were run.")
         return 130
@@ -187,7 +182,7 @@ def _execute_spec(args: argparse.Namespace) -> int:
             told=_stage(progress, "processes"),
         )
     print_spec(results)
-    _write(args.json, results.to_dict())
+    write_results(args.json, "memory-spec", results.to_dict())
     return 0
 
 
@@ -210,7 +205,7 @@ def _execute_smallest(args: argparse.Namespace) -> int:
             told=_stage(progress, "processes"),
         )
     print_smallest(results)
-    _write(args.json, results.to_dict())
+    write_results(args.json, "memory-smallest", results.to_dict())
     return 0
 
 
@@ -221,7 +216,7 @@ def _execute_chat(args: argparse.Namespace) -> int:
     require_place(args.json)
     results = measure_chat(args.model, load_options(args), args.turns, args.max_tokens)
     print_chat(results)
-    _write(args.json, results.to_dict())
+    write_results(args.json, "memory-chat", results.to_dict())
     return 0 if results.flat else 1
 
 
@@ -235,14 +230,9 @@ def _execute_kv(args: argparse.Namespace) -> int:
     require_place(args.json)
     results = compare_caches(args.model, read_stories(args.text, args.stories))
     print_kv(results)
-    _write(args.json, {"caches": [asdict(result) for result in results]})
+    write_results(args.json, "memory-kv", {"caches": [asdict(result) for result in results]})
     return 0
 
 
 def _stage(progress: Progress | None, name: str) -> Told | None:
     return None if progress is None else lambda done, total: progress(name, done, total)
-
-
-def _write(path: Path | None, data: dict[str, Any]) -> None:
-    if path:
-        write_text(path, json.dumps(data, indent=1) + "\n")

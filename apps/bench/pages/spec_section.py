@@ -15,7 +15,7 @@ __all__ = ["spec_section"]
 
 def spec_section(data: Any) -> Section | None:
     """A section, if this is JSON of speculation."""
-    if not (isinstance(data, dict) and "prompts" in data and "environment" in data):
+    if not (isinstance(data, dict) and data.get("benchmark") == "spec"):
         return None
     modes = [mode for mode in data["prompts"][0]["modes"] if mode != PLAIN]
     categories = list(dict.fromkeys(prompt["category"] for prompt in data["prompts"]))
@@ -26,7 +26,7 @@ def spec_section(data: Any) -> Section | None:
     wrong = sum(found["mismatches"] for prompt in data["prompts"] for found in prompt["modes"].values())
     caption = f"Times faster than plain decoding, mean over prompts; {wrong} replies with other tokens than plain ones"
     table = Table(caption, ("category", "prompts", *modes), tuple(rows))
-    return Section("Drafting ahead", _facts(data["environment"]), (table,), commands(data))
+    return Section("Drafting ahead", _facts(data["setup"]), (table,), commands(data))
 
 
 def _speedups(prompts: list[Mapping[str, Any]], mode: str) -> str:

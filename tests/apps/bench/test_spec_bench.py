@@ -15,14 +15,14 @@ from edgeinfer.apps.bench.prompts import Prompt, TokenizedPrompt, builtin_prompt
 from edgeinfer.apps.bench.spec import SpecConfig, edgeinfer_modes, llamacpp_modes, measure
 from edgeinfer.apps.bench.spec_modes import EdgeInferMode, LlamaCppMode, Sampling
 from edgeinfer.apps.bench.spec_report import print_results
-from edgeinfer.apps.bench.spec_results import CONTROL, Environment, PromptTimes, Reply, SpecResults
+from edgeinfer.apps.bench.spec_results import CONTROL, PromptTimes, Reply, Setup, SpecResults
 from edgeinfer.apps.bench.spec_run import SpecOptions, run_spec
 from edgeinfer.cli.main import main
 from edgeinfer.errors import CapabilityError, CheckpointError, UsageError
 from edgeinfer.results import MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
 
 INFO = ModelInfo("stub", "Stub", 1, 4.0, "stub", "stub")
-ENVIRONMENT = Environment("machine", "system", 1, "kernel", "stub", 4.0, {"repeats": 1}, {"python": "3"})
+SETUP = Setup(1, "kernel", "stub", 4.0, {"repeats": 1})
 
 
 class StubModel:
@@ -74,7 +74,7 @@ def times(
 
 
 def results(*prompts: PromptTimes, skipped: dict[str, str] | None = None) -> SpecResults:
-    return SpecResults(ENVIRONMENT, tuple(prompts[0].replies), prompts, True, skipped or {})
+    return SpecResults(SETUP, tuple(prompts[0].replies), prompts, True, skipped or {})
 
 
 def test_plain_decoding_is_always_measured_and_comes_first() -> None:
@@ -204,14 +204,14 @@ def test_the_report_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bits: skipped: No second plane." in text
     assert "1 prompts were cut at the front" in text
     assert "Noise: off is 1.250 to 1.250 times as fast as itself." in text
-    assert "machine" in text and "python 3" in text and "repeats=1" in text
+    assert "python 3" in text and "repeats=1" in text
     assert "put back" not in text and "cost-expanded" not in text
 
 
 def test_the_report_says_that_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
-    environment = replace(ENVIRONMENT, model="tales-cost-expanded-huge")
+    setup = replace(SETUP, model="tales-cost-expanded-huge")
     found = times({"off": [1.0], "auto": [0.5]}, "good#1")
-    print_results(SpecResults(environment, ("off", "auto"), (found,), False, {}))
+    print_results(SpecResults(setup, ("off", "auto"), (found,), False, {}))
     text = capsys.readouterr().out
     assert "on every prompt: yes, on 1 of 1." in text
     assert "Every lossless mode gave the tokens of its plain one in every reply." in text
@@ -300,8 +300,8 @@ def test_the_command_on_the_built_in_model(tmp_path: Path, capsys: pytest.Captur
         for mode in prompt["modes"].values():
             assert len(mode["ms_per_token"]) == 2 and all(each > 0 for each in mode["ms_per_token"])
             assert mode["tokens"] == [6, 6] and mode["mismatches"] == 0
-    assert data["environment"]["threads"] == 1
-    assert data["environment"]["options"]["max_tokens"] == 6
+    assert data["setup"]["threads"] == 1
+    assert data["setup"]["options"]["max_tokens"] == 6
 
 
 @pytest.mark.parametrize(
