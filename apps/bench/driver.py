@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +16,20 @@ from typing import Any, Self
 import psutil
 
 import edgeinfer
+from edgeinfer.apps.bench.watch import mapped_files, peak_bytes
 from edgeinfer.errors import BackendError
 from edgeinfer.results import PassWork
 
-__all__ = ["Worker", "child_environment"]
+__all__ = ["WORKER_SCRIPT", "Worker", "child_environment", "engine_environment", "token_ids"]
 
 WORKER_SCRIPT = Path(__file__).with_name("worker.py")
+# Any ids do, as time does not depend on them; these lie inside every vocabulary and avoid its special tokens.
+_FIRST_TOKEN, _TOKEN_SPAN = 3, 200
+
+
+def token_ids(count: int) -> list[int]:
+    """A fixed sequence of ordinary token ids."""
+    return [_FIRST_TOKEN + (index * 7) % _TOKEN_SPAN for index in range(count)]
 
 
 def child_environment() -> dict[str, str]:
@@ -30,10 +39,19 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": home + (os.pathsep + inherited if inherited else "")}
 
 
+def engine_environment(python: str | None) -> dict[str, str]:
+    """The environment of an engine's process: a foreign interpreter has its own packages, and must not see those of
+    this one; None is this one."""
+    if python is None:
+        return child_environment()
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
 class Worker:
     """One engine in its own process, suspended except while it answers.
 
-    Suspending matters with several threads: pools of idle engines spin for a while and would take the cores.
+    Suspending matters with several threads: pools of idle engines spin for a while and would take the cores. `load_ms`
+    is the time from the start of the process until the engine was ready, its libraries imported.
 
     Args:
         engine: a key of worker.ENGINES.
@@ -50,33 +68,39 @@ class Worker:
     ) -> None:
         self._engine = engine
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
-        self._process = subprocess.Popen(
-            [python or sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            # A foreign interpreter has its own packages, and must not see those of this one.
-            env=child_environment() if python is None else None,
-            text=True,
-        )
+        started = time.perf_counter()
+        try:
+            self._process = subprocess.Popen(
+                [python or sys.executable, str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=engine_environment(python),
+                text=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise BackendError(f"Cannot run {python}: {error.strerror}.", "Give a Python interpreter.") from error
         self._suspended = False
         try:
             self.version = str(self._ask({"kind": engine, **options})["version"])
+            self.load_ms = (time.perf_counter() - started) * 1e3
         except BaseException:
             self.close()
             raise
 
     def pass_times(self, size: int, past: int, count: int) -> list[float]:
         """Milliseconds of each of `count` passes over `size` new tokens after `past` ones."""
-        return self._times({"kind": "pass_times", "size": size, "past": past, "count": count})
+        asked = {"tokens": token_ids(size), "past": token_ids(past), "count": count}
+        return self._times({"kind": "pass_times", **asked})
 
     def decode_times(self, tokens: int, past: int) -> list[float]:
         """Milliseconds of each of `tokens` greedy steps after `past` tokens."""
-        return self._times({"kind": "decode_times", "tokens": tokens, "past": past})
+        return self._times({"kind": "decode_times", "tokens": tokens, "past": token_ids(past)})
 
     def prefill_times(self, tokens: int) -> list[float]:
         """Milliseconds of taking in a prompt of so many tokens, in a list."""
-        return self._times({"kind": "prefill_times", "tokens": tokens})
+        return self._times({"kind": "prefill_times", "prompt": token_ids(tokens)})
 
     def pass_work(self, size: int) -> PassWork:
         """What a pass over `size` new tokens with all their logits has to do; edgeinfer only."""
@@ -91,6 +115,14 @@ class Worker:
         request = {"kind": "generate", "prompt": list(prompt), "tokens": tokens, "stop_ids": list(stop_ids)}
         answer: dict[str, Any] = self._ask({**request, "lookup": lookup})
         return answer
+
+    def peak_bytes(self) -> int:
+        """The most that the process had resident so far."""
+        return peak_bytes(self._process.pid)
+
+    def mapped_files(self) -> tuple[Path, ...]:
+        """Files that the process maps now: libraries, and models that are used in place."""
+        return mapped_files(self._process.pid)
 
     def ask(self, kind: str, **arguments: Any) -> Any:
         """What a method of the engine answers."""
@@ -125,19 +157,26 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise self._died()
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            answer = {"error": "it does not run Python"}
+        if "error" in answer:
+            self._process.kill()
+            raise self._died(answer["error"])
         psutil.Process(self._process.pid).suspend()
         self._suspended = True
-        return json.loads(line)
+        return answer["answer"]
 
     def _resume(self) -> None:
         if self._suspended:
             psutil.Process(self._process.pid).resume()
             self._suspended = False
 
-    def _died(self) -> BackendError:
+    def _died(self, reason: str = "") -> BackendError:
         self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else f"exit code {self._process.returncode}"
+        reason = reason or (lines[-1] if lines else f"exit code {self._process.returncode}")
         message = f"The {self._engine} worker stopped: {reason.rstrip('.')}."
         return BackendError(message, "Check that the engine is installed and its model file is whole.")

@@ -11,11 +11,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Enclosure", "drop_cached", "enclosure", "set_limit"]
+__all__ = ["Enclosure", "drop_cached", "enclosure", "forget_files", "set_limit"]
 
 # Where groups are, by the controllers that /proc/self/cgroup names: cgroup 1, and cgroup 2, which names none.
 _MOUNTS = {"memory": Path("/sys/fs/cgroup/memory"), "": Path("/sys/fs/cgroup")}
@@ -114,12 +114,16 @@ def drop_cached(folder: Path) -> None:
 
     Pages that a process has mapped stay.
     """
+    forget_files(path for path in folder.iterdir() if path.is_file())
+
+
+def forget_files(paths: Iterable[Path]) -> None:
+    """The same of single files; those that cannot be opened are left alone."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in folder.iterdir():
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _make_group() -> Path | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
-from edgeinfer.apps.bench.driver import WORKER_SCRIPT, child_environment
+from edgeinfer.apps.bench.driver import WORKER_SCRIPT, engine_environment, token_ids
 from edgeinfer.apps.bench.memory_timed import Replies, Setup, Timed, Told, budgets_between, narrow, time_setups
 from edgeinfer.apps.bench.vocabulary import pseudo_text
 from edgeinfer.apps.bench.watch import watch
@@ -146,12 +146,11 @@ def measure_peer(peer: Peer, context: int, threads: int) -> PeerFigures:
     deep = context - _REPLY - _MARGIN
     requests: list[dict[str, Any]] = [
         {"kind": peer.engine, "path": str(peer.path), "threads": threads, "context": context},
-        {"kind": "decode_times", "tokens": _REPLY, "past": _SHORT_PROMPT},
-        {"kind": "decode_times", "tokens": _REPLY, "past": deep},
+        {"kind": "decode_times", "tokens": _REPLY, "past": token_ids(_SHORT_PROMPT)},
+        {"kind": "decode_times", "tokens": _REPLY, "past": token_ids(deep)},
     ]
     command = [peer.python or sys.executable, str(WORKER_SCRIPT)]
-    # A foreign interpreter has its own packages, and must not see those of this one.
-    env = child_environment() if peer.python is None else None
+    env = engine_environment(peer.python)
     ended = watch(command, env, "".join(json.dumps(request) + "\n" for request in requests))
     if ended.returncode != 0 or ended.watched is None:
         return PeerFigures(peer, ended.reason)
@@ -162,5 +161,5 @@ def measure_peer(peer: Peer, context: int, threads: int) -> PeerFigures:
 def _speeds(answers: str) -> Iterator[float]:
     """Tokens a second of every list of milliseconds, after the line that says the engine's version."""
     for line in answers.splitlines()[1:]:
-        times = json.loads(line)
+        times = json.loads(line)["answer"]
         yield len(times) / sum(times) * 1e3

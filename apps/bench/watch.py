@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,17 @@ import psutil
 
 from edgeinfer.errors import BackendError
 
-__all__ = ["Ended", "Mapped", "Watched", "anonymous_bytes", "mapped_memory", "run_watched", "watch"]
+__all__ = [
+    "Ended",
+    "Mapped",
+    "Watched",
+    "anonymous_bytes",
+    "mapped_files",
+    "mapped_memory",
+    "peak_bytes",
+    "run_watched",
+    "watch",
+]
 
 INTERVAL_SECONDS = 0.01
 
@@ -48,11 +59,13 @@ class Ended:
         returncode: as subprocess has it: negative where a signal ended it.
         reason: the last line of its stderr, or the exit code.
         watched: None where it ended before it could be measured.
+        late: it was ended because its time was over.
     """
 
     returncode: int
     reason: str
     watched: Watched | None
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,10 +105,16 @@ def run_watched(command: Sequence[str], env: Mapping[str, str] | None = None) ->
     return ended.watched
 
 
-def watch(command: Sequence[str], env: Mapping[str, str] | None = None, stdin: str = "") -> Ended:
-    """Runs a command to its end, whatever that is, and watches its memory; its own children are not counted."""
+def watch(
+    command: Sequence[str], env: Mapping[str, str] | None = None, stdin: str = "", seconds: float = math.inf
+) -> Ended:
+    """Runs a command to its end, whatever that is, and watches its memory; its own children are not counted.
+
+    Args:
+        seconds: after which it is killed.
+    """
     started = time.perf_counter()
-    samples = []
+    samples, late = [], False
     # Files, as a pipe that nobody reads until the end could fill up.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode())
@@ -105,12 +124,15 @@ def watch(command: Sequence[str], env: Mapping[str, str] | None = None, stdin: s
                 sample = _sample(process.pid)
                 if sample:
                     samples.append(sample)
+                if time.perf_counter() - started > seconds:
+                    late = True
+                    process.kill()
                 time.sleep(INTERVAL_SECONDS)
-        seconds = time.perf_counter() - started
+        taken = time.perf_counter() - started
         stdout, stderr = _text(out), _text(err)
     lines = stderr.strip().splitlines() or [f"exit code {process.returncode}"]
-    watched = _watched(samples, stdout, seconds) if samples else None
-    return Ended(process.returncode, lines[-1].removeprefix("error: "), watched)
+    watched = _watched(samples, stdout, taken) if samples else None
+    return Ended(process.returncode, lines[-1].removeprefix("error: "), watched, late)
 
 
 def _watched(samples: Sequence[_Sample], stdout: str, seconds: float) -> Watched:
@@ -129,6 +151,23 @@ def anonymous_bytes(pid: int) -> int:
     """The process's memory without a file behind it now; 0 where the system does not tell."""
     sample = _sample(pid)
     return sample.anonymous if sample else 0
+
+
+def peak_bytes(pid: int) -> int:
+    """The most the process had resident; 0 where it has ended. Only Linux remembers that: elsewhere it is what it has
+    now."""
+    sample = _sample(pid)
+    return sample.peak if sample else 0
+
+
+def mapped_files(pid: int) -> tuple[Path, ...]:
+    """Every file that the process maps now; none where the system does not tell."""
+    maps = Path(f"/proc/{pid}/maps")
+    if not maps.exists():
+        return ()
+    lines = maps.read_text("utf-8", "surrogateescape").splitlines()
+    named = (line.split(maxsplit=5)[5] for line in lines if " /" in line)
+    return tuple(path for name in dict.fromkeys(named) if (path := Path(name)).is_file())
 
 
 def mapped_memory(pid: int, path: Path) -> Mapped:
