@@ -1,14 +1,19 @@
 """What a device is: an execution provider of onnxruntime, what its kernels can do, where its arrays live.
 
-Knows no device but the CPU, which is always there.
+Knows no device but the CPU, which is always there. A pass on the CPU reads and writes the arrays of Python in place;
+on any other provider onnxruntime copies an input when it is bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["CPU", "CPU_MEMORY", "CPU_PROVIDER", "Device", "Traits"]
+__all__ = ["CPU", "CPU_MEMORY", "CPU_PROVIDER", "STATIC_ONLY", "Device", "DeviceEntry", "Graphs", "Traits"]
+
+# Graphs that a backend runs on onnxruntime: none, the ordinary ones, those of fixed shapes.
+Graphs = Literal["none", "ordinary", "static"]
 
 CPU_PROVIDER = "CPUExecutionProvider"
 # onnxruntime's name of ordinary memory.
@@ -17,14 +22,15 @@ CPU_MEMORY = "cpu"
 
 @dataclass(frozen=True)
 class Traits:
-    """What a provider's own kernels can do; what they cannot falls back as `devices.fitting` says.
+    """What a provider's own kernels can do.
 
     Attributes:
-        dynamic_shapes: runs the ordinary graphs; else only static ones (edgeinfer export --static).
+        dynamic_shapes: runs the ordinary graphs; else only static ones (edgeinfer export --static), to which none of
+            the others applies.
         in_place_kv: past and present may be bound to one buffer.
         quantized_kv: attention over a cache of int8 and int4.
         branches: `If`.
-        tree_bias: GroupQueryAttention with attention_bias.
+        tree_bias: GroupQueryAttention with attention_bias, and rows at positions of their own.
         custom_ops: runs our native kernel.
     """
 
@@ -62,4 +68,35 @@ class Device:
         return self.provider == CPU_PROVIDER
 
 
+STATIC_ONLY = Traits(False, False, False, False, False, False)
 CPU = Device("cpu", CPU_PROVIDER, {}, Traits(True, True, True, True, True, True), CPU_MEMORY)
+
+
+def _always(device: Device) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class DeviceEntry:
+    """What the registry holds of one name.
+
+    Attributes:
+        devices: that it stands for, the first by the bare name.
+        package: of pip that brings the provider.
+        beside: whether the package is installed beside onnxruntime; else in place of it.
+        tried: where it was run, for people: the table says so.
+        hardware: whether the provider, which is installed, sees hardware for a device.
+        automatic: whether "auto" may take it.
+    """
+
+    devices: tuple[Device, ...]
+    package: str
+    beside: bool
+    tried: str
+    hardware: Callable[[Device], bool] = _always
+    automatic: bool = True
+
+    @property
+    def name(self) -> str:
+        """As users write it."""
+        return self.devices[0].name.partition(":")[0]

@@ -1,6 +1,6 @@
 """Execution providers of the onnxruntime that is installed: whether one is there, how a session gets it.
 
-Knows no device. A provider that comes as a library of its own is loaded from its installed package alone: what a bundle
+Knows no device. onnxruntime is imported when it is asked, as models on other engines do without it. A provider that comes as a library of its own is loaded from its installed package alone: what a bundle
 brings is never loaded.
 """
 
@@ -9,32 +9,42 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
-
-import onnxruntime as ort
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import DeviceError
 from edgeinfer.runtime.devices.contract import CPU_PROVIDER, Device
 
-__all__ = ["add_provider", "device_error", "is_installed"]
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+__all__ = ["add_provider", "device_error", "is_installed", "plugin_devices"]
+
+# Plugins whose library this process has loaded; onnxruntime refuses to load one twice.
+_LOADED: set[str] = set()
 
 
 def is_installed(device: Device) -> bool:
     """Whether onnxruntime has the device's provider, or the package that brings it is there."""
     if device.plugin:
         return importlib.util.find_spec(device.plugin) is not None
+    import onnxruntime as ort
+
     return device.provider in ort.get_available_providers()
 
 
-def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any]:
+def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] | None:
     """What onnxruntime's `providers` has to be for a session on a device; plugins are put into the options instead.
 
     Raises:
         DeviceError: the provider is not installed, its library cannot be loaded, or it finds no hardware.
     """
     if device.plugin:
-        options.add_provider_for_devices(_plugin_devices(device), dict(device.options))
-        return ()
+        found = plugin_devices(device)
+        if not found:
+            raise device_error(device, "it finds no hardware that it can use")
+        # One of them: so the WebGPU provider wants it, and a second one would have to be asked for by a name.
+        options.add_provider_for_devices(found[:1], dict(device.options))
+        return None
     if device.on_cpu:
         return (CPU_PROVIDER,)
     if not is_installed(device):
@@ -48,21 +58,20 @@ def device_error(device: Device, reason: object) -> DeviceError:
     return DeviceError(f"The device {device.name} ({device.provider}) fails: {first}", "Use --device cpu.")
 
 
-def _plugin_devices(device: Device) -> list[Any]:
-    """Hardware that a plugin provider found; its library is loaded when first asked for."""
+def plugin_devices(device: Device) -> list[Any]:
+    """Hardware that a plugin provider found, as onnxruntime's OrtEpDevice; its library is loaded when first asked for.
+
+    Raises:
+        DeviceError: the library cannot be loaded.
+    """
+    import onnxruntime as ort
+
     try:
-        found = _found(device)
-        if not found:
+        if device.plugin not in _LOADED:
             package = importlib.import_module(device.plugin)
             ort.register_execution_provider_library(device.plugin, package.get_library_path())
-            found = _found(device)
+            _LOADED.add(device.plugin)
+        return [found for found in ort.get_ep_devices() if found.ep_name == device.provider]
     except Exception as error:
         # onnxruntime raises a family of exceptions without a common base of its own, packages raise what they like.
         raise device_error(device, error) from error
-    if not found:
-        raise device_error(device, "it finds no hardware that it can use")
-    return found[:1]
-
-
-def _found(device: Device) -> list[Any]:
-    return [d for d in ort.get_ep_devices() if d.ep_name == device.provider]

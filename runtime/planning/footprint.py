@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Footprint"]
 
@@ -15,14 +15,16 @@ class Footprint:
     Attributes:
         anonymous: bytes without a file behind them.
         file: resident bytes of mapped files, which the system can take back and read again.
+        device: bytes in memory of a device's own, which no budget of the process counts.
     """
 
     anonymous: Mapping[str, int]
     file: Mapping[str, int]
+    device: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def terms(self) -> dict[str, int]:
-        """All of them; a term of both kinds is one sum."""
+        """All of them in the process; a term of both kinds is one sum."""
         names = dict.fromkeys([*self.anonymous, *self.file])
         return {name: self.anonymous.get(name, 0) + self.file.get(name, 0) for name in names}
 
@@ -32,7 +34,8 @@ class Footprint:
         return anonymous + sum(self.file.values()) if counted == "resident" else anonymous
 
     def __add__(self, other: Footprint) -> Footprint:
-        return Footprint(_sum(self.anonymous, other.anonymous), _sum(self.file, other.file))
+        device = _sum(self.device, other.device)
+        return Footprint(_sum(self.anonymous, other.anonymous), _sum(self.file, other.file), device)
 
 
 def _sum(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
