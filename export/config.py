@@ -10,6 +10,7 @@ from pathlib import Path
 from edgeinfer.bundle import LAYOUTS, NATIVE, Layout
 from edgeinfer.errors import UsageError
 from edgeinfer.export.gguf.file_types import find_file_type, find_tensor_type
+from edgeinfer.export.static.options import StaticOptions
 from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
@@ -28,7 +29,7 @@ _GROUP_SIZES = (32, 64, 128)
 _FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
 _UNRECORDED = (
     *("name", "layout", "force", "calibration", "calibration_tokens"),
-    *("format", "gguf_type", "types_for", "prune_layers", "prune_count"),
+    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static"),
 )
 
 
@@ -61,6 +62,7 @@ class ExportConfig:
         types_for: of a GGUF file, types of the tensors whose name matches a glob pattern, as `bits_for`.
         prune_layers: of a GGUF file, layers to leave out, for a drafter.
         prune_count: of a GGUF file, how many layers to leave out that the model misses least.
+        static: fixed shapes, for devices that run no others; None makes an ordinary bundle.
         name: name in the manifest; None takes the folder's.
         force: replace a bundle that is already there.
     """
@@ -83,6 +85,7 @@ class ExportConfig:
     types_for: tuple[tuple[str, str], ...] = ()
     prune_layers: tuple[int, ...] = ()
     prune_count: int = 0
+    static: StaticOptions | None = None
     name: str | None = None
     force: bool = False
 
@@ -103,6 +106,8 @@ class ExportConfig:
                 raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
         if self.exporter != "native":
             self._check_opaque()
+        if self.static is not None:
+            self._check_static()
         if self.format == "gguf":
             self._check_gguf()
         else:
@@ -169,6 +174,21 @@ class ExportConfig:
             find_tensor_type(kind)
             if not pattern:
                 raise UsageError("A pattern of types_for is empty.", "Write it like blk.*.ffn_down.weight=Q8_0.")
+
+    def _check_static(self) -> None:
+        """What has no operator in ONNX's standard, or no meaning with fixed shapes."""
+        asked = {
+            f"format={self.format!r}": self.format != "onnx",
+            f"exporter={self.exporter!r}": self.exporter != "native",
+            f"layout={self.layout!r}": self.layout != NATIVE,
+            "budget_bits": self.budget_bits is not None,
+            "target_size": self.target_size is not None,
+            "2 bits": 2 in (self.bits, self.head_bits, *(bits for _, bits in self.bits_for)),
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                hint = "Leave it out, and choose --bits 4, 8 or 32, or leave --static out."
+                raise UsageError(f"{name} is not possible with static shapes.", hint)
 
     def _check_onnx(self) -> None:
         """What only llama.cpp's files have."""

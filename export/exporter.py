@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +23,7 @@ from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.export.architectures import TensorPlan, find_architecture
 from edgeinfer.export.calibrated import Progress, write_calibrated, write_plain
-from edgeinfer.export.calibration_text import CalibrationText, read_calibration_text
+from edgeinfer.export.calibration_text import CalibrationText
 from edgeinfer.export.checkpoint import Checkpoint
 from edgeinfer.export.config import ExportConfig
 from edgeinfer.export.decoder_graph import build_decoder_graph
@@ -33,7 +32,8 @@ from edgeinfer.export.head_padding import pad_heads
 from edgeinfer.export.hf_config import read_config
 from edgeinfer.export.planned_tensors import PlannedTensors
 from edgeinfer.export.planning import make_plan
-from edgeinfer.export.sidecar import Sidecar, read_sidecar
+from edgeinfer.export.request import resolve, text_of
+from edgeinfer.export.sidecar import read_sidecar
 from edgeinfer.export.weights import outline
 from edgeinfer.quant.plan import QuantPlan
 
@@ -62,6 +62,10 @@ def export_checkpoint(
         from edgeinfer.export.optimum_route import export_optimum
 
         return export_optimum(source, out, config, progress)
+    if config.static is not None:
+        from edgeinfer.export.static.route import export_static
+
+        return export_static(source, out, config, progress)
     return export_native(source, out, config, progress)
 
 
@@ -76,8 +80,8 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         check_tensors(checkpoint, family, plans)
         parameters = sum(plan.parameters for plan in plans)
         spec, plans = pad_heads(spec, plans)
-        config = _resolve(config, plans)
-        text = _read_text(config, sidecar, spec)
+        config = resolve(config, plans)
+        text = text_of(config, sidecar, spec)
         planned = PlannedTensors(checkpoint, plans)
         quant = make_plan(config, spec, plans, planned, parameters, None if text is None else text.texts, progress)
         tensors, layout = _table(spec, plans, quant, config.layout)
@@ -103,19 +107,6 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
             _write_graphs(work, spec, tensors, layout)
             seal(work, manifest)
     return out
-
-
-def _resolve(config: ExportConfig, plans: tuple[TensorPlan, ...]) -> ExportConfig:
-    embedding = next(p for p in plans if p.name == "embed")
-    return config.resolve(sum(math.prod(p.shape) for p in plans), math.prod(embedding.shape))
-
-
-def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
-    if config.calibration is None:
-        return None
-    assert config.calibration_tokens is not None, "resolve first"
-    tokenizer = sidecar.files["tokenizer.json"]
-    return read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, spec.max_positions)
 
 
 def _table(

@@ -12,11 +12,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgeinfer.bundle import Blob
 
-__all__ = ["MICROSOFT", "GraphBuilder"]
+__all__ = ["MICROSOFT", "OPSET", "GraphBuilder"]
 
 # Operator set 23 is the first with RMSNormalization; onnx 1.18 brought it together with IR version 11.
-_OPSET = 23
-_IR_VERSION = 11
+OPSET = 23
+# By operator set.
+_IR_VERSIONS = {21: 10, OPSET: 11}
 # Domain of ONNX Runtime's own operators.
 MICROSOFT = "com.microsoft"
 _TYPES = {
@@ -26,6 +27,8 @@ _TYPES = {
     "int8": TensorProto.INT8,
     "uint8": TensorProto.UINT8,
     "uint16": TensorProto.UINT16,
+    "int4": TensorProto.INT4,
+    "uint4": TensorProto.UINT4,
     "bool": TensorProto.BOOL,
 }
 
@@ -37,10 +40,11 @@ class GraphBuilder:
 
     Args:
         weights: name of the file, beside the model, that external initializers point into.
+        opset: of the standard operators, 21 or 23.
     """
 
-    def __init__(self, weights: str, parent: GraphBuilder | None = None) -> None:
-        self._weights = weights
+    def __init__(self, weights: str, parent: GraphBuilder | None = None, opset: int = OPSET) -> None:
+        self._weights, self._opset = weights, opset
         self._root: GraphBuilder = self if parent is None else parent._root
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -57,9 +61,10 @@ class GraphBuilder:
         """Declares a value as an output of the graph or branch."""
         self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
 
-    def weight(self, name: str, blob: Blob, shape: tuple[int, ...] | None = None) -> str:
-        """An initializer of the main graph whose bytes lie in the weights file, optionally seen in another shape."""
-        proto = TensorProto(name=name, data_type=_TYPES[blob.dtype], dims=shape or blob.shape)
+    def weight(self, name: str, blob: Blob, shape: tuple[int, ...] | None = None, dtype: str = "") -> str:
+        """An initializer of the main graph whose bytes lie in the weights file, optionally seen in another shape or as
+        numbers of another type."""
+        proto = TensorProto(name=name, data_type=_TYPES[dtype or blob.dtype], dims=shape or blob.shape)
         proto.data_location = TensorProto.EXTERNAL
         location = {"location": self._weights, "offset": str(blob.offset), "length": str(blob.nbytes)}
         for key, value in location.items():
@@ -72,6 +77,11 @@ class GraphBuilder:
         array: NDArray[np.int64] = np.asarray(values, np.int64)
         name = "const_" + "_".join(str(v).replace("-", "m") for v in values)
         self._root._initializers.setdefault(name, numpy_helper.from_array(array, name))
+        return name
+
+    def scalar(self, name: str, value: float) -> str:
+        """A float32 number, stored in the main graph under its name."""
+        self._root._initializers.setdefault(name, numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
     def table(self, name: str, rows: Sequence[Sequence[int]]) -> str:
@@ -122,6 +132,6 @@ class GraphBuilder:
         return helper.make_model(
             self._graph(name),
             producer_name="edgeinfer",
-            ir_version=_IR_VERSION,
-            opset_imports=[helper.make_opsetid(d, 1 if d else _OPSET) for d in sorted(self._domains)],
+            ir_version=_IR_VERSIONS[self._opset],
+            opset_imports=[helper.make_opsetid(d, 1 if d else self._opset) for d in sorted(self._domains)],
         )

@@ -1,7 +1,7 @@
 """The bundle format: all that export and runtime share."""
 
 from edgeinfer.bundle.kv_scales import KVScales
-from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, other_layout
+from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec, RopeSpec
 from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle, write_file
@@ -12,6 +12,7 @@ __all__ = [
     "MODEL",
     "NATIVE",
     "PORTABLE",
+    "STATIC",
     "WEIGHTS",
     "Blob",
     "Bundle",

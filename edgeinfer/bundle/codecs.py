@@ -1,6 +1,7 @@
-"""Rows of quantized matrices in and out of a weights file, in either layout; knows nothing of bundles.
+"""Rows of quantized matrices in and out of a weights file, in any layout; knows nothing of bundles.
 
-Rows travel as `QuantizedMatrix`, the portable layout. Whatever the size of a matrix, a few MB of it are held at a time.
+Rows travel as `QuantizedMatrix`, the portable layout. Whatever the size of a matrix, a few MB of it are held at a time;
+the static layout, whose rows are columns of the file, is held whole while it is written.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
-from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, STATIC, Layout
 from edgeinfer.bundle.manifest import Blob, TensorEntry
 from edgeinfer.bundle.native_layout import (
     TILE,
@@ -24,7 +25,8 @@ from edgeinfer.bundle.native_layout import (
     tiles_of,
     unpack_tiles,
 )
-from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, packed_bytes
+from edgeinfer.bundle.static_layout import StaticMatrix, from_static, to_static
 from edgeinfer.errors import BundleError
 
 __all__ = ["CODECS", "Codec", "Rows", "read_blob", "read_rows", "take_turns"]
@@ -149,7 +151,44 @@ class NativeCodec:
             _write_blob(file, entry.zero_points, first, run.zero_points)
 
 
-CODECS: dict[Layout, Codec] = {NATIVE: NativeCodec(), PORTABLE: PortableCodec()}
+class StaticCodec:
+    """Columns."""
+
+    def read(self, path: Path, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
+        """See `Codec.read`."""
+        # Two rows share a byte at 4 bits.
+        first, last = start - start % 2, stop + stop % 2
+        cut = slice(packed_bytes(first, entry.bits), packed_bytes(last, entry.bits))
+        assert entry.scales is not None
+        zeros = entry.zero_points
+        columns = StaticMatrix(
+            read_blob(path, entry.data)[:, cut],
+            read_blob(path, entry.scales)[:, first:last],
+            None if zeros is None else read_blob(path, zeros)[:, cut],
+        )
+        rows, chosen = from_static(columns, entry.quantized), slice(start - first, stop - first)
+        points = None if rows.zero_points is None else rows.zero_points[chosen]
+        return QuantizedMatrix(rows.data[chosen], rows.scales[chosen], points)
+
+    def write(self, file: BinaryIO, entry: TensorEntry, rows: Rows) -> None:
+        """See `Codec.write`."""
+        n, k = entry.shape
+        parts = {"data": entry.data, "scales": entry.scales, "zero_points": entry.zero_points}
+        whole = {part: np.empty(blob.shape, blob.dtype) for part, blob in parts.items() if blob is not None}
+        step = max(2, _RUN_VALUES // k // 2 * 2)
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            run = to_static(_checked(rows(start, stop), entry.name), entry.quantized)
+            cut = slice(packed_bytes(start, entry.bits), packed_bytes(stop, entry.bits))
+            whole["data"][:, cut] = run.data
+            whole["scales"][:, start:stop] = run.scales
+            if run.zero_points is not None:
+                whole["zero_points"][:, cut] = run.zero_points
+        for part, values in whole.items():
+            _write_blob(file, parts[part], 0, values)
+
+
+CODECS: dict[Layout, Codec] = {NATIVE: NativeCodec(), PORTABLE: PortableCodec(), STATIC: StaticCodec()}
 
 
 def _half_runs(shape: QuantizedShape, start: int, stop: int) -> list[tuple[int, int]]:

@@ -1,12 +1,15 @@
-"""The two ways quantized weights lie in a bundle, and the files of each; knows nothing of the bytes themselves.
+"""The ways quantized weights lie in a bundle, and the files of each; knows nothing of the bytes themselves.
 
 native: tiles of edgeinfer.bundle.native_layout, which our own kernel reads in place.
 portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and GatherBlockQuantized read.
 
-`weights.bin` holds one of them, the stored layout, and `model.onnx` is the graph that reads it. A bundle with quantized
-weights also has the graph of the other layout, whose weights file is made of `weights.bin` on the device that needs it
-(edgeinfer.bundle.conversion). Weights that are not quantized are the same in both. Beside each graph lie others of the
+`weights.bin` holds one of these two, the stored layout, and `model.onnx` is the graph that reads it. A bundle with
+quantized weights also has the graph of the other layout, whose weights file is made of `weights.bin` on the device that
+needs it (edgeinfer.bundle.conversion). Weights that are not quantized are the same in both. Beside each graph lie others of the
 same weights, one for each quantized type of edgeinfer.bundle.kv_types that its cache may have: `model.kv-int8.onnx`.
+
+static: columns of edgeinfer.bundle.static_layout, which DequantizeLinear reads, and the graphs of
+edgeinfer.bundle.static_graph beside them. A bundle has no other layout then, and is not converted.
 """
 
 from __future__ import annotations
@@ -21,19 +24,23 @@ __all__ = [
     "MODEL",
     "NATIVE",
     "PORTABLE",
+    "STATIC",
     "WEIGHTS",
     "Layout",
     "model_name",
     "other_layout",
+    "tensor_layout",
     "weights_name",
 ]
 
-Layout = Literal["native", "portable"]
+Layout = Literal["native", "portable", "static"]
 NATIVE: Layout = "native"
 PORTABLE: Layout = "portable"
+STATIC: Layout = "static"
+# Those that are converted to each other.
 LAYOUTS: tuple[Layout, ...] = (NATIVE, PORTABLE)
 # Raised when the bytes of a layout change; a bundle of another version is exported again.
-LAYOUT_VERSIONS: dict[Layout, int] = {NATIVE: 1, PORTABLE: 1}
+LAYOUT_VERSIONS: dict[Layout, int] = {NATIVE: 1, PORTABLE: 1, STATIC: 1}
 
 MODEL = "model.onnx"
 WEIGHTS = "weights.bin"
@@ -42,6 +49,11 @@ WEIGHTS = "weights.bin"
 def other_layout(layout: Layout) -> Layout:
     """The layout that this one is converted to."""
     return PORTABLE if layout == NATIVE else NATIVE
+
+
+def tensor_layout(name: str, layout: Layout) -> Layout:
+    """The layout of one tensor: an embedding, of which rows are looked up, is stored by rows in a static bundle too."""
+    return PORTABLE if layout == STATIC and name == "embed" else layout
 
 
 def model_name(stored: Layout, layout: Layout, kv: str = FLOAT32) -> str:

@@ -26,11 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, Layout
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec
+from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
+from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
 from edgeinfer.errors import BundleError
 
 __all__ = [
@@ -50,7 +52,11 @@ FORMAT_VERSION = 2
 _DAMAGED = "The bundle is damaged or was edited by hand; export or download it again."
 
 # What a quantized matrix is stored as in each layout; the names are fields of TensorEntry.
-PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {NATIVE: native_parts, PORTABLE: portable_parts}
+PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
+    NATIVE: native_parts,
+    PORTABLE: portable_parts,
+    STATIC: static_parts,
+}
 _ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "uint8": 1, "uint16": 2}
 
 
@@ -92,7 +98,7 @@ class TensorEntry:
         scales, zero_points: of the blocks, where it is quantized; without zero points the zero is the middle.
         low: the low plane of 8 bits in the native layout.
         paired: two quantized matrices of N / 2 rows each, gate and up.
-        transposed: the stored float32 array is (K, N).
+        transposed: the stored array is (K, N): float32, or quantized in the static layout.
         interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
     """
 
@@ -120,7 +126,8 @@ class TensorEntry:
         _require(self.bits in BITS, f"{self.name} has {self.bits} bits")
         _require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
         _require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
-        _require(not self.transposed, f"{self.name} is quantized and transposed")
+        whole_bytes = self.bits in STATIC_BITS and self.shape[0] * self.bits % 8 == 0
+        _require(whole_bytes or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
         _require(turns or not self.interleaved, f"{self.name} has no halves to take turns")
         parts = PARTS[self.layout](self.quantized)
@@ -131,8 +138,10 @@ class TensorEntry:
 
     @property
     def layout(self) -> Layout:
-        """The layout a quantized tensor is stored in, which its scales tell."""
-        return NATIVE if self.scales is not None and self.scales.dtype == "uint16" else PORTABLE
+        """The layout a quantized tensor is stored in, which its scales and its order tell."""
+        if self.scales is not None and self.scales.dtype == "uint16":
+            return NATIVE
+        return STATIC if self.transposed else PORTABLE
 
     @property
     def quantized(self) -> QuantizedShape:
@@ -227,7 +236,7 @@ class Manifest:
     """Everything `edgeinfer.json` holds.
 
     Attributes:
-        backend: runtime backend that runs the model file: "onnx", "onnx-optimum" or "llamacpp".
+        backend: runtime backend that runs the model file: "onnx", "onnx-static", "onnx-optimum" or "llamacpp".
         geometry: sizes the runtime drives the model by.
         decoder: the model's full description; None where the model file is opaque (`onnx-optimum`, `llamacpp`).
         tensors: the weights in `weights.bin`; empty for backends with opaque weights.
@@ -238,6 +247,7 @@ class Manifest:
         export: options the bundle was made with, for people to read.
         quality: figures measured at export by name.
         plan: how the bits of the weights were chosen; None in bundles that do not say.
+        static: the graphs of an "onnx-static" bundle; None in all others.
     """
 
     name: str
@@ -256,6 +266,7 @@ class Manifest:
     export: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
     plan: PlanRecord | None = None
+    static: StaticGraphs | None = None
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]
@@ -270,8 +281,10 @@ class Manifest:
             hint = f"This edgeinfer reads version {known}: update edgeinfer or export again."
             raise BundleError(f"The bundle has version {self.layout_version} of the {self.layout} layout.", hint)
         for tensor in self.tensors:
-            fits = tensor.bits == 32 or tensor.layout == self.layout
+            fits = tensor.bits == 32 or tensor.layout == tensor_layout(tensor.name, self.layout)
             _require(fits, f"{tensor.name} is not in the {self.layout} layout")
+        is_static = (self.static is not None, self.layout == STATIC)
+        _require(is_static == (self.backend == BACKEND,) * 2, "backend, layout and graphs disagree")
         agree = self.capabilities == self.capabilities_in(self.layout)
         _require(agree, "capabilities and tensors disagree")
 

@@ -23,7 +23,7 @@ from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
-from edgeinfer.bundle.tensor_checks import check_tensors
+from edgeinfer.bundle.tensor_checks import check_graphs, check_tensors
 from edgeinfer.errors import BundleError, StorageError, UsageError
 
 __all__ = [
@@ -233,6 +233,7 @@ def _open(root: Path, roots: tuple[Path, ...]) -> Bundle:
     for name, entry in manifest.files.items():
         _check_file(_inside(root, name, roots), name, entry)
     check_tensors(manifest)
+    check_graphs(manifest)
     bundle = Bundle(root, manifest, header=_gguf_header(root, manifest))
     for name in manifest.drafters:
         # The digest of its manifest, which lists its files' own, ties the drafter to this bundle.

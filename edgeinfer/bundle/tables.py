@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from edgeinfer.bundle.experts import Expert, common_format, find_expert
-from edgeinfer.bundle.layouts import PORTABLE, Layout
+from edgeinfer.bundle.layouts import PORTABLE, STATIC, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
 from edgeinfer.errors import BundleError, UsageError
@@ -55,7 +55,7 @@ class Outline:
     def parts(self, layout: Layout) -> Parts:
         """The arrays it is stored as."""
         if self.quantized is not None:
-            return PARTS[layout](self.quantized)
+            return PARTS[tensor_layout(self.name, layout)](self.quantized)
         return {"data": ("float32", self.shape[::-1] if self.transposed else self.shape)}
 
 
@@ -77,7 +77,7 @@ def lay_out(outlines: Iterable[Outline], layout: Layout) -> tuple[TensorEntry, .
             together = stacks.get(outline.name, [outline])
             placed, end = _place(together, layout, end)
             interleaved = outline.name in stacks and _halves(outline) == 2
-            entries |= {o.name: _entry(o, b, interleaved) for o, b in zip(together, placed, strict=True)}
+            entries |= {o.name: _entry(o, b, layout, interleaved) for o, b in zip(together, placed, strict=True)}
     return tuple(entries[outline.name] for outline in listed)
 
 
@@ -136,7 +136,7 @@ def _halves(outline: Outline) -> int:
     return 2 if outline.name.endswith(".gate_up") else 1
 
 
-def _entry(outline: Outline, blobs: dict[str, Blob], interleaved: bool) -> TensorEntry:
+def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved: bool) -> TensorEntry:
     quantized = outline.quantized
     if quantized is None:
         data, transposed = blobs["data"], outline.transposed
@@ -151,7 +151,8 @@ def _entry(outline: Outline, blobs: dict[str, Blob], interleaved: bool) -> Tenso
         blobs.get("zero_points"),
         blobs.get("low"),
         quantized.paired,
-        interleaved=interleaved,
+        tensor_layout(outline.name, layout) == STATIC,
+        interleaved,
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether the table of tensors of a manifest fits its weights file and its decoder; reads no file."""
+"""Whether the tensors and graphs that a manifest lists fit its files and its decoder; reads no file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.tables import file_bytes
 from edgeinfer.errors import BundleError
 
-__all__ = ["check_tensors"]
+__all__ = ["check_graphs", "check_tensors"]
 
 _AGAIN = "Export or download the bundle again."
 
@@ -44,6 +44,27 @@ def check_tensors(manifest: Manifest) -> None:
     for name, shape in wanted:
         if shapes.get(name) != shape:
             raise BundleError(f"{name} has shape {shapes.get(name)}, the decoder needs {shape}.", _AGAIN)
+
+
+def check_graphs(manifest: Manifest) -> None:
+    """Every graph of a static bundle must be there, and be of its decoder.
+
+    Raises:
+        BundleError: it is not.
+    """
+    static, decoder = manifest.static, manifest.decoder
+    if static is None:
+        return
+    if decoder is None or not manifest.tensors:
+        raise BundleError("The static bundle describes no decoder, or lists no tensors.", _AGAIN)
+    if decoder.moe is not None:
+        raise BundleError("The static bundle describes a mixture of experts, which has no static graphs.", _AGAIN)
+    for graph in static.all:
+        if graph.file not in manifest.files:
+            raise BundleError(f"The static bundle has no {graph.file}.", _AGAIN)
+    if (len(static.layers), static.context) != (decoder.num_layers, decoder.max_positions):
+        message = f"The static graphs have {len(static.layers)} layers and a context of {static.context} tokens"
+        raise BundleError(f"{message}; the decoder has {decoder.num_layers} and {decoder.max_positions}.", _AGAIN)
 
 
 def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:

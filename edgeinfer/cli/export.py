@@ -30,6 +30,7 @@ examples:
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-gguf --format gguf --type Q4_K_M --calibration text.txt
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct drafter --format gguf --prune-layers auto:8
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-npu --static --static-context 2048
   edgeinfer run -m qwen -p "What is a quark?" --chat
 """
 # Options that are fields of ExportConfig under the same name.
@@ -37,6 +38,10 @@ _OPTIONS = (
     *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),
     *("group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name", "gguf_type"),
 )
+# Options that are fields of StaticOptions, named --static-*.
+_STATIC = ("context", "chunk", "widths", "layers")
+# The most that a manifest may have.
+_MOST_LAYERS = 2048
 # What bits of single tensors mean in a GGUF model.
 _BITS_TYPES = {"2": "Q2_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
 
@@ -63,6 +68,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
     text = "print the bits that each kind of matrix got; edgeinfer inspect does it later"
     parser.add_argument("--show-plan", action="store_true", help=text)
+    _add_static(parser)
     parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
     add_json_option(parser)
@@ -105,6 +111,43 @@ def _add_quantization(parser: Parser) -> None:
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
 
 
+def _add_static(parser: Parser) -> None:
+    text = (
+        "graphs of fixed shapes in standard operators, for devices that run no others, such as neural processors: a "
+        "larger model file per shape, one copy of the weights"
+    )
+    parser.add_argument("--static", action="store_true", help=text)
+    text = "with --static: tokens of prompt and reply together (default: 1024, or what the model allows)"
+    parser.add_argument("--static-context", type=int, metavar="N", help=text)
+    text = "with --static: prompt tokens per pass (default: 64)"
+    parser.add_argument("--static-chunk", type=int, metavar="N", help=text)
+    text = "with --static: rows of the passes that decode and verify drafts (default: 1,2,4,8)"
+    parser.add_argument("--static-widths", type=_numbers, metavar="N,N,...", help=text)
+    text = "with --static: layers to keep, as 0-5,8: a model of fewer layers, for a drafter (default: all)"
+    parser.add_argument("--static-layers", type=_ranges, metavar="LAYERS", help=text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers between commas."""
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise UsageError(f"{text!r} are no numbers.", "Write them like 1,2,4,8.") from None
+
+
+def _ranges(text: str) -> tuple[int, ...]:
+    """Numbers and ranges between commas, in the order given."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UsageError(f"{text!r} are no layers.", "Write them like 0-5,8.")
+        if dash and int(last) - int(first) >= _MOST_LAYERS:
+            raise UsageError(f"{part!r} are more layers than any model has.", "Write them like 0-5,8.")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
 def _pattern(text: str) -> tuple[str, str]:
     """A pattern and what it says."""
     pattern, sign, said = text.rpartition("=")
@@ -132,7 +175,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         UsageError: an option is of the other format.
     """
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    given |= args.prune_layers
+    given |= args.prune_layers | _static_options(args)
     if args.format == "gguf":
         if args.kv_calibration is not None:
             raise UsageError("--kv-calibration is not possible with a GGUF model.", "Its caches need no scales.")
@@ -143,6 +186,24 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
             hint = "Write it like layers.*.mlp.down=8, or add --format gguf for types."
             raise UsageError(f"'{pattern}={said}' is not a pattern with bits.", hint)
     return given | {"bits_for": tuple((pattern, int(said)) for pattern, said in args.bits_for)}
+
+
+def _static_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The field of ExportConfig for fixed shapes, where they are asked for.
+
+    Raises:
+        UsageError: an option of fixed shapes comes without --static, or is impossible.
+    """
+    from edgeinfer.export.static.options import StaticOptions
+
+    given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
+    if not args.static:
+        for name in given:
+            raise UsageError(f"--static-{name} is for fixed shapes.", "Add --static, or leave it out.")
+        return {}
+    if args.kv_calibration is not None:
+        raise UsageError("--kv-calibration is not possible with --static.", "Its caches are float32.")
+    return {"static": StaticOptions(**given)}
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -160,7 +221,7 @@ def execute(args: argparse.Namespace) -> int:
             bundle = export_checkpoint(source, args.out, config, progress)
         except ModuleNotFoundError as error:
             raise missing_extra(error) from error
-        if args.kv_scales and args.format == "onnx" and config.exporter == "native":
+        if args.kv_scales and args.format == "onnx" and config.exporter == "native" and config.static is None:
             _calibrate(bundle, texts, progress)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())

@@ -1,0 +1,1 @@
+"""Export for devices that run fixed shapes only."""

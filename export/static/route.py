@@ -1,0 +1,154 @@
+"""From a checkpoint directory to a static bundle, whole or not at all; knows nothing of running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from edgeinfer.bundle import (
+    PORTABLE,
+    STATIC,
+    WEIGHTS,
+    Capabilities,
+    DecoderSpec,
+    Manifest,
+    TensorEntry,
+    seal,
+    write_bundle,
+)
+from edgeinfer.bundle.codecs import CODECS
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS
+from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
+from edgeinfer.bundle.tables import Outline, lay_out
+from edgeinfer.errors import UsageError
+from edgeinfer.export.architectures import TensorPlan, find_architecture
+from edgeinfer.export.calibrated import Progress, write_calibrated, write_plain
+from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.config import ExportConfig
+from edgeinfer.export.described import check_tensors, read_spec
+from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.planning import make_plan
+from edgeinfer.export.request import resolve, text_of
+from edgeinfer.export.sidecar import read_sidecar
+from edgeinfer.export.static.graph import build_static_graph
+from edgeinfer.export.weights import outline
+from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.quant.scheme import QuantScheme
+
+__all__ = ["export_static"]
+
+_log = logging.getLogger("edgeinfer")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def export_static(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
+    """Exports graphs of fixed shapes; as `edgeinfer.export.export_checkpoint` otherwise.
+
+    Raises:
+        UsageError: the model has experts, or not the layers or context that are asked for.
+    """
+    assert config.static is not None, "what is asked for here"
+    hf_config = read_config(source)
+    family = find_architecture(hf_config)
+    sidecar = read_sidecar(source, hf_config)
+    with Checkpoint(source) as checkpoint:
+        spec = read_spec(hf_config, family, checkpoint)
+        if spec.moe is not None:
+            message = "Mixtures of experts cannot be exported with static shapes: which experts run is not fixed."
+            raise UsageError(message, "Leave --static out.")
+        plans = family.tensors(hf_config, spec, checkpoint.names)
+        check_tensors(checkpoint, family, plans)
+        graphs = config.static.graphs(spec)
+        spec, plans = _keep_layers(spec, plans, graphs)
+        config = resolve(config, plans)
+        planned = PlannedTensors(checkpoint, plans)
+        text = text_of(config, sidecar, spec)
+        parameters = sum(plan.parameters for plan in plans)
+        quant = make_plan(config, spec, plans, planned, parameters, None if text is None else text.texts, progress)
+        quant = _in_whole_bytes(spec, plans, quant)
+        tensors = _table(spec, plans, quant)
+        manifest = Manifest(
+            name=config.name or source.resolve().name,
+            architecture=hf_config.architecture or hf_config.model_type,
+            backend=BACKEND,
+            geometry=spec.geometry,
+            parameters=parameters,
+            capabilities=Capabilities(layer_skip=False, hidden=False, tree=True),
+            decoder=spec,
+            tensors=tensors,
+            layout=STATIC,
+            layout_version=LAYOUT_VERSIONS[STATIC],
+            export=config.options,
+            plan=quant.record(*(() if text is None else (text.sha256, text.tokens))),
+            static=graphs,
+        )
+        with write_bundle(out, replace_existing=config.force) as work:
+            sidecar.write(work)
+            with (work / WEIGHTS).open("wb") as file:
+                if text is None or not any(quant.schemes.values()):
+                    write_plain(file, planned, tensors[: len(plans)], quant, progress)
+                else:
+                    write_calibrated(file, spec, planned, tensors[: len(plans)], quant, text.texts, progress)
+                _write_tied_head(file, work / WEIGHTS, {t.name: t for t in tensors}, spec)
+            _write_graphs(work, spec, tensors, graphs)
+            seal(work, manifest)
+    return out
+
+
+def _keep_layers(
+    spec: DecoderSpec, plans: tuple[TensorPlan, ...], graphs: StaticGraphs
+) -> tuple[DecoderSpec, tuple[TensorPlan, ...]]:
+    """The decoder of the kept layers, numbered anew, for the context that the graphs have."""
+    place = {layer: index for index, layer in enumerate(graphs.layers)}
+    windows = tuple(spec.windows[layer] for layer in graphs.layers) if spec.windows else ()
+    kept = []
+    for plan in plans:
+        found = _LAYER.match(plan.name)
+        if found is None:
+            kept.append(plan)
+        elif (layer := int(found[1])) in place:
+            name = f"layers.{place[layer]}.{plan.name[found.end() :]}"
+            kept.append(dataclasses.replace(plan, name=name))
+    fixed = dataclasses.replace(spec, num_layers=len(place), windows=windows, max_positions=graphs.context)
+    return fixed, tuple(kept)
+
+
+def _in_whole_bytes(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan) -> QuantPlan:
+    """The same plan with 8 bits for matrices of an odd number of rows: rows of (K, N) must end with bytes."""
+    schemes: dict[str, QuantScheme | None] = dict(quant.schemes)
+    by_columns = {plan.name: plan.shape for plan in plans if plan.name != "embed" or spec.tied}
+    for name, shape in by_columns.items():
+        scheme = schemes.get(name)
+        if scheme is not None and scheme.bits == 4 and shape[0] % 2:
+            _log.warning("%s has an odd number of rows, %d: it gets 8 bits instead of 4.", name, shape[0])
+            schemes[name] = dataclasses.replace(scheme, bits=8)
+    return dataclasses.replace(quant, schemes=schemes)
+
+
+def _table(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan) -> tuple[TensorEntry, ...]:
+    """The tensor table. A tied head that is quantized is stored by columns besides the embedding's rows."""
+    outlines = [outline(plan, quant.scheme(plan.name)) for plan in plans]
+    if spec.tied:
+        embedding = next(o for o in outlines if o.name == "embed")
+        shares = "" if embedding.quantized else "embed"
+        outlines.append(Outline("head", embedding.shape, embedding.quantized, shares=shares))
+    return lay_out(outlines, STATIC)
+
+
+def _write_tied_head(file: BinaryIO, path: Path, tensors: Mapping[str, TensorEntry], spec: DecoderSpec) -> None:
+    embedding, head = tensors["embed"], tensors["head"]
+    if spec.tied and embedding.bits < 32:
+        file.flush()
+        CODECS[STATIC].write(file, head, lambda start, stop: CODECS[PORTABLE].read(path, embedding, start, stop))
+
+
+def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], graphs: StaticGraphs) -> None:
+    by_name = {t.name: t for t in tensors}
+    for shape in graphs.all:
+        model = build_static_graph(spec, by_name, shape)
+        (work / shape.file).write_bytes(model.SerializeToString(deterministic=True))
