@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import sys
 from pathlib import Path
 
-__all__ = ["machine_memory", "physical_cores"]
+__all__ = ["machine_memory", "physical_cores", "processor_name", "usable_processors"]
 
 # The limit of the control group that the process is in, as containers see it: of cgroup 2, and of cgroup 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -28,6 +30,24 @@ def physical_cores() -> int:
     import psutil  # a megabyte of modules that Linux mostly does without
 
     return psutil.cpu_count(logical=False) or 1
+
+
+def usable_processors() -> tuple[int, ...]:
+    """Numbers of the processors that the system lets this process run on, ascending."""
+    if sys.platform == "linux":
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def processor_name() -> str:
+    """Name of the processor, as well as the system tells it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                field, _, name = line.partition(":")
+                if field.strip() in ("model name", "Hardware"):
+                    return name.strip()
+    return platform.processor() or platform.machine()
 
 
 def _built_in() -> int:

@@ -18,6 +18,7 @@ from edgeinfer.runtime.engine import Engine
 __all__ = [
     "DecodeTimes",
     "TokenScores",
+    "TurnTimes",
     "WorkTimes",
     "decode_times",
     "pass_times",
@@ -25,6 +26,7 @@ __all__ = [
     "prefill_times",
     "score_tokens",
     "token_logits",
+    "turn_times",
     "work_times",
 ]
 
@@ -177,6 +179,30 @@ def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTim
     steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=count, stop_ids=frozenset()))
     ms = sum(step.ms for step in steps) if reply else engine.prefill.ms
     return WorkTimes(ms, tuple(step.token for step in steps))
+
+
+@dataclass(frozen=True)
+class TurnTimes:
+    """A prompt taken in, then tokens decoded: milliseconds of each of the two."""
+
+    prompt_ms: float
+    reply_ms: float
+
+
+def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
+    """Takes in a prompt of so many tokens, then decodes greedily in as many passes as `reply` says; empties the cache.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, prompt + reply)
+    engine.forget()
+    tokens = _filler(engine, prompt)
+    # The prompt's last row gives the first token.
+    steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=reply + 1, stop_ids=frozenset()))
+    prompt_ms = engine.prefill.ms
+    engine.forget()
+    return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))
 
 
 # Logit rows held at once: 16 rows of a 152k vocabulary are 10 MB.

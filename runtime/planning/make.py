@@ -15,30 +15,37 @@ from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
-from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.speculation.costs import PassCosts
 from edgeinfer.runtime.speculation.profile import Profile
 from edgeinfer.runtime.speculation.reach import REACH, reach_of
 from edgeinfer.runtime.streaming import pass_bytes, streamed_ms
 
-__all__ = ["Profiles", "make_plan", "speed_model"]
+__all__ = ["Profiles", "make_plan", "process_before_loading", "speed_model"]
 
 Profiles = Callable[[str], Profile]
 
-# Of a round that drafts, besides its pass; of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
-_ROUND_MS = 0.3
+# Of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
 _PARSING_MS_PER_BYTE = 6e-5
 # Bytes per second at which dropped pages come back from the system's cache of the file.
 _RELEASED_PER_S = 1e10
 
 
-def make_plan(subject: Subject, config: LoadConfig, speed: SpeedModel, *, all_ways: bool = False) -> MemoryPlan:
+def make_plan(
+    subject: Subject,
+    config: LoadConfig,
+    speed: SpeedModel,
+    *,
+    all_ways: bool = False,
+    process: ProcessMemory | None = None,
+) -> MemoryPlan:
     """Plans for a process that has nothing of the model loaded yet.
 
     Args:
         speed: of the subject.
         all_ways: list alternatives.
+        process: as `process_before_loading` gave it, where something was loaded since; None asks now.
 
     Raises:
         ContextLengthError: the context asked for is larger than the model allows.
@@ -48,7 +55,7 @@ def make_plan(subject: Subject, config: LoadConfig, speed: SpeedModel, *, all_wa
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
         raise UsageError(message, "Give a smaller one, or none.")
-    memory = MemoryModel(subject, config, _process(subject))
+    memory = MemoryModel(subject, config, process or process_before_loading(subject))
     return search(subject, config, memory, speed, all_ways=all_ways)
 
 
@@ -104,7 +111,7 @@ def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
     return dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
 
 
-def _process(subject: Subject) -> ProcessMemory:
+def process_before_loading(subject: Subject) -> ProcessMemory:
     """Memory of the process with the libraries that loading will import."""
     for each in (subject, subject.drafter):
         if each is not None:
@@ -118,7 +125,7 @@ def _pace(subject: Subject, profile: Profile, experts: ExpertBytes) -> Pace:
     return Pace(
         passes=costs.passes if costs else guessed_passes(subject.manifest.weight_bytes - experts.total, experts.needed),
         measured=costs is not None,
-        round_ms=costs.round_ms if costs else _ROUND_MS,
+        round_ms=costs.round_ms if costs else ROUND_MS,
         reach=reach_of(profile.arrays(REACH)),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
     )

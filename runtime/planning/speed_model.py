@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.speculation.costs import PassCosts
 
-__all__ = ["Pace", "Speed", "SpeedModel", "guessed_passes"]
+__all__ = ["REPLY_TOKENS", "ROUND_MS", "TURN_TOKENS", "Pace", "Speed", "SpeedModel", "guessed_passes"]
 
 # A turn of a chat, by which configurations are compared: so many new tokens of prompt, so many of reply.
-_PROMPT, _REPLY = 64, 128
+TURN_TOKENS, REPLY_TOKENS = 64, 128
+# Of a round that drafts, besides its pass (docs/LOG.md, 2026-11-21).
+ROUND_MS = 0.3
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
@@ -87,10 +89,10 @@ class SpeedModel:
         """The pace of a configuration."""
         pace = self._pace_of(configuration)
         token_ms = _token_ms(pace, configuration)
-        chunk = configuration.prefill_chunk
-        prompt_ms = -(-_PROMPT // chunk) * _chunk_ms(pace, chunk)
+        chunk = min(configuration.prefill_chunk, TURN_TOKENS)
+        prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
-        return Speed(1e3 / token_ms, making_ms + prompt_ms + _REPLY * token_ms, pace.measured)
+        return Speed(1e3 / token_ms, making_ms + prompt_ms + REPLY_TOKENS * token_ms, pace.measured)
 
 
 def _token_ms(pace: Pace, configuration: Configuration) -> float:

@@ -13,10 +13,7 @@ import io
 import json
 import logging
 import os
-import platform
 import re
-import stat
-import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -30,8 +27,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, Layout, write_file
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.runtime.machine import processor_name
 from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.user_cache import user_cache
+from edgeinfer.runtime.user_cache import make_private, user_cache
 from edgeinfer.version import VERSION
 
 __all__ = ["Profile", "forget", "profile_folder", "stamped"]
@@ -122,18 +120,7 @@ def _bytes(folder: Path, but: str = "") -> int:
 def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
     """Costs that were measured here and now."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Costs(passes, drafts, _processor(), now)
-
-
-def _processor() -> str:
-    """Name of the processor, as well as the system tells it."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                field, _, name = line.partition(":")
-                if field.strip() in ("model name", "Hardware"):
-                    return name.strip()
-    return platform.processor() or platform.machine()
+    return Costs(passes, drafts, processor_name(), now)
 
 
 class Profile:
@@ -150,7 +137,7 @@ class Profile:
     def open(cls, folder: Path | None) -> Self:
         """The profile in a folder, which is made this user's own if it is there."""
         profile = cls(folder)
-        profile._guarded(lambda folder: _make_private(folder) if os.path.lexists(folder) else None)
+        profile._guarded(lambda folder: make_private(folder) if os.path.lexists(folder) else None)
         return profile
 
     @property
@@ -161,7 +148,7 @@ class Profile:
     def costs(self) -> Costs | None:
         """Costs measured earlier on this device; None where there are none."""
         costs = self._read(_COSTS, _MOST_COSTS_BYTES, lambda file: Costs.from_dict(json.loads(file.read())))
-        if costs is None or costs.processor == _processor():
+        if costs is None or costs.processor == processor_name():
             return costs
         _log.info("The costs in %s are another device's; they are measured again.", self._folder)
         return None
@@ -238,25 +225,11 @@ def _file_name(name: str) -> str:
     return f"{name}.npz"
 
 
-def _make_private(folder: Path) -> None:
-    """Makes the folder this user's own; one that is not is refused."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise StorageError(f"{folder} is not a folder.", "Remove it.")
-    if sys.platform != "win32":
-        if status.st_uid != os.getuid():
-            raise StorageError(f"{folder} is another user's.", "Remove it.")
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            folder.chmod(0o700)
-
-
 def _keep(folder: Path, name: str, data: bytes, most: int) -> None:
     if len(data) > most or _bytes(folder, but=name) + len(data) > _MOST_PROFILE_BYTES:
         _log.warning("%s would be %d MB and is not kept.", folder / name, len(data) >> 20)
         return
-    _make_private(folder)
+    make_private(folder)
     _make_room(folder, len(data))
     write_file(folder / name, data)
 

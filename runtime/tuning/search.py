@@ -1,0 +1,204 @@
+"""Finds settings that are better than the usual ones, and proves them; knows nothing of how a model is timed.
+
+One setting after the other, each beside those found before it, and the whole set once more against the usual settings
+with fresh timings: what is not proved is not kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from edgeinfer.errors import BudgetError
+from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.tuning.trial import Effort, Trial, compare
+from edgeinfer.runtime.tuning.work import LOAD, PREFILL, TURN, Times
+
+__all__ = ["LOADED", "PROMPTS", "TURNS", "Attempt", "Found", "Timer", "Ways", "find"]
+
+# What a timer times: turns of a chat; long prompts alone; loading and then a turn.
+TURNS, PROMPTS, LOADED = "turns", "prompts", "loaded"
+# Times a way once, at one of these tasks; BudgetError where there is no memory for it.
+Timer = Callable[[TunedSettings, str], Times]
+# Of more values than this, those that look fastest are compared in earnest.
+_COMPARED, _GLANCES = 3, 2
+# Visits that tell how fast the usual settings are, where no comparison with them does.
+_ENOUGH = 5
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What a model on this device has to choose from, besides the usual.
+
+    Attributes:
+        threads: numbers of them.
+        pinning: the processors for so many threads; "" where nothing can be pinned.
+        usual_threads: where no other number is better.
+        weights, chunks: of WEIGHTS_MODES, and tokens per pass.
+    """
+
+    threads: tuple[int, ...] = ()
+    pinning: Callable[[int], str] = lambda threads: ""
+    usual_threads: int = 1
+    weights: tuple[str, ...] = ()
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Knob:
+    """A setting: its values beside those found so far, at what they are timed, and in what they may be better."""
+
+    name: str
+    values: Callable[[Ways, TunedSettings], Sequence[Any]]
+    task: str
+    aims: tuple[str, ...]
+
+
+def _pinnings(ways: Ways, best: TunedSettings) -> Sequence[str]:
+    text = ways.pinning(best.threads or ways.usual_threads)
+    return (text,) if text else ()
+
+
+_KNOBS = (
+    _Knob("threads", lambda ways, best: ways.threads, TURNS, (TURN,)),
+    _Knob("affinity", _pinnings, TURNS, (TURN,)),
+    _Knob("weights", lambda ways, best: ways.weights, LOADED, (TURN, LOAD)),
+    # A reply does not depend on how prompts are cut.
+    _Knob("prefill_chunk", lambda ways, best: ways.chunks, PROMPTS, (PREFILL,)),
+)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A value that was tried.
+
+    Attributes:
+        name, value: of the setting.
+        outcome: "better", "not better", "slower" in something, "unclear" as timings scattered, or "no memory".
+        ratio: its time to that of the best found before, in what it is for; None where it could not be timed.
+    """
+
+    name: str
+    value: Any
+    outcome: str
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found.
+
+    Attributes:
+        settings: that are proved better; UNTUNED where none are.
+        attempts: in their order.
+        proof: of the chosen set against the usual settings; None where nothing was chosen.
+        usual: median milliseconds of the usual settings by part.
+        rejected: what was chosen and not proved; None where that did not happen.
+    """
+
+    settings: TunedSettings
+    attempts: tuple[Attempt, ...]
+    proof: Trial | None
+    usual: Times
+    rejected: TunedSettings | None = None
+
+
+def find(
+    ways: Ways,
+    timer: Timer,
+    effort: Effort,
+    clock: Callable[[], float],
+    report: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Found:
+    """Searches.
+
+    Args:
+        clock: in seconds.
+        report: called with what is measured, pairs done and at most to do.
+    """
+    best = UNTUNED
+    attempts: list[Attempt] = []
+    for knob in _KNOBS:
+        for value in _shortlist(knob, knob.values(ways, best), best, timer, attempts):
+            candidate = dataclasses.replace(best, **{knob.name: value})
+            stage = f"{knob.name.replace('_', ' ')} {value}"
+
+            def timed(way: TunedSettings, task: str = knob.task) -> Times:
+                return timer(way, task)
+
+            def told(done: int, total: int, stage: str = stage) -> None:
+                report(stage, done, total)
+
+            try:
+                trial = compare(timed, best, candidate, knob.aims, effort, clock, told)
+            except BudgetError:
+                attempts.append(Attempt(knob.name, value, "no memory"))
+                continue
+            attempts.append(_attempt(knob, value, trial))
+            if trial.verdict.better:
+                best = candidate
+    if best == UNTUNED:
+        return Found(UNTUNED, tuple(attempts), None, _usual(timer))
+    proof = _prove(best, timer, effort, clock, report)
+    if proof.verdict.better:
+        return Found(best, tuple(attempts), proof, proof.first)
+    return Found(UNTUNED, tuple(attempts), proof, proof.first, rejected=best)
+
+
+def _usual(timer: Timer) -> Times:
+    timer(UNTUNED, TURNS)
+    visits = [timer(UNTUNED, TURNS) for _ in range(_ENOUGH)]
+    return {part: median(times[part] for times in visits) for part in visits[0]}
+
+
+def _prove(
+    chosen: TunedSettings,
+    timer: Timer,
+    effort: Effort,
+    clock: Callable[[], float],
+    report: Callable[[str, int, int], None],
+) -> Trial:
+    """All that was chosen against the usual settings, in everything."""
+    knobs = [knob for knob in _KNOBS if knob.name in chosen.names]
+    aims = tuple(dict.fromkeys((TURN, *(aim for knob in knobs for aim in knob.aims))))
+    task = LOADED if LOAD in aims else TURNS
+    return compare(
+        lambda way: timer(way, task),
+        UNTUNED,
+        chosen,
+        aims,
+        effort,
+        clock,
+        lambda done, total: report("against the usual settings", done, total),
+    )
+
+
+def _shortlist(
+    knob: _Knob, values: Sequence[Any], best: TunedSettings, timer: Timer, attempts: list[Attempt]
+) -> Sequence[Any]:
+    """All values, or of many those that look fastest at a glance."""
+    if len(values) <= _COMPARED:
+        return values
+    glanced: dict[Any, float] = {}
+    for value in values:
+        try:
+            visits = [timer(dataclasses.replace(best, **{knob.name: value}), knob.task) for _ in range(_GLANCES)]
+        except BudgetError:
+            attempts.append(Attempt(knob.name, value, "no memory"))
+            continue
+        glanced[value] = min(times[knob.aims[0]] for times in visits)
+    ranked = sorted(glanced, key=lambda value: glanced[value])
+    attempts += [Attempt(knob.name, value, "not better") for value in ranked[_COMPARED:]]
+    return ranked[:_COMPARED]
+
+
+def _attempt(knob: _Knob, value: Any, trial: Trial) -> Attempt:
+    verdict = trial.verdict
+    ratio = min(verdict.ratios[aim] for aim in knob.aims)
+    if verdict.better:
+        return Attempt(knob.name, value, "better", ratio)
+    outcome = "slower" if verdict.slower else "not better" if verdict.settled else "unclear"
+    return Attempt(knob.name, value, outcome, ratio)
