@@ -15,6 +15,7 @@ from edgeinfer.errors import UsageError
 
 __all__ = [
     "COUNTED",
+    "DEVICES",
     "DRAFTERS",
     "GGUF_KV_TYPES",
     "KV_TYPES",
@@ -35,6 +36,11 @@ DRAFTERS = (
 )  # fmt: skip
 # How drafts can be verified; runtime/speculation/verification has them.
 VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
+# Where models run; runtime/devices has them, a test holds the two equal.
+DEVICES = (
+    "cpu", "cuda", "directml", "webgpu", "qnn", "coreml", "openvino", "openvino:NPU", "openvino:GPU", "openvino:CPU",
+    "xnnpack",
+)  # fmt: skip
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
 ONNX_KV_TYPES = ("float32", "int8", "int4")
 GGUF_KV_TYPES = ("float32", "float16", "q8_0", "q4_0")
@@ -121,9 +127,10 @@ class LoadConfig:
     Attributes:
         context: capacity in tokens of prompt plus reply; None takes min(2048, model maximum).
         memory: budget in bytes for the whole process; None sets no budget.
-        threads: threads of the linear algebra; None takes the physical cores.
+        threads: threads of the linear algebra; None takes what `edgeinfer tune` found, else the physical cores.
         exact: pad passes so that text never depends on how it was chunked or speculated (DESIGN section 4).
-        prefill_chunk: tokens of a prompt evaluated per pass; None takes 64, or fewer where the budget needs it.
+        prefill_chunk: tokens of a prompt evaluated per pass; None takes what `edgeinfer tune` found, else 64, or fewer
+            where the budget needs it.
         backend: "onnx", "llamacpp" or "reference"; None takes the bundle's own.
         native: whether the native kernel multiplies: None where it works and the bundle stores its layout, False never,
             True always, converting the weights if need be.
@@ -143,6 +150,10 @@ class LoadConfig:
         counted: one of COUNTED.
         prefix_cache: bytes kept of conversations other than the current one, so that going back to them is cheap.
         idle_unload: seconds without a request after which the model leaves memory until the next; None never does.
+        profile: a file that `edgeinfer tune --out` wrote, whose settings are used where none are given here; "off" uses
+            none, and None those kept for this user by `edgeinfer tune`, if any.
+        device: "auto" for the fastest that is installed and runs the bundle's graphs, or one of DEVICES. Where it
+            fails, the CPU runs the model.
     """
 
     context: int | None = None
@@ -164,6 +175,8 @@ class LoadConfig:
     counted: str = "resident"
     prefix_cache: int = 0
     idle_unload: float | None = None
+    profile: str | None = None
+    device: str = "auto"
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -181,8 +194,9 @@ class LoadConfig:
                 options[name] = parse_size(options[name])
         if options.get("prefix_cache", 0) != 0:
             options["prefix_cache"] = parse_size(options["prefix_cache"])
-        if isinstance(options.get("draft_model"), Path):
-            options["draft_model"] = str(options["draft_model"])
+        for name in ("draft_model", "profile"):
+            if isinstance(options.get(name), Path):
+                options[name] = str(options[name])
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -207,6 +221,8 @@ class LoadConfig:
         _require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "at least 1")
         _require(self.prefix_cache >= 0, "prefix_cache", self.prefix_cache, "0 or more bytes")
         _require(self.idle_unload is None or self.idle_unload > 0, "idle_unload", self.idle_unload, "positive seconds")
+        if self.device not in ("auto", *DEVICES):
+            raise UsageError(f"There is no device {self.device!r}.", f"Choose auto or one of {', '.join(DEVICES)}.")
         chosen = (("kv", KV_TYPES), ("overflow", OVERFLOWS), ("weights", WEIGHTS_MODES), ("counted", COUNTED))
         for name, known in chosen:
             value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from pathlib import Path
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import StorageError
+from edgeinfer.errors import DeviceError, StorageError
 from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.backends import (
+    device_of,
     engine_version,
     kernel_name,
     make_backend,
@@ -25,6 +27,7 @@ from edgeinfer.runtime.backends import (
     subject_of,
 )
 from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.devices.first_pass import check_first_pass
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.ledger import Ledger, Relief
@@ -42,9 +45,14 @@ from edgeinfer.runtime.speculation.profile import Profile, profile_folder
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import Tokenizer, TokenizerLike
 from edgeinfer.runtime.text.transient import TransientTokenizer
+from edgeinfer.runtime.tuning.finding import find_settings
+from edgeinfer.runtime.tuning.fingerprint import Fingerprint, model_digest
+from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
 from edgeinfer.text_files import boundary_ids
 
-__all__ = ["Bundles", "make_parts"]
+__all__ = ["Bundles", "digest_of", "fingerprint_for", "make_parts"]
+
+_log = logging.getLogger("edgeinfer")
 
 # Freed memory worth another look at the process.
 _WORTH_BYTES = 256 * 1024
@@ -57,38 +65,61 @@ _TOKENIZERS: dict[str, Callable[[Path], TokenizerLike]] = {
 
 @dataclass(frozen=True)
 class Bundles:
-    """What is loaded: the model, and the small one that drafts for it."""
+    """What is loaded: the model, the small one that drafts for it, and the settings that tuning found for the model."""
 
     target: Bundle
     drafter: Bundle | None
+    settings: TunedSettings = UNTUNED
 
     @classmethod
     def open(cls, model: str | Path | None, config: LoadConfig) -> Bundles:
-        """Opens both.
+        """Opens both, and takes from the profile what the caller left open; a bad profile is warned of.
 
         Raises:
             ModelError: one is missing or damaged, or their tokens are not the same.
         """
         target = open_bundle(resolve(model))
-        if config.draft_model is None:
-            return cls(target, None)
-        drafter = open_bundle(resolve(config.draft_model))
-        check_same_vocabulary(target, drafter)
-        return cls(target, drafter)
+        drafter = None
+        if config.draft_model is not None:
+            drafter = open_bundle(resolve(config.draft_model))
+            check_same_vocabulary(target, drafter)
+        return cls(target, drafter, settings_for(target, config))
 
     def subject(self, config: LoadConfig) -> Subject:
         """What there is to plan; errors as `run_layout`."""
         drafter = None
         if self.drafter is not None:
-            # The backend asked for is the target's; a draft model runs on its own.
-            own = dataclasses.replace(config, backend=None)
-            drafter = subject_of(self.drafter, run_layout(self.drafter, own), own)
-        return subject_of(self.target, run_layout(self.target, config), config, drafter)
+            # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
+            own = dataclasses.replace(config, backend=None, device="cpu")
+            drafter = subject_of(self.drafter, run_layout(self.drafter, own), own, settings=self._shared())
+        return subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+
+    def _shared(self) -> TunedSettings:
+        """What a draft model has of the target's: the threads, whose calls take turns with the target's."""
+        return TunedSettings(threads=self.settings.threads, affinity=self.settings.affinity)
 
     def plan(self, config: LoadConfig, *, all_ways: bool = False) -> MemoryPlan:
         """What both will take; errors as `run_layout` and `make_plan`."""
         subject = self.subject(config)
         return make_plan(subject, config, speed_model(subject, profiles_of(subject, config)), all_ways=all_ways)
+
+
+def settings_for(bundle: Bundle, config: LoadConfig) -> TunedSettings:
+    """The tuned settings of a model that hold beside what the caller set; errors as `run_layout`."""
+    return find_settings(config, lambda: digest_of(bundle, config), lambda: fingerprint_for(bundle, config))
+
+
+def digest_of(bundle: Bundle, config: LoadConfig) -> str:
+    """Of a model and the way it runs, under which its tuned settings are kept; errors as `run_layout`."""
+    backend = config.backend or bundle.manifest.backend
+    device = device_of(bundle, config).name
+    return model_digest(bundle, run_layout(bundle, config), backend, device, config.exact)
+
+
+def fingerprint_for(bundle: Bundle, config: LoadConfig) -> Fingerprint:
+    """This machine, and what would run the model on it; errors as `run_layout`."""
+    kernel = kernel_name(bundle, run_layout(bundle, config), config)
+    return Fingerprint.here(engine_version(bundle, config), kernel)
 
 
 def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
@@ -100,6 +131,8 @@ def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
         bundle, layout = subject.bundle, subject.layout
         drafter = None if subject.drafter is None else subject.drafter.bundle
         kernel = f"{kernel_name(bundle, layout, config)} of {engine_version(bundle, config)}"
+        if subject.settings.affinity:
+            variant += f" affinity {subject.settings.affinity}"
         if config.draft_experts is not None:
             # What a guess costs, and how often it is right.
             variant += f" draft-experts {config.draft_experts}"
@@ -130,7 +163,36 @@ def make_parts(
     Raises:
         EdgeInferError: as `edgeinfer.load`.
     """
-    subject = bundles.subject(config)
+    if plan is not None:
+        config = dataclasses.replace(config, device=plan.device)
+    subject = dataclasses.replace(bundles.subject(config), device_note="" if plan is None else plan.device_note)
+    try:
+        return _make_parts(bundles, subject, config, progress, started, plan)
+    except DeviceError as error:
+        if subject.device.on_cpu:
+            raise
+        reason = error.message
+    # Here and not above: what was loaded of the model is alive as long as the error is.
+    _log.warning("%s The CPU runs %s.", reason, bundles.target.manifest.name)
+    config = dataclasses.replace(config, device="cpu")
+    bundles = dataclasses.replace(bundles, settings=settings_for(bundles.target, config))
+    subject = dataclasses.replace(bundles.subject(config), device_note=reason)
+    return _make_parts(bundles, subject, config, progress, started, None)
+
+
+def _make_parts(
+    bundles: Bundles,
+    subject: Subject,
+    config: LoadConfig,
+    progress: Callable[[str, int, int], None] | None,
+    started: float,
+    plan: MemoryPlan | None,
+) -> ModelParts:
+    """As `make_parts`, on the subject's device or not at all.
+
+    Raises:
+        DeviceError: the device fails.
+    """
     profiles = profiles_of(subject, config)
     speed = speed_model(subject, profiles)
     plan = plan or make_plan(subject, config, speed)
@@ -141,7 +203,9 @@ def make_parts(
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
     parsed = _parse(lambda: _TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in _TOKENIZERS else None
-    backend = make_backend(bundle, plan.layout, config, plan.configuration, progress)
+    backend = make_backend(bundle, plan.layout, config, plan.configuration, progress, bundles.settings)
+    if not subject.device.on_cpu:
+        check_first_pass(backend, subject.device)
     parsed = parsed or _parse(lambda: own_tokenizer(bundle, config, backend))
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
@@ -154,7 +218,7 @@ def make_parts(
     return ModelParts(
         engine=engine,
         tokenizer=parsed.tokenizer,
-        info=_info(bundle, engine.backend),
+        info=_info(bundle, engine.backend, plan),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
         load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
@@ -216,7 +280,7 @@ def _release() -> bool:
     return before - process_memory().anonymous > _WORTH_BYTES
 
 
-def _info(bundle: Bundle, backend: Backend) -> ModelInfo:
+def _info(bundle: Bundle, backend: Backend, plan: MemoryPlan) -> ModelInfo:
     manifest = bundle.manifest
     return ModelInfo(
         name=manifest.name,
@@ -225,4 +289,6 @@ def _info(bundle: Bundle, backend: Backend) -> ModelInfo:
         bits_per_weight=round(manifest.bits_per_weight, 3),
         backend=backend.name,
         kernel=backend.kernel,
+        device=plan.device,
+        device_note=plan.device_note,
     )

@@ -202,6 +202,8 @@ class ModelInfo:
 
     Attributes:
         kernel: what multiplied: an instruction set of the native kernel, else the operator or library.
+        device: that ran it, as `edgeinfer devices` names them.
+        device_note: why it is not the one that was asked for; empty where it is.
     """
 
     name: str
@@ -210,6 +212,8 @@ class ModelInfo:
     bits_per_weight: float
     backend: str
     kernel: str
+    device: str = "cpu"
+    device_note: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class KVBuffers:
         spare: rows beyond the capacity, for the padding of passes.
         kv: type of edgeinfer.bundle.kv_types that the rows are stored in.
         scales: of that type; a float32 cache needs none.
+        zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
 
     Attributes:
         length: rows in use.
@@ -41,17 +42,26 @@ class KVBuffers:
     """
 
     def __init__(
-        self, geometry: Geometry, capacity: int, spare: int = 0, kv: str = FLOAT32, scales: KVScales | None = None
+        self,
+        geometry: Geometry,
+        capacity: int,
+        spare: int = 0,
+        kv: str = FLOAT32,
+        scales: KVScales | None = None,
+        zeros: Callable[[tuple[int, ...], Any], Any] | None = None,
     ) -> None:
         self._geometry = geometry
         self._kind = find_kv_type(kv)
         self._digest, self.scales = _scales(geometry, kv, scales)
         self._most = capacity + spare
+        self._zeros = zeros
+        # Growing there would need room for both arrays, and a copy through this process.
+        self._least = 0 if zeros is None else self._most
         self.capacity = capacity
         self.length = 0
         self.rows = 0
-        self.keys: list[NDArray[Any]] = []
-        self.values: list[NDArray[Any]] = []
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
         self.reserve(min(_FIRST_ROWS, self._most))
 
     @property
@@ -70,23 +80,24 @@ class KVBuffers:
             return False
         if rows > self._most:
             raise BackendError(f"{rows} rows do not fit a cache of {self.capacity} tokens.")
-        wanted = min(max(rows, 2 * self.rows), self._most)
+        wanted = min(max(rows, 2 * self.rows, self._least), self._most)
         g = self._geometry
         shape = (1, g.num_kv_heads, wanted, self._kind.width(g.head_dim))
         try:
             for arrays in (self.keys, self.values):
                 for layer in range(g.num_layers):
                     # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN.
-                    grown = np.zeros(shape, self._kind.dtype)
+                    grown = (self._zeros or np.zeros)(shape, self._kind.dtype)
                     if layer < len(arrays):
                         # All rows, not only those in use: a pass that resumes reads what was written behind the length.
-                        grown[:, :, : self.rows] = arrays[layer]
+                        if self.rows:
+                            grown[:, :, : self.rows] = arrays[layer]
                         arrays[layer] = grown
                     else:
                         arrays.append(grown)
         except MemoryError:
             for arrays in (self.keys, self.values):
-                arrays[:] = [_shrunk(array, self.rows) for array in arrays]
+                arrays[:] = [_shrunk(array, self.rows) if self.rows else _empty(array) for array in arrays]
             raise
         self.rows = wanted
         return True
@@ -113,7 +124,7 @@ class KVBuffers:
         """Forgets all rows and frees their memory; nothing may be bound to the buffers any more."""
         self.length = self.rows = 0
         for arrays in (self.keys, self.values):
-            arrays[:] = [np.zeros_like(array, shape=(*array.shape[:2], 0, array.shape[3])) for array in arrays]
+            arrays[:] = [_empty(array) for array in arrays]
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""
@@ -178,6 +189,10 @@ def _scales(geometry: Geometry, kv: str, scales: KVScales | None) -> tuple[str, 
         raise UsageError(f"A cache of {kv} needs scales, and there are none for this model.", hint)
     scales.check(geometry)
     return scales.digest(kv), [(layer.keys, layer.values) for layer in scales.of(kv)]
+
+
+def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)
+    return np.empty((*array.shape[:2], 0, array.shape[3]), array.dtype)
 
 
 def _shrunk(array: NDArray[Any], rows: int) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, rows, w), C >= rows

@@ -8,14 +8,15 @@ least two (over a quantized cache any number), and an even number where MatMulNB
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, Layout, Manifest, graph
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Capabilities, KVScales, Layout, Manifest, graph
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import BackendError, BundleError
@@ -26,23 +27,23 @@ from edgeinfer.runtime.contracts import (
     Floats,
     Ints,
     StepOutput,
-    ancestors,
     check_pass,
     in_window,
 )
+from edgeinfer.runtime.device_arrays import DeviceArray, device_value, device_zeros
+from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.experts.inputs import ExpertInputs
 from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.layouts import Progress, kernel_of, prepare
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.library import native_kernel
+from edgeinfer.runtime.onnx_passes import HIDDEN, Buffers, Pass, tree_bias, twin_padding
 from edgeinfer.runtime.ort_session import OrtSession
 from edgeinfer.runtime.packed_cache import prepare_packed
 from edgeinfer.runtime.weight_pages import LookedUp, WeightPages
 
 __all__ = ["OnnxBackend"]
 
-# Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
-_HIDDEN = np.float32(-1e9)
 # Shapes of passes whose bindings are kept; a binding is a few kilobytes.
 _MOST_PASSES = 64
 
@@ -61,6 +62,8 @@ class OnnxBackend:
         weights: of the portable layout: "packed" into memory, or "mapped" from a file of them that is made once for
             this processor; the native layout is always used in place.
         progress: called while weights are converted or packed.
+        device: that runs it; where it is not the CPU, the cache lives in its memory, and rows are not exact.
+        affinity: as `OrtSession` takes it.
 
     Attributes:
         pages: of the weights' file where they are used in place.
@@ -70,6 +73,7 @@ class OnnxBackend:
         UsageError: there are no scales for it.
         NativeUnavailableError: the native layout runs, and there is no native kernel.
         StorageError: there is no place for converted or mapped weights.
+        DeviceError: the device fails.
     """
 
     name = "onnx"
@@ -86,13 +90,17 @@ class OnnxBackend:
         kv_scales: KVScales | None = None,
         weights: str = "packed",
         progress: Progress | None = None,
+        device: Device = CPU,
+        affinity: str = "",
     ) -> None:
         layout = layout or bundle.manifest.layout
         decoder = bundle.manifest.decoder
         if decoder is None:
             raise BundleError(f"{bundle.path} has no model description.", "Export it again.")
         self.geometry = decoder.geometry
-        self.capabilities = bundle.manifest.capabilities_in(layout)
+        self._device = device
+        exact = exact and device.on_cpu
+        self.capabilities = _capabilities_on(device, bundle.manifest.capabilities_in(layout))
         self.capacity = capacity
         self._window = decoder.window_size
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
@@ -102,14 +110,15 @@ class OnnxBackend:
         kernel = native_kernel() if layout == NATIVE else None
         self.kernel = kernel_of(bundle, layout)
         # Before the session, which takes long: it refuses a type without scales.
-        self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales)
+        zeros = None if device.on_cpu else device_zeros(device)
+        self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales, zeros=zeros)
         mapped = layout == PORTABLE and weights == "mapped"
         self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
-        self._session = OrtSession(str(self._graph.model), threads, kernel)
+        self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
         self.pages = self._weight_pages(bundle.manifest)
         self._looked_up = self._watch_embedding()
         tables = rope_tables(decoder.rope, capacity + self._multiple - 1, capacity)
-        self._tables = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(t)) for t in tables]
+        self._tables = [device_value(np.ascontiguousarray(t), device) for t in tables]
         self._experts = None if decoder.moe is None else ExpertInputs(decoder.moe, decoder.num_layers)
         self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._layer_mask = self._all_layers.copy()
@@ -118,7 +127,7 @@ class OnnxBackend:
         self._planes = np.zeros(1, np.int32)
         self._zeros = np.zeros(0, np.float32)
         self._buffers = self._new_buffers(size=2, rows=2)
-        self._passes: dict[tuple[int, int, bool, int], _Pass] = {}
+        self._passes: dict[tuple[int, int, bool, int], Pass] = {}
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
         in_place = self._graph.layout == NATIVE or self._graph.reads is not None
@@ -174,18 +183,22 @@ class OnnxBackend:
         self._seqlens[0] = total - 1
         self._total[...] = total
         self._planes[0] = planes
+        if not self._device.on_cpu:
+            # Its inputs are copied when they are bound.
+            self._bind(step)
         self._bind_biases(step, tree, size, padded, total)
         self._session.run(step.binding)
+        self._swap_copies()
         self._kv.length = start + size
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
         return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size], chosen)
 
-    def _new_buffers(self, size: int, rows: int) -> _Buffers:
-        return _Buffers(self.geometry, size, rows, 0 if self._experts is None else self._experts.top_k)
+    def _new_buffers(self, size: int, rows: int) -> Buffers:
+        return Buffers(self.geometry, size, rows, 0 if self._experts is None else self._experts.top_k)
 
-    def _pass(self, padded: int, rows: int, resumes: bool, experts: int) -> _Pass:
+    def _pass(self, padded: int, rows: int, resumes: bool, experts: int) -> Pass:
         key = (padded, rows, resumes, experts)
         if padded > self._buffers.size or rows > self._buffers.rows:
             size, most = max(padded, self._buffers.size), max(rows, self._buffers.rows)
@@ -194,7 +207,8 @@ class OnnxBackend:
         if key not in self._passes:
             if len(self._passes) >= _MOST_PASSES:
                 self._passes.pop(next(iter(self._passes)))
-            self._passes[key] = self._bind(_Pass(self._buffers, *key))
+            step = Pass(self._buffers, *key)
+            self._passes[key] = self._bind(step) if self._device.on_cpu else step
         return self._passes[key]
 
     def _release_bindings(self, rows: int) -> None:
@@ -202,7 +216,7 @@ class OnnxBackend:
         if rows > self._kv.rows:
             self._passes.clear()
 
-    def _bind(self, step: _Pass) -> _Pass:
+    def _bind(self, step: Pass) -> Pass:
         """Binds all but the attention bias, whose shape changes with every pass."""
         step.binding = self._session.binding()
         inputs = step.inputs | {
@@ -221,9 +235,9 @@ class OnnxBackend:
         for layer, arrays in enumerate(zip(self._kv.keys, self._kv.values, strict=True)):
             names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
             for past, present, array in names:
-                value = ort.OrtValue.ortvalue_from_numpy(array)
-                step.binding.bind_ortvalue_input(past, value)
-                step.binding.bind_ortvalue_output(present, value)
+                before, after = _both(array)
+                step.binding.bind_ortvalue_input(past, before)
+                step.binding.bind_ortvalue_output(present, after)
         for layer, scales in enumerate(self._kv.scales):
             for name, array in zip(graph.scale_names(layer), scales, strict=True):
                 if array is not None:
@@ -234,15 +248,15 @@ class OnnxBackend:
             step.binding.bind_ortvalue_output(graph.EXPERT_IDS, ort.OrtValue.ortvalue_from_numpy(step.experts))
         return step
 
-    def _bind_biases(self, step: _Pass, tree: Ints | None, real: int, size: int, total: int) -> None:
-        bias = self._no_bias(size, total) if tree is None else _tree_bias(tree, size, total)
+    def _bind_biases(self, step: Pass, tree: Ints | None, real: int, size: int, total: int) -> None:
+        bias = self._no_bias(size, total) if tree is None else tree_bias(tree, size, total)
         if self._experts is not None and size > real:
             bias = bias if tree is not None else bias.copy()
-            _twin_padding(bias[0, 0], real)
+            twin_padding(bias[0, 0], real)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
             near = in_window(step.positions, total, self._window)
-            windowed = np.where(near, bias, _HIDDEN)
+            windowed = np.where(near, bias, HIDDEN)
             step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
 
     def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
@@ -250,6 +264,12 @@ class OnnxBackend:
             # Never written, so the zero pages of this buffer are not resident.
             self._zeros = np.zeros(size * self._kv.rows, np.float32)
         return self._zeros[: size * total].reshape(1, 1, size, total)
+
+    def _swap_copies(self) -> None:
+        """Where a device cannot update the cache in place: what the pass wrote is the cache now."""
+        if not self._device.traits.in_place_kv:
+            for array in (*self._kv.keys, *self._kv.values):
+                array.swap()
 
     def truncate(self, length: int) -> None:
         """Drops all rows from `length` on."""
@@ -294,8 +314,9 @@ class OnnxBackend:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
-        buffers = self._buffers.nbytes + sum(t.numpy().nbytes for t in self._tables)
-        return {"kv": self._kv.nbytes, "buffers": buffers}
+        buffers = self._buffers.nbytes + sum(t.tensor_size_in_bytes() for t in self._tables)
+        # What lies in a device's own memory is none of the process's.
+        return {"kv": self._kv.nbytes if self._device.memory == CPU_MEMORY else 0, "buffers": buffers}
 
     def close(self) -> None:
         """Drops the session and all buffers."""
@@ -307,85 +328,24 @@ class OnnxBackend:
         self._graph.close()
 
 
-def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'
-    """Hides from each row of a draft tree what is not its ancestor."""
-    bias = np.zeros((1, 1, size, total), np.float32)
-    real, start = len(tree), total - size
-    bias[0, 0, :real, start : start + real][~ancestors(tree)] = _HIDDEN
-    return bias
+def _capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
+    """What is left of a bundle's capabilities on a device.
 
-
-def _twin_padding(bias: Floats, real: int) -> None:  # (S, T)
-    """Lets each row of padding see itself in place of the last real row, and else what that sees.
-
-    So it is that row again, up to rounding, and its experts are the same: any others would have to be fetched for
-    nothing.
+    Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
     """
-    size, total = bias.shape
-    start = total - size
-    bias[real:] = bias[real - 1]
-    bias[real:, start + real - 1 :] = _HIDDEN
-    padding = np.arange(real, size)
-    bias[padding, start + padding] = 0
+    traits = device.traits
+    return dataclasses.replace(
+        whole,
+        tree=whole.tree and traits.tree_bias,
+        layer_skip=whole.layer_skip and traits.in_place_kv,
+        hidden=whole.hidden and traits.in_place_kv,
+        exact=whole.exact and device.on_cpu,
+    )
 
 
-class _Buffers:
-    """Memory for inputs and outputs of passes of up to `size` tokens and `rows` logit rows, shared by all shapes.
-
-    Args:
-        top_k: experts of a token; 0 in models without.
-    """
-
-    def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int) -> None:
-        self.size, self.rows, self.layers = size, rows, geometry.num_layers
-        self.tokens = np.zeros((1, size), np.int64)
-        self.positions = np.zeros((1, size), np.int64)
-        self.logit_rows = np.zeros(rows, np.int64)
-        self.hidden_in = np.zeros((1, size, geometry.hidden_size), np.float32)
-        self.hidden_out = np.zeros((1, size, geometry.hidden_size), np.float32)
-        self.logits = np.zeros((rows, geometry.vocab_size), np.float32)
-        self.experts = np.zeros(geometry.num_layers * size * top_k, np.int64)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
-
-
-class _Pass:
-    """Views into the shared buffers for passes of one shape, and their binding."""
-
-    binding: ort.IOBinding
-
-    def __init__(self, buffers: _Buffers, size: int, rows: int, resumes: bool, experts: int) -> None:
-        self._tokens = buffers.tokens[:, :size]
-        self.positions = buffers.positions[0, :size]
-        self._positions = buffers.positions[:, :size]
-        self._rows = buffers.logit_rows[:rows]
-        self._hidden = buffers.hidden_in[:, : size if resumes else 1]
-        self.logits = buffers.logits[:rows]  # (R, V)
-        self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
-        chosen = (buffers.layers, size, experts)
-        self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)
-        self.inputs = {
-            graph.INPUT_IDS: self._tokens,
-            graph.POSITION_IDS: self._positions,
-            graph.LOGIT_ROWS: self._rows,
-            graph.HIDDEN_IN: self._hidden,
-            graph.USE_HIDDEN: np.array([resumes]),
-        }
-
-    def fill(self, tokens: Ints, positions: Ints, rows: Ints, hidden: Floats | None, *, apart: bool) -> None:
-        """Writes the inputs of the next pass; padding repeats the last token, at the positions that follow if `apart`,
-        else at its own."""
-        size = len(tokens)
-        self._tokens[0, :size] = tokens
-        self._positions[0, :size] = positions
-        self._rows[: len(rows)] = rows
-        self._rows[len(rows) :] = 0
-        for extra in range(self._tokens.shape[1] - size):
-            self._tokens[0, size + extra] = tokens[-1]
-            self._positions[0, size + extra] = positions[-1] + (1 + extra if apart else 0)
-        if hidden is not None:
-            self._hidden[0, :size] = hidden
-            self._hidden[0, size:] = hidden[-1]
+def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue]:
+    """The cache that a pass reads, and the one that it writes: the same, but on devices that cannot."""
+    if isinstance(array, DeviceArray):
+        return array.value, array.written
+    value = ort.OrtValue.ortvalue_from_numpy(array)
+    return value, value

@@ -14,6 +14,7 @@ from edgeinfer import hub
 from edgeinfer.cli.extras import missing_extra
 from edgeinfer.cli.options import (
     add_command,
+    add_device_option,
     add_json_option,
     add_model_option,
     add_native_option,
@@ -42,7 +43,7 @@ example:
   edgeinfer eval kld -m my-bundle --reference my-checkpoint --text book.txt
 """
 _WHAT = ("ppl", "kld", "agree")
-_OPTIONS = ("memory", "kv", "threads", "backend")
+_OPTIONS = ("memory", "kv", "threads", "backend", "device")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -62,6 +63,7 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: the physical cores)")
     group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
     add_native_option(group)
+    add_device_option(group)
     add_json_option(parser)
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "PLANNED",
     "Parser",
     "add_command",
+    "add_device_option",
     "add_drafting_options",
     "add_generation_options",
     "add_json_option",
@@ -107,8 +108,16 @@ def add_memory_options(parser: argparse._ArgumentGroup | Parser) -> None:
     parser.add_argument("--counted", choices=COUNTED, help=text)
     text = "prompt tokens per pass (default: 64, or fewer where memory is short)"
     parser.add_argument("--prefill-chunk", type=int, metavar="N", help=text)
+    text = "settings that edgeinfer tune --out wrote to FILE, or off (default: those that edgeinfer tune kept, if any)"
+    parser.add_argument("--profile", metavar="FILE|off", help=text)
     text = "memory for conversations other than the current one, such as 50MB (default: none)"
     parser.add_argument("--prefix-cache", type=parse_size, metavar="SIZE", help=text)
+
+
+def add_device_option(parser: argparse._ArgumentGroup | Parser) -> None:
+    """Adds --device."""
+    text = "where the model runs: auto, or one that `edgeinfer devices` lists, such as openvino:NPU (default: auto)"
+    parser.add_argument("--device", metavar="NAME", help=text)
 
 
 def add_native_option(parser: argparse._ArgumentGroup | Parser) -> None:
@@ -127,6 +136,7 @@ def add_load_options(parser: Parser) -> None:
     group.add_argument("--no-exact", action="store_true", help=text)
     group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
     add_native_option(group)
+    add_device_option(group)
     add_drafting_options(parser)
 
 
@@ -157,6 +167,8 @@ PLANNED = (
     "counted",
     "prefill_chunk",
     "prefix_cache",
+    "profile",
+    "device",
     "speculation",
     "draft_model",
     "draft_max",

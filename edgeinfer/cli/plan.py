@@ -9,6 +9,7 @@ import edgeinfer
 from edgeinfer.cli.options import (
     PLANNED,
     add_command,
+    add_device_option,
     add_drafting_options,
     add_json_option,
     add_memory_options,
@@ -39,6 +40,7 @@ def add_parser(commands: Subparsers) -> None:
     add_model_option(parser)
     add_memory_options(parser)
     add_native_option(parser)
+    add_device_option(parser)
     add_drafting_options(parser)
     add_json_option(parser)
 
@@ -67,6 +69,12 @@ def _print_terms(plan: MemoryPlan) -> None:
     layout = "" if choice.tokenizer == "model" else f", {plan.layout} layout"
     title = f"{choice.context} tokens of context, cache in {choice.kv}{layout}, {choice.weights} weights"
     print_table(rows, title=title)
+    if plan.footprint.device:
+        own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
+        title = f"in memory of {plan.device}'s own, which is not counted, nor what its driver takes in the process"
+        print_table(own, title=title)
+    elif plan.device != "cpu":
+        print_table([("device", plan.device)])
 
 
 def _kind(plan: MemoryPlan, term: str) -> str:
@@ -78,12 +86,18 @@ def _kind(plan: MemoryPlan, term: str) -> str:
 def _print_ways(plan: MemoryPlan) -> None:
     """What it will run at, what was given up for it, and what else could be had."""
     known = "measured here" if plan.speed.measured else "guessed until the model has run here"
-    print_table([("speed", f"{plan.speed.tokens_per_second:.1f} tokens/s ({known})")])
+    rows = [("speed", f"{plan.speed.tokens_per_second:.1f} tokens/s ({known})"), ("threads", _tuned(plan, "threads"))]
+    rows.append(("prompts in chunks of", _tuned(plan, "prefill_chunk")))
+    print_table(rows)
     if plan.given_up:
         print_table([("given up", "; ".join(plan.given_up))])
-    rows = [
+    ways = [
         (way.name, format_size(way.planned_bytes), f"{way.speed.tokens_per_second:.1f}", "" if way.fits else "no")
         for way in plan.alternatives
     ]
-    if rows:
-        print_table(rows, title="instead", header=("", "needs", "tokens/s", "fits"))
+    if ways:
+        print_table(ways, title="instead", header=("", "needs", "tokens/s", "fits"))
+
+
+def _tuned(plan: MemoryPlan, name: str) -> str:
+    return f"{getattr(plan, name)}{' (tuned)' if name in plan.tuned else ''}"

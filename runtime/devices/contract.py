@@ -29,7 +29,7 @@ class Traits:
             the others applies.
         in_place_kv: past and present may be bound to one buffer.
         quantized_kv: attention over a cache of int8 and int4.
-        branches: `If`.
+        branches: `If`; without, the CPU decides, and what is inside runs on the device all the same.
         tree_bias: GroupQueryAttention with attention_bias, and rows at positions of their own.
         custom_ops: runs our native kernel.
     """
@@ -64,8 +64,8 @@ class Device:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether onnxruntime's own CPU provider runs everything."""
-        return self.provider == CPU_PROVIDER
+        """Whether this is the CPU as all else is measured against: our kernel, and arrays used in place."""
+        return self.name == "cpu"
 
 
 STATIC_ONLY = Traits(False, False, False, False, False, False)

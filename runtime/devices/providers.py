@@ -1,7 +1,7 @@
 """Execution providers of the onnxruntime that is installed: whether one is there, how a session gets it.
 
-Knows no device. onnxruntime is imported when it is asked, as models on other engines do without it. A provider that comes as a library of its own is loaded from its installed package alone: what a bundle
-brings is never loaded.
+Knows no device. onnxruntime is imported when it is asked, as models on other engines do without it. A provider that
+comes as a library of its own is loaded from its installed package alone: what a bundle brings is never loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] |
         # One of them: so the WebGPU provider wants it, and a second one would have to be asked for by a name.
         options.add_provider_for_devices(found[:1], dict(device.options))
         return None
-    if device.on_cpu:
+    if device.provider == CPU_PROVIDER:
         return (CPU_PROVIDER,)
     if not is_installed(device):
         raise device_error(device, "this onnxruntime is built without it")

@@ -13,7 +13,7 @@ __all__ = ["ENTRY"]
 # group_query_attention.cc), so siblings in a draft tree would be rotated as if they followed each other; its quantized
 # caches are of another layout than ours (onnxruntime, pull requests 28059 and 32284).
 _TRAITS = Traits(
-    dynamic_shapes=True, in_place_kv=True, quantized_kv=False, branches=True, tree_bias=False, custom_ops=False
+    dynamic_shapes=True, in_place_kv=True, quantized_kv=False, branches=False, tree_bias=False, custom_ops=False
 )
 
 

@@ -9,13 +9,15 @@ from typing import ClassVar
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
+from edgeinfer.runtime.devices.selection import choose_device
 from edgeinfer.runtime.layouts import Progress
 from edgeinfer.runtime.machine import physical_cores
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping
 from edgeinfer.runtime.planning.model_memory import ModelMemory
 from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.transient import tokenizer_facts
+from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
 
 __all__ = ["BackendKind", "Order", "thread_count"]
 
@@ -29,6 +31,7 @@ class Order:
         configuration: as planned.
         progress: called while weights are converted or loaded.
         device: that the model runs on.
+        settings: that were tuned, and hold beside what the caller set.
     """
 
     bundle: Bundle
@@ -37,11 +40,17 @@ class Order:
     configuration: Configuration
     progress: Progress | None
     device: Device = CPU
+    settings: TunedSettings = UNTUNED
 
     @property
     def threads(self) -> int:
         """Threads of the linear algebra."""
-        return thread_count(self.config)
+        return thread_count(self.config, self.settings)
+
+    @property
+    def affinity(self) -> str:
+        """Processors of these threads, as onnxruntime takes them; "" leaves them to the system."""
+        return self.settings.affinity
 
 
 class BackendKind(ABC):
@@ -49,10 +58,18 @@ class BackendKind(ABC):
 
     Attributes:
         modes_differ, loads_experts: as `planning.subject.Subject` has them.
+        tunes: names of the fields of `TunedSettings` that change how fast it is.
+        graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
     """
 
     modes_differ: ClassVar[bool] = False
     loads_experts: ClassVar[bool] = False
+    tunes: ClassVar[tuple[str, ...]] = ()
+    graphs: ClassVar[Graphs] = "none"
+
+    def device(self, config: LoadConfig) -> Device:
+        """The device that a bundle will run on; errors as `choose_device`."""
+        return choose_device(config, self.graphs)
 
     def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
         """The layout of a bundle's weights that it will run.
@@ -95,6 +112,6 @@ class BackendKind(ABC):
         """The backend, running a bundle as planned; errors as `backends.make_backend`."""
 
 
-def thread_count(config: LoadConfig) -> int:
-    """Threads of the linear algebra."""
-    return config.threads or physical_cores()
+def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
+    """Threads of the linear algebra: as the caller said, else as tuned, else one on each core."""
+    return config.threads or settings.threads or physical_cores()

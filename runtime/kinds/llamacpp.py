@@ -22,6 +22,7 @@ class LlamaCppKind(BackendKind):
 
     modes_differ: ClassVar[bool] = True
     loads_experts: ClassVar[bool] = True
+    tunes: ClassVar[tuple[str, ...]] = ("threads", "weights", "prefill_chunk")
 
     def engine(self) -> str:
         """llama-cpp-python, by whose version llama.cpp's is known."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.devices.contract import Graphs
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
 from edgeinfer.runtime.kinds.contract import BackendKind, Order
 from edgeinfer.runtime.kv_profile import kv_scales
@@ -23,13 +26,17 @@ __all__ = ["OnnxKind", "OptimumKind", "kv_types_with_scales", "memory_of", "scal
 class OnnxKind(BackendKind):
     """Our own graphs."""
 
+    tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "weights", "prefill_chunk")
+    graphs: ClassVar[Graphs] = "ordinary"
+
     def engine(self) -> str:
         """onnxruntime."""
         return _onnxruntime()
 
     def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
-        """The stored one where it can run; errors as `choose_layout`."""
-        return choose_layout(bundle, config.native)
+        """The stored one where it can run; errors as `choose_device` and `choose_layout`."""
+        native = config.native if self.device(config).traits.custom_ops else False
+        return choose_layout(bundle, native)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Those that the bundle has graphs and scales for."""
@@ -69,6 +76,8 @@ class OnnxKind(BackendKind):
             kv_scales=scales_for(bundle, plan),
             weights="packed" if plan.weights == "packed" else "mapped",
             progress=order.progress,
+            device=order.device,
+            affinity=order.affinity,
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:

@@ -1,4 +1,4 @@
-"""What a model takes, and can be chosen of it, on a device other than the CPU; knows nothing of how it is reckoned there.
+"""What a model takes, and can be chosen of it, on a device other than the CPU; knows no device and no backend.
 
 A device with memory of its own holds the weights, and the cache where the graph updates it in place. Those bytes are
 listed, but no budget of the process counts them. What the device's driver takes inside the process is known only once

@@ -61,6 +61,10 @@ class MemoryPlan:
         given_up: what a larger budget would give.
         hints: what the caller fixed that, left open, would need less.
         alternatives: other ways to run, where they were asked for.
+        threads: of the linear algebra.
+        tuned: names of what runs otherwise than usual because it was measured to be faster here.
+        device: that runs the model, as users write it.
+        device_note: why it is not the one that was asked for; empty where it is.
     """
 
     configuration: Configuration
@@ -75,6 +79,10 @@ class MemoryPlan:
     given_up: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    threads: int = 1
+    tuned: tuple[str, ...] = ()
+    device: str = "cpu"
+    device_note: str = ""
 
     @property
     def context(self) -> int:
@@ -149,7 +157,8 @@ class MemoryPlan:
             "planned_bytes": self.planned_bytes,
             "anonymous_bytes": self.footprint.total("anonymous"),
             "terms": self.terms,
-            "choice": choice | {"prefix_cache": self.prefix_cache},
+            "choice": choice | {"prefix_cache": self.prefix_cache, "threads": self.threads, "tuned": list(self.tuned)},
+            "device": {"name": self.device, "note": self.device_note, "terms": dict(self.footprint.device)},
             "speed": dataclasses.asdict(self.speed),
             "given_up": list(self.given_up),
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],

@@ -82,6 +82,10 @@ def search(
         speed=speed.speed(chosen.configuration),
         smallest_bytes=min(each.bytes for each in candidates),
         given_up=_given_up(first, chosen.configuration, speed),
+        threads=subject.threads,
+        tuned=_tuned(subject, chosen.configuration),
+        device=subject.device.name,
+        device_note=subject.device_note,
     )
     if not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(subject, config, memory, plan)))
@@ -104,6 +108,16 @@ def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration]
         return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH.get(find_kv_type(configuration.kv).bits, 1.0)
 
     return worth
+
+
+def _tuned(subject: Subject, chosen: Configuration) -> tuple[str, ...]:
+    """The tuned settings that the plan has; those of a pass may have given way to the budget."""
+    settings = subject.settings
+    # A chunk is never longer than the context.
+    cut = settings.prefill_chunk is not None and chosen.prefill_chunk < min(settings.prefill_chunk, chosen.context)
+    given_way = {"prefill_chunk"} if cut else set()
+    given_way |= {"weights"} if settings.weights != chosen.weights else set()
+    return tuple(name for name in settings.names if name not in given_way)
 
 
 def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -> tuple[str, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
+from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Keeping
 from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
 
 __all__ = ["Subject"]
 
@@ -26,6 +28,9 @@ class Subject:
         memory: what the model takes.
         modes_differ: whether weights of another mode are multiplied in another way, at another speed.
         loads_experts: whether how many experts a token uses is fixed when the model is loaded.
+        settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
+        device: that the model runs on.
+        device_note: why it is not the one that was asked for; empty where it is.
     """
 
     backend: str
@@ -39,6 +44,9 @@ class Subject:
     memory: ModelMemory
     modes_differ: bool = False
     loads_experts: bool = False
+    settings: TunedSettings = UNTUNED
+    device: Device = CPU
+    device_note: str = ""
 
     @property
     def manifest(self) -> Manifest:

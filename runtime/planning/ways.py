@@ -82,7 +82,7 @@ def _dimensions(subject: Subject, config: LoadConfig) -> _Dimensions:
         _kv_types(subject, config),
         _weights(subject, config),
         _drafts(config),
-        (config.prefill_chunk,) if config.prefill_chunk else _CHUNKS,
+        (config.prefill_chunk,) if config.prefill_chunk else _chunks(subject),
         subject.tokenizers,
     )
 
@@ -131,6 +131,12 @@ def _kv_types(subject: Subject, config: LoadConfig) -> tuple[str, ...]:
     return tuple(kv for kv in subject.kv_types if 8 <= find_kv_type(kv).bits <= most)
 
 
+def _chunks(subject: Subject) -> tuple[int, ...]:
+    """What was tuned, or is usual, first; less of it takes less memory."""
+    tuned = subject.settings.prefill_chunk
+    return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
+
+
 def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
     """Modes, each with its layers in a window and its bytes of experts."""
     modes = subject.weights_modes
@@ -146,6 +152,8 @@ def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int, int]
             message = f"The experts of {subject.manifest.name} cannot be left out of memory here."
             raise UsageError(message, "Leave --expert-memory out.")
         modes = ("experts",)
+    elif subject.settings.weights in modes:
+        modes = (subject.settings.weights, *(mode for mode in modes if mode != subject.settings.weights))
     layers = subject.manifest.geometry.num_layers
     found: list[tuple[str, int, int]] = []
     for mode in modes:

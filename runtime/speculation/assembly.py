@@ -49,11 +49,11 @@ def make_speculator(
 
 
 def _draft_backend(drafter: Subject, config: LoadConfig, plan: MemoryPlan) -> Backend:
-    """Its rows need not be bit-identical, so it is spared the padding; the backend asked for is the target's."""
-    own = dataclasses.replace(config, exact=False, backend=None)
+    """Its rows need not be bit-identical, so it is spared the padding; backend and device asked for are the target's."""
+    own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)
-    return make_backend(drafter.bundle, drafter.layout, own, configuration)
+    return make_backend(drafter.bundle, drafter.layout, own, configuration, settings=drafter.settings)
 
 
 def _tuning(profile: Profile, target: Backend) -> Tuning:
