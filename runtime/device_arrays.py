@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.allocation import is_refusal
 from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device
-from edgeinfer.runtime.devices.providers import device_error
+from edgeinfer.runtime.devices.providers import device_error, require
 
 __all__ = ["DeviceArray", "device_value", "device_zeros"]
 
@@ -25,7 +25,12 @@ Zeros = Callable[[tuple[int, ...], Any], Any]
 
 
 def device_zeros(device: Device) -> Zeros:
-    """What makes arrays of zeros in the memory of a device, as numpy.zeros does in that of the process."""
+    """What makes arrays of zeros in the memory of a device, as numpy.zeros does in that of the process.
+
+    Raises:
+        DeviceError: the device is not there.
+    """
+    require(device)
     return lambda shape, dtype: DeviceArray(shape, dtype, device)
 
 

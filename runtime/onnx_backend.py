@@ -183,8 +183,7 @@ class OnnxBackend:
         self._seqlens[0] = total - 1
         self._total[...] = total
         self._planes[0] = planes
-        if not self._device.on_cpu:
-            # Its inputs are copied when they are bound.
+        if not self._device.traits.in_place_kv:
             self._bind(step)
         self._bind_biases(step, tree, size, padded, total)
         self._session.run(step.binding)
@@ -207,8 +206,7 @@ class OnnxBackend:
         if key not in self._passes:
             if len(self._passes) >= _MOST_PASSES:
                 self._passes.pop(next(iter(self._passes)))
-            step = Pass(self._buffers, *key)
-            self._passes[key] = self._bind(step) if self._device.on_cpu else step
+            self._passes[key] = self._bind(Pass(self._buffers, *key))
         return self._passes[key]
 
     def _release_bindings(self, rows: int) -> None:

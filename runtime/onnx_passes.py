@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import onnxruntime as ort
 
 from edgeinfer.bundle import Geometry, graph
 from edgeinfer.runtime.contracts import Floats, Ints, ancestors
+from edgeinfer.runtime.ort_session import Binding
 
 __all__ = ["HIDDEN", "Buffers", "Pass", "tree_bias", "twin_padding"]
 
@@ -67,7 +67,7 @@ class Buffers:
 class Pass:
     """Views into the shared buffers for passes of one shape, and their binding."""
 
-    binding: ort.IOBinding
+    binding: Binding
 
     def __init__(self, buffers: Buffers, size: int, rows: int, resumes: bool, experts: int) -> None:
         self._tokens = buffers.tokens[:, :size]

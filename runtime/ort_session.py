@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 import time
+from typing import TypeAlias
 
 import onnxruntime as ort
 
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.allocation import is_refusal, refused
 from edgeinfer.runtime.contracts import PassCancelledError
-from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import add_provider, device_error
 from edgeinfer.runtime.memory import release_code
 from edgeinfer.runtime.native.library import NativeKernel
 
-__all__ = ["OrtSession"]
+__all__ = ["Binding", "OrtSession"]
 
 _TERMINATED = "terminate flag"
+
+
+class _CopiedInputs:
+    """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound.
+
+    So inputs are bound anew for each run; what lies on the device already is not copied.
+    """
+
+    def __init__(self, binding: ort.IOBinding) -> None:
+        self._binding = binding
+        self._inputs: dict[str, ort.OrtValue] = {}
+
+    def bind_ortvalue_input(self, name: str, value: ort.OrtValue) -> None:
+        """Binds an input from the next run on."""
+        self._inputs[name] = value
+
+    def bind_ortvalue_output(self, name: str, value: ort.OrtValue) -> None:
+        """Binds an output; it is copied back after a run."""
+        self._binding.bind_ortvalue_output(name, value)
+
+    def renewed(self) -> ort.IOBinding:
+        """With the inputs as they are now."""
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        return self._binding
+
+
+Binding: TypeAlias = ort.IOBinding | _CopiedInputs
+
+
+def _bound(binding: Binding) -> ort.IOBinding:
+    return binding.renewed() if isinstance(binding, _CopiedInputs) else binding
 
 
 def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
@@ -36,7 +69,7 @@ class OrtSession:
     they plan for fixed shapes.
 
     Args:
-        path: the model file.
+        path: the model file, or what would be in it.
         threads: threads of the linear algebra.
         kernel: whose operators the graph may use.
         device: that runs what its provider can; the CPU runs the rest.
@@ -56,7 +89,7 @@ class OrtSession:
 
     def __init__(
         self,
-        path: str,
+        path: str | bytes,
         threads: int,
         kernel: NativeKernel | None = None,
         *,
@@ -83,12 +116,16 @@ class OrtSession:
             self._session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
         except Exception as error:
             # onnxruntime raises a family of exceptions without a common base of its own.
+            name = path if isinstance(path, str) else "A model"
             if is_refusal(error):
-                raise refused(f"The session of {path}", error) from error
+                raise refused(f"The session of {name}", error) from error
             if not device.on_cpu:
                 raise device_error(device, error) from error
             reason = str(error).splitlines()[0]
-            raise BundleError(f"{path} cannot be loaded: {reason}", "Export or download the bundle again.") from error
+            raise BundleError(f"{name} cannot be loaded: {reason}", "Export or download the bundle again.") from error
+        if device.provider not in self._session.get_providers():
+            # A provider that cannot be made is left out, with a line in the log.
+            raise device_error(device, "onnxruntime could not make its provider")
         # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
         release_code()
         self.inputs = tuple(i.name for i in self._session.get_inputs())
@@ -96,11 +133,12 @@ class OrtSession:
         self.run_ns = 0
         self._run_options = ort.RunOptions()
 
-    def binding(self) -> ort.IOBinding:
-        """A new, empty binding of inputs and outputs."""
-        return self._session.io_binding()
+    def binding(self) -> Binding:
+        """A new, empty binding of inputs and outputs, which are read and written where they lie."""
+        binding = self._session.io_binding()
+        return binding if self._device.memory == CPU_MEMORY else _CopiedInputs(binding)
 
-    def run(self, binding: ort.IOBinding) -> None:
+    def run(self, binding: Binding) -> None:
         """One run over what is bound.
 
         Raises:
@@ -112,7 +150,7 @@ class OrtSession:
         self._run_options.terminate = False
         begun = time.perf_counter_ns()
         try:
-            self._session.run_with_iobinding(binding, self._run_options)
+            self._session.run_with_iobinding(_bound(binding), self._run_options)
         except Exception as error:
             # onnxruntime raises a family of exceptions without a common base of its own.
             if _TERMINATED in str(error):

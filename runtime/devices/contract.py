@@ -1,7 +1,6 @@
 """What a device is: an execution provider of onnxruntime, what its kernels can do, where its arrays live.
 
-Knows no device but the CPU, which is always there. A pass on the CPU reads and writes the arrays of Python in place;
-on any other provider onnxruntime copies an input when it is bound.
+Knows no device but the CPU, which is always there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from edgeinfer.runtime.devices.contract import CPU_PROVIDER, Device
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-__all__ = ["add_provider", "device_error", "is_installed", "plugin_devices"]
+__all__ = ["add_provider", "device_error", "is_installed", "plugin_devices", "require"]
 
 # Plugins whose library this process has loaded; onnxruntime refuses to load one twice.
 _LOADED: set[str] = set()
@@ -38,24 +38,32 @@ def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] |
     Raises:
         DeviceError: the provider is not installed, its library cannot be loaded, or it finds no hardware.
     """
+    require(device)
     if device.plugin:
-        found = plugin_devices(device)
-        if not found:
-            raise device_error(device, "it finds no hardware that it can use")
         # One of them: so the WebGPU provider wants it, and a second one would have to be asked for by a name.
-        options.add_provider_for_devices(found[:1], dict(device.options))
+        options.add_provider_for_devices(plugin_devices(device)[:1], dict(device.options))
         return None
     if device.provider == CPU_PROVIDER:
         return (CPU_PROVIDER,)
-    if not is_installed(device):
-        raise device_error(device, "this onnxruntime is built without it")
     return ((device.provider, dict(device.options)), CPU_PROVIDER)
+
+
+def require(device: Device) -> None:
+    """Refuses a device that is not there.
+
+    Raises:
+        DeviceError: its provider is not installed, cannot be loaded, or finds no hardware.
+    """
+    if not is_installed(device):
+        raise device_error(device, "it is not installed")
+    if device.plugin and not plugin_devices(device):
+        raise device_error(device, "it finds no hardware that it can use")
 
 
 def device_error(device: Device, reason: object) -> DeviceError:
     """What is raised where a device fails."""
-    first = str(reason).strip().splitlines()[0] if str(reason).strip() else "no reason given"
-    return DeviceError(f"The device {device.name} ({device.provider}) fails: {first}", "Use --device cpu.")
+    first = next(iter(str(reason).strip().splitlines()), "no reason given").rstrip(".")
+    return DeviceError(f"The device {device.name} ({device.provider}) fails: {first}.", "Use --device cpu.")
 
 
 def plugin_devices(device: Device) -> list[Any]:
