@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import edgeinfer
-from edgeinfer.apps.bench.quality import SEPARATOR, read_stories
+from edgeinfer.apps.bench.stories import SEPARATOR, read_stories
 from edgeinfer.config import OVERFLOWS
 from edgeinfer.errors import EdgeInferError, UsageError
 

@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-__all__ = ["Chart", "Line", "chart_svg", "ticks"]
+__all__ = ["Chart", "Line", "chart_svg", "decades", "ticks"]
 
 Point = tuple[float, float]
 
-_WIDTH, _HEIGHT = 640, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 40, 52
-# Okabe and Ito's colours, which the colour-blind tell apart; both kinds of page show them.
+_WIDTH, _HEIGHT = 720, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 20, 44, 76
+# Okabe and Ito's colours, which the colour-blind tell apart, of them those that both kinds of page show well.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _STYLE = (
-    "text{font:12px sans-serif;fill:#1f2328}.title{font-size:14px;font-weight:600}"
+    "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-size:14px;font-weight:600}.mark{font-size:11px}"
     ".grid{stroke:#d0d7de;stroke-width:1}.axis{stroke:#57606a;stroke-width:1}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.grid{stroke:#30363d}.axis{stroke:#8b949e}}"
 )
+# Of a legend's letters on average, of its dot and the gap behind an entry, and of its lines.
+_LETTER, _AROUND, _ROW = 6.6, 34, 18
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points joined in the order given."""
+    """Points, and words beside them, or none.
+
+    Attributes:
+        joined: by a line, in the order given.
+        dashed: a line that is no measurement.
+    """
 
     name: str
     points: tuple[Point, ...]
+    marks: tuple[str, ...] = ()
+    joined: bool = True
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn; both axes begin at zero and labels carry their units."""
+    """What is drawn; labels carry units.
+
+    Attributes:
+        logarithmic: the y axis is; every y is then above 0. Other axes begin at zero.
+    """
 
     title: str
     x_label: str
     y_label: str
     lines: tuple[Line, ...]
+    logarithmic: bool = False
 
 
 def ticks(highest: float, most: int = 6) -> list[float]:
@@ -49,46 +64,87 @@ def ticks(highest: float, most: int = 6) -> list[float]:
     return [step * i for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
+def decades(values: Sequence[float]) -> list[float]:
+    """Powers of ten from the last that is not above the smallest value to the first that is not below the largest."""
+    if not values:
+        return [0.1, 1.0]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return [10.0**power for power in range(low, max(high, low + 1) + 1)]
+
+
 def chart_svg(chart: Chart) -> str:
     """The chart as the text of an SVG file."""
     points = [point for line in chart.lines for point in line.points]
-    x_ticks, y_ticks = (ticks(max((p[axis] for p in points), default=1.0)) for axis in (0, 1))
-
-    def place(point: Point) -> tuple[float, float]:
-        x = _LEFT + point[0] / x_ticks[-1] * (_WIDTH - _LEFT - _RIGHT)
-        y = _HEIGHT - _BOTTOM - point[1] / y_ticks[-1] * (_HEIGHT - _TOP - _BOTTOM)
-        return round(x, 1), round(y, 1)
-
-    right, bottom = place((x_ticks[-1], 0))
-    parts = [f'<text class="title" x="{_LEFT}" y="22">{escape(chart.title)}</text>']
+    x_ticks = ticks(max((x for x, _ in points), default=1.0))
+    y_ticks = decades([y for _, y in points]) if chart.logarithmic else ticks(max((y for _, y in points), default=1.0))
+    height, rows = _legend_rows(chart.lines)
+    bottom = _HEIGHT - _BOTTOM
+    place = _placed(x_ticks, y_ticks, chart.logarithmic)
+    right = _WIDTH - _RIGHT
+    parts = [f'<text class="title" x="{_LEFT}" y="24">{escape(chart.title)}</text>']
     for value in y_ticks:
         _, y = place((0, value))
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
         parts.append(_text(_LEFT - 8, y + 4, f"{value:g}", "end"))
     for value in x_ticks:
-        x, _ = place((value, 0))
+        x, _ = place((value, y_ticks[0]))
         parts.append(_text(x, bottom + 18, f"{value:g}", "middle"))
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 12, chart.x_label, "middle"))
-    parts.append(f'<g transform="rotate(-90 16 {_HEIGHT / 2})">{_text(16, _HEIGHT / 2, chart.y_label, "middle")}</g>')
+    parts.append(_text((_LEFT + right) / 2, bottom + 38, chart.x_label, "middle"))
+    middle = (_TOP + bottom) / 2
+    parts.append(f'<g transform="rotate(-90 16 {middle:g})">{_text(16, middle, chart.y_label, "middle")}</g>')
     for index, line in enumerate(chart.lines):
-        parts += _line([place(p) for p in line.points], line.name, index, right)
+        parts += _line([place(point) for point in line.points], line, _COLOURS[index % len(_COLOURS)])
+        parts += _entry(line.name, _COLOURS[index % len(_COLOURS)], *rows[index])
     body = "\n".join(parts)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT + height:g}" role="img">'
     return f"{head}\n<style>{_STYLE}</style>\n{body}\n</svg>\n"
 
 
-def _line(places: Sequence[Point], name: str, index: int, right: float) -> list[str]:
-    """A line, its points and its entry in the legend."""
-    colour = _COLOURS[index % len(_COLOURS)]
+def _placed(x_ticks: Sequence[float], y_ticks: Sequence[float], logarithmic: bool) -> Callable[[Point], Point]:
+    """Where a point is drawn."""
+    low, high = (math.log10(y_ticks[0]), math.log10(y_ticks[-1])) if logarithmic else (0.0, y_ticks[-1])
+
+    def place(point: Point) -> Point:
+        share = ((math.log10(point[1]) if logarithmic else point[1]) - low) / (high - low)
+        x = _LEFT + point[0] / x_ticks[-1] * (_WIDTH - _LEFT - _RIGHT)
+        y = _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+        return round(x, 1), round(y, 1)
+
+    return place
+
+
+def _line(places: Sequence[Point], line: Line, colour: str) -> list[str]:
+    """A line, its points and the words beside them."""
     path = " ".join(f"{x},{y}" for x, y in places)
-    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
-    parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places]
-    y = _TOP + 8 + 18 * index
-    parts.append(f'<circle cx="{right - 6}" cy="{y - 4}" r="4" fill="{colour}"/>')
-    parts.append(_text(right - 16, y, name, "end"))
+    style = ' stroke-dasharray="5 4"' if line.dashed else ""
+    joined = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{style}/>'
+    parts = [joined] if line.joined else []
+    if not line.dashed:
+        parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places]
+    for (x, y), mark in zip(places, line.marks, strict=False):
+        # Words that would leave the picture are on the other side of their point.
+        left = x + 8 + _LETTER * len(mark) > _WIDTH
+        parts.append(_text(x - 7 if left else x + 7, y - 6, mark, "end" if left else "start", "mark"))
     return parts
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+def _legend_rows(lines: Sequence[Line]) -> tuple[float, list[Point]]:
+    """How much higher the chart is for its legend, and where the entries begin: below it, in rows."""
+    x, y, places = float(_LEFT), float(_HEIGHT - 16), []
+    for line in lines:
+        width = _AROUND + _LETTER * len(line.name)
+        if x > _LEFT and x + width > _WIDTH:
+            x, y = float(_LEFT), y + _ROW
+        places.append((round(x, 1), y))
+        x += width
+    return y - (_HEIGHT - 16), places
+
+
+def _entry(name: str, colour: str, x: float, y: float) -> list[str]:
+    return [f'<circle cx="{x + 5:g}" cy="{y - 4:g}" r="4" fill="{colour}"/>', _text(x + 15, y, name, "start")]
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text{style} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'

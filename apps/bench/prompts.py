@@ -9,14 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgeinfer.apps.bench.builtin_prompts import BUILTIN_DIALOGUES
+from edgeinfer.apps.bench.builtin_prompts import BUILTIN_DIALOGUES, EXACT_DIALOGUES
 from edgeinfer.errors import PromptError, TemplateError
 
-__all__ = ["RETELLING", "STORIES", "Prompt", "TokenizedPrompt", "builtin_prompts", "load_prompts", "tokenize_prompts"]
+__all__ = [
+    "RETELLING",
+    "STORIES",
+    "Prompt",
+    "TokenizedPrompt",
+    "builtin_prompts",
+    "exact_prompts",
+    "load_prompts",
+    "tokenize_prompts",
+]
 
 # Categories that the built-in story model was trained for, and those of them whose replies repeat the conversation.
 STORIES = ("tales/write", "tales/retell", "tales/again")
 RETELLING = ("tales/retell", "tales/again")
+# Kinds of dialogues about stories whose answers the data set gives.
+_EXACT = ("retell", "again", "who", "start")
 
 Message = Mapping[str, Any]
 
@@ -28,11 +39,13 @@ class Prompt:
     Attributes:
         category: "source" or "source/kind".
         name: unlike any other's, and the same each time.
+        answer: the only right reply; None where there is no such thing.
     """
 
     category: str
     name: str
     messages: tuple[Message, ...]
+    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,22 @@ def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) 
     return [prompt for name in _chosen(found, categories) for prompt in found[name][:per_category]]
 
 
+def exact_prompts(folder: Path | None, per_category: int) -> list[Prompt]:
+    """Prompts that have one right reply, by category: of a folder of data sets, or built in where it is None.
+
+    Raises:
+        PromptError: the folder has none.
+    """
+    if folder is not None:
+        found = load_prompts(folder, per_category, categories=[f"tales/{kind}" for kind in _EXACT])
+        return [prompt for prompt in found if prompt.answer is not None]
+    by_kind: dict[str, list[Prompt]] = {}
+    for number, (kind, messages, answer) in enumerate(EXACT_DIALOGUES):
+        category = f"tales/{kind}"
+        by_kind.setdefault(category, []).append(Prompt(category, f"{category}#{number}", messages, answer))
+    return [prompt for prompts in by_kind.values() for prompt in prompts[:per_category]]
+
+
 def tokenize_prompts(model: Tokenizes, prompts: Sequence[Prompt], max_tokens: int) -> list[TokenizedPrompt]:
     """The prompts' tokens, cut at the front where they would leave no room for a reply of `max_tokens`.
 
@@ -158,7 +187,7 @@ def _question(text: str) -> tuple[Message, ...]:
 
 def _tales(row: dict[str, Any], number: int) -> Prompt:
     category = f"tales/{row['kind']}"
-    return Prompt(category, f"{category}#{number}", tuple(row["messages"]))
+    return Prompt(category, f"{category}#{number}", tuple(row["messages"]), row.get("answer"))
 
 
 def _mtbench(row: dict[str, Any], number: int) -> Prompt:

@@ -1,128 +1,115 @@
-"""Measures what quantization does to a checkpoint's predictions; knows the public face and the export command only.
+"""What making a model smaller does to its predictions and answers, against bytes; knows no tables and no formats.
 
-python -m edgeinfer.apps.bench.quality CHECKPOINT... --text FILE [--stories 40] [--skip 0] [--json]
-    [--widths 8,4,4small] [--group-sizes 32,64,128] [--layouts native,portable]
-
-Every checkpoint is exported to each width in turn and reads the same text side by side with its float32 export:
-perplexity, how often the most likely next token is the same, and how far the distributions are apart. With two layouts
-the same weights run on our own kernel and on MatMulNBits.
+Every candidate reads the same stories side by side with its reference: perplexity, how far the distributions are apart,
+how often the most likely next token is the same. Models that chat answer questions with one right answer.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.apps.bench.artifacts import LAYOUTS, export_command
+from edgeinfer.apps.bench.artifacts import export_command
 from edgeinfer.apps.bench.driver import child_environment
+from edgeinfer.apps.bench.prompts import Prompt
+from edgeinfer.apps.bench.quality_tasks import TaskScore, score_tasks
+from edgeinfer.apps.bench.quality_variants import CALIBRATION, Candidate, Family
+from edgeinfer.apps.bench.stories import calibration_text, story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = [
-    "WIDTHS",
-    "Difference",
-    "Quality",
-    "Variant",
-    "compare_variants",
-    "layout_differences",
-    "main",
-    "read_stories",
-    "story_ids",
-]
+__all__ = ["Difference", "Material", "Quality", "QualityResults", "Skipped", "layout_differences", "measure_family"]
 
-SEPARATOR = "<|endoftext|>"
-BASELINE = "32 bits"
-# Names for people and options of the export command.
-WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "8": ("8 bits", ("--bits", "8")),
-    "4": ("4 bits", ("--bits", "4")),
-    "4small": ("4 bits, small layers too", ("--bits", "4", "--no-keep-small")),
-    "2": ("2 bits", ("--bits", "2")),
-}
+Told = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A way to export a checkpoint.
+class Material:
+    """What models read and answer.
 
     Attributes:
-        width: a key of `WIDTHS`; None is float32.
-        group_size: None is the exporter's choice.
-        layout: what it runs on; None is the best there is.
+        stories: to read; each is cut at the model's context.
+        calibration: stories that quantizers may look at, others than those.
+        calibration_tokens: of them, at most; None is the exporter's choice, and an error where they are fewer.
+        questions: with answers.
     """
 
-    width: str | None
-    group_size: int | None = None
-    layout: str | None = None
-
-    @property
-    def scheme(self) -> str:
-        """The quantization, for people; the same in every layout."""
-        if self.width is None:
-            return BASELINE
-        groups = f", groups of {self.group_size}" if self.group_size else ""
-        return WIDTHS[self.width][0] + groups
-
-    @property
-    def options(self) -> list[str]:
-        """Of the export command."""
-        if self.width is None:
-            return ["--bits", "32"]
-        group = ["--group-size", str(self.group_size)] if self.group_size else []
-        return [*WIDTHS[self.width][1], "--asymmetric", *group, *["--portable"] * (self.layout == "portable")]
-
-    @property
-    def native(self) -> bool | None:
-        """The option of `edgeinfer.load`."""
-        return None if self.layout is None else self.layout == "native"
+    stories: tuple[str, ...]
+    calibration: tuple[str, ...] = ()
+    calibration_tokens: int | None = None
+    questions: tuple[Prompt, ...] = ()
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One variant of one model over a text.
+    """One candidate.
 
     Attributes:
-        divergences: Kullback-Leibler divergence from float32 after each token, in nats. (S,)
-        perplexity: over all tokens but each story's first.
-        change: of the perplexity against float32, as a fraction.
-        agreement: share of positions whose most likely next token is float32's.
+        bytes: of the weights, scales and zero points included.
+        cache_bytes: of the cache for `context` tokens.
+        perplexity: over all tokens but each story's first; `perplexity_error` is its standard error.
+        divergences: Kullback-Leibler divergence from the reference after each token, in nats. (S,)
+        agreement: share of tokens after which the most likely next one is the reference's.
+        tasks: scores by category; none of models that do not chat.
     """
 
     model: str
-    variant: Variant
+    candidate: Candidate
+    bytes: int
     bits_per_weight: float
-    divergences: NDArray[np.float64]
+    context: int
+    cache_bytes: int
     perplexity: float
-    change: float
+    perplexity_error: float
+    divergences: NDArray[np.float64]
     agreement: float
+    tasks: Mapping[str, TaskScore]
 
     @property
     def divergence(self) -> tuple[float, float]:
         """Mean of the divergences and its standard error."""
         return _mean(self.divergences)
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """All but the single divergences."""
+        kept = ("model", "bytes", "bits_per_weight", "context", "cache_bytes", "perplexity", "perplexity_error")
         mean, error = self.divergence
-        data = {name: value for name, value in asdict(self).items() if name not in ("divergences", "variant")}
-        variant = {"scheme": self.variant.scheme, "layout": self.variant.layout}
-        return data | variant | {"tokens": len(self.divergences), "divergence": mean, "divergence_error": error}
+        return {
+            **{name: getattr(self, name) for name in kept},
+            "variant": self.candidate.label,
+            "weights": self.candidate.scheme,
+            "cache": self.candidate.kv,
+            "layout": self.candidate.layout,
+            "divergence": mean,
+            "divergence_error": error,
+            "agreement": self.agreement,
+            "tokens": len(self.divergences),
+            "tasks": {name: asdict(score) for name, score in self.tasks.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A candidate that could not be measured, and why."""
+
+    model: str
+    variant: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the first of two layouts diverges more from float32 than the second, with the same weights: mean over
-    all tokens, and its standard error."""
+    """By how much the first of two layouts diverges more from the reference than the second, with the same weights:
+    mean over all tokens, and its standard error."""
 
     model: str
     scheme: str
@@ -131,46 +118,127 @@ class Difference:
     error: float
 
 
-def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
-    """The last `count` stories of a text file, without the `skip` that come after them.
+@dataclass(frozen=True)
+class QualityResults:
+    """Everything that was measured, in order; of each family its reference first."""
+
+    subjects: tuple[Quality, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    text: str = ""
+
+    def __add__(self, other: QualityResults) -> QualityResults:
+        return QualityResults(self.subjects + other.subjects, self.skipped + other.skipped, self.text or other.text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "text": self.text,
+            "subjects": [quality.to_dict() for quality in self.subjects],
+            "skipped": [asdict(each) for each in self.skipped],
+            "layouts": [asdict(each) for each in layout_differences(self.subjects)],
+        }
+
+
+@dataclass
+class _Bench:
+    """Models of one family, made in a folder, and what they read."""
+
+    family: Family
+    material: Material
+    folder: Path
+    told: Callable[[], None]
+    made: dict[tuple[str | None, tuple[str, ...]], Path] = field(default_factory=dict)
+
+    def path(self, candidate: Candidate) -> str | Path | None:
+        """What is to be loaded; of a checkpoint the bundle, which candidates with other caches share."""
+        if candidate.export is None:
+            return candidate.source
+        key = (candidate.source, candidate.export)
+        if key not in self.made:
+            options = list(candidate.export)
+            if CALIBRATION in options:
+                text = self.folder / "calibration.txt"
+                text.write_text(calibration_text(self.material.calibration), "utf-8")
+                options[options.index(CALIBRATION)] = str(text)
+                tokens = self.material.calibration_tokens
+                options += [] if tokens is None else ["--calibration-tokens", str(tokens)]
+            # Scales of caches take longest, and only quantized caches need them.
+            of_caches = {(each.source, each.export) for each in self.family.candidates if each.kv}
+            options += [] if key in of_caches else ["--no-kv-scales"]
+            self.made[key] = self.folder / str(len(self.made))
+            _export(Path(str(candidate.source)), self.made[key], options)
+        return self.made[key]
+
+    def load(self, candidate: Candidate) -> edgeinfer.Model:
+        """Without drafts: what is measured are predictions."""
+        return edgeinfer.load(self.path(candidate), speculation="off", remember=False, **candidate.load)
+
+    def measure(self, candidate: Candidate, model: edgeinfer.Model, reference: edgeinfer.Model | None) -> Quality:
+        """Reads and asks; without a reference it is one."""
+        windows = [story_ids(reference or model, story) for story in self.material.stories]
+        if reference is not None:
+            _check_same_tokens(candidate, model, reference, self.material.stories[0])
+        found = edgeinfer.evaluate(model, windows, reference=reference)
+        self.told()
+        divergence = found.divergence
+        values = np.zeros(sum(map(len, windows))) if divergence is None else divergence.values
+        info = model.info
+        return Quality(
+            model=self.family.model,
+            candidate=candidate,
+            bytes=round(info.parameters * info.bits_per_weight / 8),
+            bits_per_weight=info.bits_per_weight,
+            context=model.context,
+            cache_bytes=model.plan.terms.get("kv", 0),
+            perplexity=found.perplexity,
+            perplexity_error=found.perplexity_error,
+            divergences=values,
+            agreement=1.0 if divergence is None else divergence.agreement,
+            tasks=score_tasks(model, self.material.questions, self.told),
+        )
+
+
+def measure_family(family: Family, material: Material, told: Told | None = None) -> QualityResults:
+    """The reference and every candidate; those that fail are skipped with the reason.
+
+    Args:
+        told: called with the name of what is measured, and with readings and replies done and to do.
 
     Raises:
-        UsageError: the file has none.
+        EdgeInferError: the reference cannot be made, loaded or read with.
     """
-    stories = [s.strip() for s in path.read_text("utf-8").split(SEPARATOR) if s.strip()]
-    chosen = stories[: len(stories) - skip][-count:]
-    if not chosen:
-        raise UsageError(f"{path} has no stories.", f"Give UTF-8 text with stories separated by {SEPARATOR}.")
-    return chosen
+    total = (1 + len(family.candidates)) * (1 + len(material.questions))
+    steps = itertools.count(1)
 
+    def step() -> None:
+        if told is not None:
+            told(family.model, next(steps), total)
 
-def compare_variants(checkpoint: Path, stories: Sequence[str], variants: Sequence[Variant]) -> list[Quality]:
-    """Exports a checkpoint to float32, which comes first, and to every variant, and reads the stories with each.
-
-    Stories are cut at the model's context.
-
-    Raises:
-        UsageError: the checkpoint cannot be exported.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        reference = Path(folder) / "reference"
-        _export(checkpoint, reference, Variant(None))
-        results = [_compare(checkpoint.name, Variant(None), reference, reference, stories)]
-        for index, variant in enumerate(variants):
-            bundle = Path(folder) / str(index)
-            _export(checkpoint, bundle, variant)
-            results.append(_compare(checkpoint.name, variant, reference, bundle, stories))
-    return results
+    subjects: list[Quality] = []
+    skipped: list[Skipped] = []
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgeinfer-quality-")))
+        bench = _Bench(family, material, folder, step)
+        reference = opened.enter_context(bench.load(family.reference))
+        subjects.append(bench.measure(family.reference, reference, None))
+        for candidate in family.candidates:
+            try:
+                with bench.load(candidate) as model:
+                    subjects.append(bench.measure(candidate, model, reference))
+            except EdgeInferError as error:
+                skipped.append(Skipped(family.model, candidate.label, str(error)))
+    return QualityResults(tuple(subjects), tuple(skipped))
 
 
 def layout_differences(results: Sequence[Quality]) -> list[Difference]:
     """Of each two results that differ in their layout alone."""
     differences = []
     for first, second in itertools.combinations(results, 2):
-        if (first.model, first.variant.scheme) == (second.model, second.variant.scheme):
-            layouts = (first.variant.layout, second.variant.layout)
+        one, other = first.candidate, second.candidate
+        same = (first.model, one.scheme, one.kv) == (second.model, other.scheme, other.kv)
+        if same and None not in (one.layout, other.layout):
             mean, error = _mean(first.divergences - second.divergences)
-            differences.append(Difference(first.model, first.variant.scheme, layouts, mean, error))
+            differences.append(Difference(first.model, one.scheme, (one.layout, other.layout), mean, error))
     return differences
 
 
@@ -178,89 +246,15 @@ def _mean(values: NDArray[np.float64]) -> tuple[float, float]:  # (S,)
     return float(values.mean()), float(values.std() / np.sqrt(len(values)))
 
 
-def _export(checkpoint: Path, out: Path, variant: Variant) -> None:
-    command = export_command(checkpoint, out, [*variant.options, "--no-kv-scales"])
+def _export(checkpoint: Path, out: Path, options: Sequence[str]) -> None:
+    command = export_command(checkpoint, out, options)
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UsageError(f"{checkpoint} cannot be exported: {done.stderr.strip()}", "Export it alone to see more.")
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+        raise UsageError(f"{checkpoint.name} cannot be exported: {reason}", "Export it alone to see more.")
 
 
-def _compare(name: str, variant: Variant, reference: Path, bundle: Path, stories: Sequence[str]) -> Quality:
-    with edgeinfer.load(reference) as theirs, edgeinfer.load(bundle, native=variant.native) as ours:
-        found = edgeinfer.evaluate(ours, [story_ids(theirs, story) for story in stories], reference=theirs)
-        assert found.divergence is not None
-        return Quality(
-            model=name,
-            variant=variant,
-            bits_per_weight=ours.info.bits_per_weight,
-            divergences=found.divergence.values,
-            perplexity=found.perplexity,
-            change=found.perplexity / found.divergence.reference_perplexity - 1,
-            agreement=found.divergence.agreement,
-        )
-
-
-def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
-    """A story after the begin token, which most tokenizers put there themselves, cut at the model's context."""
-    begin, ids = model.begin_ids, model.tokenize(story)
-    return (ids if ids[: len(begin)] == begin else begin + ids)[: model.context]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m edgeinfer.apps.bench.quality", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--text", type=Path, required=True, help=f"stories separated by {SEPARATOR}")
-    parser.add_argument("--stories", type=int, default=40, help="how many, from the end (default: 40)")
-    parser.add_argument("--skip", type=int, default=0, help="stories left out at the end (default: 0)")
-    parser.add_argument("--widths", default="8,4,4small", help=f"of {', '.join(WIDTHS)} (default: %(default)s)")
-    parser.add_argument("--group-sizes", help="of 32, 64, 128 (default: the exporter's choice)")
-    parser.add_argument("--layouts", help=f"of {', '.join(LAYOUTS)} (default: the best there is)")
-    parser.add_argument("--json", action="store_true")
-    return parser
-
-
-def _variants(args: argparse.Namespace) -> list[Variant]:
-    widths = args.widths.split(",")
-    groups = [int(size) for size in args.group_sizes.split(",")] if args.group_sizes else [None]
-    layouts = args.layouts.split(",") if args.layouts else [None]
-    for name, chosen, known in (("width", widths, [*WIDTHS]), ("layout", layouts, [*LAYOUTS, None])):
-        for unknown in set(chosen) - set(known):
-            raise UsageError(f"There is no {name} {unknown!r}.", f"Choose of {', '.join(str(k) for k in known if k)}.")
-    return [Variant(*each) for each in itertools.product(widths, groups, layouts)]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script and returns its exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        stories, variants = read_stories(args.text, args.stories, args.skip), _variants(args)
-        results = [q for path in args.checkpoints for q in compare_variants(path.resolve(), stories, variants)]
-    except EdgeInferError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    differences = layout_differences(results)
-    if args.json:
-        found = {"results": [q.to_dict() for q in results], "layouts": [asdict(each) for each in differences]}
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    else:
-        sys.stdout.write(_table(results, differences))
-    return 0
-
-
-def _table(results: Sequence[Quality], differences: Sequence[Difference]) -> str:
-    header = "model | weights | layout | bits per weight | perplexity | change | same next token | KL divergence, nats"
-    lines = [f"| {header} |", "|" + "---|" * 8]
-    for q in results:
-        mean, error = q.divergence
-        figures = f"{q.bits_per_weight:.2f} | {q.perplexity:.3f} | {q.change:+.2%} | {q.agreement:.2%}"
-        lines.append(
-            f"| {q.model} | {q.variant.scheme} | {q.variant.layout or ''} | {figures} | {mean:.6f} ± {error:.6f} |"
-        )
-    lines.append(f"\n{len(results[0].divergences)} to {len(results[-1].divergences)} tokens.")
-    for d in differences:
-        lines.append(f"{d.model}, {d.scheme}: {d.layouts[0]} - {d.layouts[1]} = {d.mean:+.6f} ± {d.error:.6f} nats")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _check_same_tokens(candidate: Candidate, model: edgeinfer.Model, reference: edgeinfer.Model, text: str) -> None:
+    if model.tokenize(text) != reference.tokenize(text):
+        message = f"{candidate.label} and {reference.info.name} cut texts into other tokens."
+        raise UsageError(message, "Compare a model with what it was made from: give that with --reference.")

@@ -28,7 +28,6 @@ from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.gguf_candidates import GgufCandidates, tensor_sizes
 from edgeinfer.apps.bench.gguf_model import GgufModel
-from edgeinfer.apps.bench.quality import SEPARATOR, story_ids
 from edgeinfer.apps.bench.quant_report import Failure, Figure, markdown, to_dict
 from edgeinfer.apps.bench.quant_subjects import (
     BundleSubject,
@@ -39,6 +38,7 @@ from edgeinfer.apps.bench.quant_subjects import (
     gguf_subjects,
     uniform,
 )
+from edgeinfer.apps.bench.stories import SEPARATOR, all_stories, calibration_text, story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.export.gguf.file_types import FILE_TYPES
 
@@ -69,7 +69,7 @@ class Texts:
         Raises:
             UsageError: the file has too few.
         """
-        stories = [s.strip() for s in path.read_text("utf-8").split(SEPARATOR) if s.strip()]
+        stories = all_stories(path)
         if min(read, calibration) < 1 or len(stories) < read + calibration:
             message = f"{path} has {len(stories)} stories, not {read} to read and {calibration} to calibrate by."
             raise UsageError(message, "Ask for fewer, or give a longer text.")
@@ -84,9 +84,7 @@ class _Bench:
         self._export(folder / "float32", ["--bits", "32", "--no-kv-scales"])
         self._reference = opened.enter_context(edgeinfer.load(folder / "float32", speculation="off", remember=False))
         self.windows = [story_ids(self._reference, story) for story in texts.read]
-        # Paragraphs are texts of their own: a story must be one.
-        paragraphs = ("\n".join(line for line in story.splitlines() if line.strip()) for story in texts.calibration)
-        (folder / _CALIBRATION).write_text("\n\n".join(paragraphs) + "\n", "utf-8")
+        (folder / _CALIBRATION).write_text(calibration_text(texts.calibration), "utf-8")
         self._candidates: GgufCandidates | None = None
 
     def figure(self, subject: Subject) -> Figure:

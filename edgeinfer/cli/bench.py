@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: speed, what speculation gains on this device, and memory; knows nothing of how it is measured."""
+"""`edgeinfer bench` and its benchmark of speculation; knows nothing of the others or of how anything is measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.cli.bench_curve import add_curve_parser
 from edgeinfer.cli.bench_files import names, require_place, write_results
 from edgeinfer.cli.bench_memory import add_memory_parsers
+from edgeinfer.cli.bench_quality import add_quality_parser
 from edgeinfer.cli.bench_report import add_report_parser
 from edgeinfer.cli.bench_speed import add_speed_parser
 from edgeinfer.cli.loading import load_model
@@ -29,6 +30,8 @@ examples:
   edgeinfer bench curve --svg curve.svg
   edgeinfer bench spec
   edgeinfer bench memory plans
+  edgeinfer bench quality --json quality.json
+  edgeinfer bench report speed.json quality.json --out report.html
 """
 _SPEC_DESCRIPTION = """\
 Compare speculation with plain decoding: the same prompts, model and process, mode after mode in turns.
@@ -45,7 +48,7 @@ With --expand the figures are those of a cost-expanded model: a small trained ch
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand and its own."""
     layout = argparse.RawDescriptionHelpFormatter
-    text = "measure speed, what speculation gains, and memory"
+    text = "measure speed, what speculation gains, memory and quality"
     parser = commands.add_parser(
         "bench", help=text, description=_DESCRIPTION, formatter_class=layout, allow_abbrev=False
     )
@@ -58,6 +61,7 @@ def add_parser(commands: Subparsers) -> None:
     add_memory_parsers(kinds)
     add_speed_parser(kinds)
     add_curve_parser(kinds)
+    add_quality_parser(kinds)
     add_report_parser(kinds)
 
 

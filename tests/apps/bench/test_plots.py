@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.apps.bench.plots import Chart, Line, chart_svg, ticks
+from edgeinfer.apps.bench.plots import Chart, Line, chart_svg, decades, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 sizes = st.floats(1e-6, 1e9)
@@ -26,7 +26,7 @@ def test_every_point_lies_inside(points: list[tuple[float, float]]) -> None:
     root = ElementTree.fromstring(chart_svg(Chart("t", "x", "y", (Line("a", tuple(points)),))))
     drawn = [(float(c.get("cx", "-1")), float(c.get("cy", "-1"))) for c in root.iter(f"{SVG}circle")][: len(points)]
     assert len(drawn) == len(points)
-    assert all(64 <= x <= 624 and 40 <= y <= 308 for x, y in drawn)
+    assert all(72 <= x <= 700 and 44 <= y <= 324 for x, y in drawn)
 
 
 def test_words_are_escaped_and_labelled() -> None:
@@ -37,3 +37,23 @@ def test_words_are_escaped_and_labelled() -> None:
 
 def test_nothing_to_draw_is_still_a_chart() -> None:
     ElementTree.fromstring(chart_svg(Chart("empty", "x", "y", ())))
+
+
+@given(st.lists(sizes, min_size=1, max_size=5), st.booleans())
+def test_logarithmic_axes_hold_every_point(values: list[float], marked: bool) -> None:
+    found = decades(values)
+    assert found[0] <= min(values) * (1 + 1e-9) and found[-1] >= max(values) * (1 - 1e-9) and len(found) > 1
+    points = tuple((float(index), value) for index, value in enumerate(values))
+    line = Line("a", points, tuple(map(str, values)) if marked else ())
+    root = ElementTree.fromstring(chart_svg(Chart("t", "x", "y", (line,), logarithmic=True)))
+    drawn = [(float(c.get("cx", "-1")), float(c.get("cy", "-1"))) for c in root.iter(f"{SVG}circle")][: len(points)]
+    assert all(72 <= x <= 700 and 44 <= y <= 324 for x, y in drawn)
+    words = [node.text for node in root.iter(f"{SVG}text")]
+    assert (str(values[0]) in words) >= marked
+
+
+def test_long_legends_go_on_below() -> None:
+    lines = tuple(Line(f"a model with a long name {number}", ((1.0, 2.0),)) for number in range(6))
+    root = ElementTree.fromstring(chart_svg(Chart("t", "x", "y", lines)))
+    heights = {float(node.get("y", "0")) for node in root.iter(f"{SVG}text") if "long name" in (node.text or "")}
+    assert len(heights) > 1 and max(heights) < float(root.get("viewBox", "0 0 0 0").split()[3])
