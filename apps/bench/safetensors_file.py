@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -13,10 +14,11 @@ import numpy.typing as npt
 
 from edgeinfer.errors import CheckpointError
 
-__all__ = ["Dtype", "TensorFile", "encode", "write_header"]
+__all__ = ["Dtype", "TensorFile", "convert_checkpoint", "encode", "write_header"]
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
@@ -83,3 +85,22 @@ def encode(values: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:
     if dtype == "float16":
         return values.astype("<f2")
     return (values.view(np.uint32) >> 16).astype("<u2")
+
+
+def convert_checkpoint(source: Path, target: Path, dtype: Dtype) -> None:
+    """Writes a checkpoint of one safetensors file again in another type, with whatever else its folder holds.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else than floating point.
+    """
+    tensors = TensorFile(source / _WEIGHTS)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (_WEIGHTS, _CONFIG):
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((source / _CONFIG).read_text("utf-8"))
+    (target / _CONFIG).write_text(json.dumps(config | {"torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n", "utf-8")
+    with (target / _WEIGHTS).open("wb") as file:
+        write_header(file, tensors.shapes, dtype)
+        for name in tensors.shapes:
+            file.write(encode(tensors.read(name), dtype).data)

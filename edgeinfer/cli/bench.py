@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.cli.bench_curve import add_curve_parser
 from edgeinfer.cli.bench_files import names, require_place, write_results
 from edgeinfer.cli.bench_memory import add_memory_parsers
+from edgeinfer.cli.bench_peers import add_peers_parser
 from edgeinfer.cli.bench_quality import add_quality_parser
 from edgeinfer.cli.bench_report import add_report_parser
 from edgeinfer.cli.bench_speed import add_speed_parser
@@ -62,6 +63,7 @@ def add_parser(commands: Subparsers) -> None:
     add_speed_parser(kinds)
     add_curve_parser(kinds)
     add_quality_parser(kinds)
+    add_peers_parser(kinds)
     add_report_parser(kinds)
 
 

@@ -50,7 +50,8 @@ class TransformersEngine(SteppedEngine):
         if length == 0:
             self._cache = self._new_cache()
         elif length < len(self._taken):
-            self._cache.crop(length)
+            # Negative: so many less; the number that are to be left is no longer taken.
+            self._cache.crop(length - len(self._taken))
 
     def judge(self, prompt: list[int], reply: list[int]) -> list[float]:
         """How far each token of a reply is from the likeliest at its place: 0 is the likeliest, 1 no better than the

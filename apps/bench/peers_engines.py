@@ -1,0 +1,115 @@
+"""The engines of `edgeinfer bench peers`: what each needs, is given and is called; knows nothing of timing.
+
+To add one: a file in engines/, its line in worker.ENGINES, and a line in PEERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from edgeinfer.apps.bench.peers_models import PeerModel
+
+__all__ = ["PEERS", "REFERENCE", "Peer", "missing"]
+
+# llama.cpp's types with as many bits as our bundles and groups of the same size, by bits.
+_GGUF = {4: "Q4_0", 8: "Q8_0"}
+Make = Callable[[PeerModel, str | None], Path]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine.
+
+    Attributes:
+        label: its name in tables.
+        kind: of worker.ENGINES.
+        module: what has to be installed.
+        make: its model, by an interpreter that has the engine; BackendError where that fails.
+        weights: what that model holds, by bits.
+        options: of the worker, beside path, threads and context.
+        budget: the option that says how much memory there is; empty where it cannot be told.
+        passes: of worker.ENGINES, what runs single passes of the model where the engine itself offers none.
+        note: what readers of its figures should know.
+    """
+
+    label: str
+    kind: str
+    module: str
+    make: Make
+    weights: Callable[[int], str]
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    budget: str = ""
+    passes: str = ""
+    note: str = ""
+
+
+def missing(peer: Peer, python: str | None, name: str) -> str:
+    """Why an engine cannot be measured here; empty where it can, or where another interpreter is to have it."""
+    if python is not None or find_spec(peer.module) is not None:
+        return ""
+    return f"{peer.module} is not installed here; name an interpreter that has it: --python {name}=PATH"
+
+
+def _bundle(model: PeerModel, python: str | None) -> Path:
+    return model.bundle()
+
+
+def _gguf(model: PeerModel, python: str | None) -> Path:
+    return model.files.exported_gguf(_GGUF[model.bits])
+
+
+def _genai(model: PeerModel, python: str | None) -> Path:
+    return model.files.genai(python, model.bits)
+
+
+def _openvino(model: PeerModel, python: str | None) -> Path:
+    return model.files.openvino_genai(python, _GGUF[model.bits])
+
+
+def _float32(model: PeerModel, python: str | None) -> Path:
+    return model.files.checkpoint()
+
+
+def _bfloat16(model: PeerModel, python: str | None) -> Path:
+    return model.files.bfloat16()
+
+
+PEERS: Mapping[str, Peer] = {
+    "edgeinfer": Peer(
+        "edgeinfer",
+        "edgeinfer",
+        "edgeinfer",
+        _bundle,
+        lambda bits: f"int{bits}",
+        # Plain decoding, as that of all others; nothing may be left from one process to the next.
+        options={"speculation": "off", "remember": False},
+        budget="memory",
+    ),
+    "llamacpp": Peer("llama.cpp", "llamacpp", "llama_cpp", _gguf, lambda bits: _GGUF[bits]),
+    "genai": Peer("onnxruntime-genai", "genai", "onnxruntime_genai", _genai, lambda bits: f"int{bits}"),
+    "openvino": Peer(
+        "OpenVINO GenAI",
+        "openvino-genai",
+        "openvino_genai",
+        _openvino,
+        lambda bits: f"{_GGUF[bits]} as OpenVINO's",
+        passes="openvino-passes",
+        note="its pipeline has no passes over several tokens: c(m) is of its model in OpenVINO's runtime",
+    ),
+    "transformers": Peer("transformers", "transformers", "transformers", _float32, lambda bits: "float32"),
+    "transformers-bf16": Peer(
+        "transformers bfloat16",
+        "transformers",
+        "transformers",
+        _bfloat16,
+        lambda bits: "bfloat16",
+        options={"dtype": "bfloat16"},
+    ),
+}
+# Whose word the others' replies are measured by.
+REFERENCE = PEERS["transformers"]

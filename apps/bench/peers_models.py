@@ -1,0 +1,133 @@
+"""The models of `edgeinfer bench peers`: where their weights come from, and texts for them; knows no engines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import edgeinfer
+from edgeinfer.apps.bench.artifacts import Artifacts
+from edgeinfer.apps.bench.bundle_checkpoint import write_bundle_checkpoint
+from edgeinfer.apps.bench.driver import token_ids
+from edgeinfer.apps.bench.model_files import BundleKind, ModelFiles
+from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
+from edgeinfer.apps.bench.shapes import SHAPES
+from edgeinfer.bundle import open_bundle
+from edgeinfer.errors import CheckpointError, UsageError
+
+__all__ = ["BUILTIN", "PeerModel", "builtin_model", "checkpoint_model", "shape_model", "text_of"]
+
+BUILTIN = "tales"
+# Values that share a scale: as many as in llama.cpp's Q4_0 and Q8_0, and as onnxruntime-genai is told.
+_GROUP = 32
+# How far from the likeliest token, of the way to the mean of all, one may be and still count as the same. Of a trained
+# model that is a tie; logits of random weights lie close together, and another model's choice is at 1 on average.
+_TRAINED_TOLERANCE, _RANDOM_TOLERANCE = 0.02, 0.5
+_PROMPTS, _PROMPT_TOKENS = 6, 64
+
+
+@dataclass(frozen=True)
+class PeerModel:
+    """A model that all engines are given.
+
+    Attributes:
+        name: in tables.
+        files: in the formats of the engines.
+        bits: of the weights where an engine quantizes.
+        longest: tokens that it holds.
+        tolerance: how far from the reference's likeliest token another may be, see `_TRAINED_TOLERANCE`.
+        trained: whether its text means something.
+        ours: its bundle, where one is there already.
+    """
+
+    name: str
+    files: ModelFiles
+    bits: int
+    longest: int
+    tolerance: float
+    trained: bool
+    ours: Path | None = None
+
+    def bundle(self) -> Path:
+        """As edgeinfer takes it."""
+        if self.ours is not None:
+            return self.ours
+        return self.files.bundle(BundleKind(bits=self.bits, group_size=_GROUP))
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids of a few short texts."""
+        if not self.trained:
+            return [token_ids(_PROMPT_TOKENS + 8 * index)[8 * index :] for index in range(_PROMPTS)]
+        with edgeinfer.load(self.bundle(), speculation="off", remember=False) as model:
+            tokenized = tokenize_prompts(model, builtin_prompts(2), _PROMPT_TOKENS)
+        return [list(each.ids)[-2 * _PROMPT_TOKENS :] for each in tokenized[:_PROMPTS]]
+
+
+def text_of(prompts: Sequence[Sequence[int]], tokens: int) -> list[int]:
+    """So many tokens: the prompts one after the other, again and again."""
+    return list(islice(cycle([token for prompt in prompts for token in prompt]), tokens))
+
+
+class _BundleFiles(ModelFiles):
+    """Of the weights of a bundle."""
+
+    def __init__(self, folder: Path, name: str, bundle: Path) -> None:
+        super().__init__(folder, name)
+        self._bundle = bundle
+
+    def checkpoint(self) -> Path:
+        """The bundle's weights, multiplied out."""
+        return self._make("checkpoint", lambda path: write_bundle_checkpoint(open_bundle(self._bundle), path))
+
+
+class _CheckpointFiles(ModelFiles):
+    """Of somebody's checkpoint."""
+
+    def __init__(self, folder: Path, name: str, source: Path) -> None:
+        super().__init__(folder, name)
+        self._source = source
+
+    def checkpoint(self) -> Path:
+        """The checkpoint itself."""
+        return self._source
+
+
+def builtin_model(folder: Path, bundle: Path) -> PeerModel:
+    """The built-in model; others are given its weights multiplied out and rounded to 8 bits of their own."""
+    manifest = open_bundle(bundle).manifest
+    weights = manifest.files["weights.bin"].sha256[:8]
+    files = _BundleFiles(folder / f"{BUILTIN}-{weights}", BUILTIN, bundle)
+    return PeerModel(BUILTIN, files, 8, manifest.geometry.max_positions, _TRAINED_TOLERANCE, True, bundle)
+
+
+def shape_model(folder: Path, name: str) -> PeerModel:
+    """Random weights of a shape.
+
+    Raises:
+        UsageError: there is no such shape.
+    """
+    if name not in SHAPES:
+        raise UsageError(f"Unknown model {name!r}.", f"Known models: {', '.join((BUILTIN, *SHAPES))}.")
+    return PeerModel(name, Artifacts(folder, SHAPES[name]), 4, SHAPES[name].max_position, _RANDOM_TOLERANCE, False)
+
+
+def checkpoint_model(folder: Path, source: Path) -> PeerModel:
+    """A trained checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (source / "config.json").is_file() or not (source / "model.safetensors").is_file():
+        hint = "Give a folder with config.json and model.safetensors."
+        raise CheckpointError(f"{source} is no checkpoint in one file.", hint)
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    with (source / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    name = source.resolve().name
+    files = _CheckpointFiles(folder / f"{name}-{digest[:8]}", name, source)
+    longest = config.get("max_position_embeddings", 0)
+    return PeerModel(name, files, 8, longest, _TRAINED_TOLERANCE, True)
