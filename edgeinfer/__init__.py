@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from edgeinfer.catalog import ModelFacts, describe
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
-    from edgeinfer.device import measure_device
+    from edgeinfer.device import list_devices, measure_device
+    from edgeinfer.device_tuning import DeviceTuning, forget_tuning, tune_device
     from edgeinfer.errors import EdgeInferError
     from edgeinfer.evaluation import evaluate
     from edgeinfer.kv_calibration import calibrate_kv, measure_kv, tune_kv
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chat",
     "Chunk",
+    "DeviceTuning",
     "Divergence",
     "EdgeInferError",
     "Evaluation",
@@ -37,10 +39,13 @@ __all__ = [
     "calibrate_kv",
     "describe",
     "evaluate",
+    "forget_tuning",
+    "list_devices",
     "load",
     "measure_device",
     "measure_kv",
     "plan",
+    "tune_device",
     "tune_kv",
 ]
 __version__ = VERSION
@@ -52,6 +57,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _HOMES = {
     "Chat": "chat",
     "Chunk": "results",
+    "DeviceTuning": "device_tuning",
     "Divergence": "predictions",
     "EdgeInferError": "errors",
     "Evaluation": "predictions",
@@ -66,10 +72,13 @@ _HOMES = {
     "calibrate_kv": "kv_calibration",
     "describe": "catalog",
     "evaluate": "evaluation",
+    "forget_tuning": "device_tuning",
+    "list_devices": "device",
     "load": "api",
     "measure_device": "device",
     "measure_kv": "kv_calibration",
     "plan": "api",
+    "tune_device": "device_tuning",
     "tune_kv": "kv_calibration",
 }
 

@@ -67,7 +67,8 @@ def tune_kv(
         ModelError, StorageError, UsageError: as `calibrate_kv`.
     """
     bundle = open_bundle(resolve(model))
-    if len(bundle.kv_types(bundle.manifest.layout)) == 1 or kv_scales(bundle) is not None:
+    without = bundle.manifest.decoder is None or len(bundle.kv_types(bundle.manifest.layout)) == 1
+    if without or kv_scales(bundle) is not None:
         return False
     keep_kv_scales(bundle, _calibrate(bundle, texts, progress))
     return True

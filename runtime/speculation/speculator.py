@@ -69,6 +69,7 @@ class Speculator:
         self._parts = parts
         self._allowed = drafters if most else ()
         self._planned = self._allowed
+        self._loaded = loaded
         self._chosen = loaded != "auto"
         self._most = self._limit = most
         self._profile = profile
@@ -84,7 +85,11 @@ class Speculator:
         if self._allowed:
             self._costs.prepare()
             self._plain_ms.extend(self._costs.plain_ms)
-            self._costs.of([self._drafter(name) for name in self._names(loaded)])
+            self._measure()
+
+    def _measure(self) -> None:
+        """Finds out what drafting costs, as far as that is not known."""
+        self._costs.of([self._drafter(name) for name in self._names(self._loaded)])
 
     @property
     def plain_ms(self) -> float | None:
@@ -251,13 +256,15 @@ class Speculator:
         return None if exact is None else exact.bit_identical
 
     def tuned(self, tuning: Tuning) -> None:
-        """Drafts with the model's own layers as this says from now on, and keeps it."""
+        """Drafts with the model's own layers as this says from now on, and keeps it and what that costs."""
         self._parts = replace(self._parts, tuning=tuning)
         stale = self._drafters.keys() & {"exit", "skip"}
         self._close(stale)
         for name in stale:
             self._costs.forget(name)
         self._profile.save_arrays(TUNING, tuning.state())
+        if self._limit:
+            self._measure()
 
     def state(self) -> dict[str, State]:
         """Copies of all that was learnt."""

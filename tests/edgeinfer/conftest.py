@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edgeinfer
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
+from edgeinfer.runtime.tuning.settings import TunedSettings
+from edgeinfer.runtime.tuning.trial import Effort
+from edgeinfer.runtime.tuning.work import Times
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.speculation import random_bundle
 
@@ -52,3 +57,43 @@ def short_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bigrams(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of a backend that verifies chains and can do nothing else."""
     return make_bigram_bundle(tmp_path_factory.mktemp("bigrams") / "bundle")
+
+
+@pytest.fixture
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning a device measures as little as it can, and finds only what is overwhelming."""
+    for name in ("FULL", "QUICK"):
+        monkeypatch.setattr(f"edgeinfer.device_tuning.{name}", Effort((7, 8), 0.3))
+
+
+def made_up_stopwatch(factor: Callable[[TunedSettings], float]) -> type[Any]:
+    """A stopwatch that loads nothing and tells made-up times.
+
+    Args:
+        factor: what settings multiply the times by that they change; called once a visit.
+    """
+
+    class MadeUp:
+        longest_prompt = 512
+
+        def __init__(self, *_: object) -> None:
+            self._visits = 0
+
+        def __enter__(self) -> MadeUp:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def __call__(self, way: TunedSettings, task: str) -> Times:
+            self._visits += 1
+            # Every visit a little different, as all that is measured.
+            jitter = 1 + (self._visits * 7 % 5 - 2) / 1000
+            prompt = jitter * factor(way)
+            if task == PROMPTS:
+                return {"prompt": prompt}
+            reply = 5.0 * jitter * (factor(way) if way.prefill_chunk is None else 1.0)
+            times = {"prompt": prompt, "decode": reply, "verify": reply, "turn": 64 * prompt + 128 * reply}
+            return times | ({"load": 100.0 * jitter} if task == LOADED else {})
+
+    return MadeUp

@@ -188,6 +188,7 @@ def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -
 # Tuning.
 
 
+@pytest.mark.usefixtures("brisk")
 @pytest.mark.parametrize("kept", [True, False])
 def test_tuning(
     capsys: Capture, small_bundle: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
@@ -197,7 +198,7 @@ def test_tuning(
     (tmp_path / "prompts.txt").write_text("Once upon a time\n\n  \nShe said: the cat\n")
     command = ("tune", "-m", small_bundle, "-t", "1", "--text", tmp_path / "prompts.txt", "--evaluations", "5")
     found = json.loads(run(capsys, *command, "--json", "--seed", "2"))
-    assert set(found) == {"exit", "skip", "kept", "kv_scales"}
+    assert set(found) == {"exit", "skip", "kept", "kv_scales", "device"}
     assert found["kept"] == {"exit": kept, "skip": kept}
     for name in ("exit", "skip"):
         result = found[name]
@@ -225,12 +226,14 @@ def test_tuning(
         assert line in table
 
 
+@pytest.mark.usefixtures("brisk", "cache")
 def test_tuning_by_prompts_of_its_own(capsys: Capture, small_bundle: Path) -> None:
     found = json.loads(run(capsys, "tune", "-m", small_bundle, "--evaluations", "1", "--granularity", "2", "--json"))
     assert found["skip"]["sets_tried"] == 1
     assert found["exit"]["layers"] == 2
 
 
+@pytest.mark.usefixtures("brisk", "cache")
 def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "blank").write_text("\n \n")

@@ -106,6 +106,7 @@ def test_nothing_is_tuned_where_the_bundle_has_scales(bundle: Path) -> None:
     assert not kept_kv_scales_file(open_bundle(bundle)).exists()
 
 
+@pytest.mark.usefixtures("brisk")
 def test_the_tune_command_finds_scales_too(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["tune", "-m", str(bundle), "--evaluations", "2", "--json"]
     assert main(line) == 0

@@ -25,6 +25,7 @@ from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_pas
 from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.speculation.costs import PassCosts
+from edgeinfer.runtime.tuning.settings import TunedSettings
 from tests.factories import make_checkpoint
 
 PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
@@ -226,3 +227,28 @@ def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
 def _configuration(**changes: Any) -> Configuration:
     base = Configuration(2048, 64, "float32", "mapped", 0, drafters_in("auto"), 15, "kept")
     return dataclasses.replace(base, **changes)
+
+
+def test_tuned_settings_come_first_and_give_way_to_the_budget(subject: Subject) -> None:
+    tuned = dataclasses.replace(subject, settings=TunedSettings(prefill_chunk=1024))
+    free, usual = plan(tuned), plan(subject)
+    assert (free.prefill_chunk, free.tuned, free.given_up) == (1024, ("prefill_chunk",), ())
+    assert free.planned_bytes > usual.planned_bytes and free.smallest_bytes == usual.smallest_bytes
+    for budget in (usual.planned_bytes, usual.smallest_bytes):
+        found = plan(tuned, memory=budget)
+        assert found.fits and found.prefill_chunk < 1024 and found.tuned == ()
+        assert any("instead of 1024" in text for text in found.given_up)
+    assert plan(tuned, prefill_chunk=16).prefill_chunk == 16
+
+
+def test_tuned_weights_come_first_and_stay_the_callers_choice(subject: Subject) -> None:
+    both = dataclasses.replace(subject, weights_modes=("packed", "mapped", "streamed"))
+    tuned = dataclasses.replace(both, settings=TunedSettings(weights="mapped"))
+    assert plan(both).configuration.weights == "packed"
+    found = plan(tuned)
+    assert (found.configuration.weights, found.tuned, found.given_up) == ("mapped", ("weights",), ())
+    own = plan(tuned, weights="packed")
+    assert own.configuration.weights == "packed" and own.tuned == ()
+    # A mode that this backend does not have is not taken.
+    other = dataclasses.replace(subject, settings=TunedSettings(weights="packed"))
+    assert plan(other).configuration.weights == "mapped" and plan(other).tuned == ()

@@ -1,0 +1,197 @@
+"""Tunes how a model runs on this device, and keeps what is proved better; knows nothing of how that is proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.bundle import open_bundle
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.hub import resolve
+from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
+from edgeinfer.runtime.allocation import allocating
+from edgeinfer.runtime.backends import make_backend, tunable
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.machine import machine_memory, usable_processors
+from edgeinfer.runtime.planning.make import make_plan, process_before_loading, speed_model
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.tuning.affinity import pinning
+from edgeinfer.runtime.tuning.finding import OFF
+from edgeinfer.runtime.tuning.search import Attempt, Found, Ways, find
+from edgeinfer.runtime.tuning.settings import TUNED_WEIGHTS, TunedSettings
+from edgeinfer.runtime.tuning.stopwatch import Stopwatch
+from edgeinfer.runtime.tuning.store import TunedProfile, forget_profile, keep_profile, write_profile
+from edgeinfer.runtime.tuning.trial import FULL, QUICK
+
+__all__ = ["DeviceTuning", "PartGain", "TunedSettings", "forget_tuning", "tune_device"]
+
+Progress = Callable[[str, int, int], None]
+
+_CHUNKS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class PartGain:
+    """What tuning did to a part of the work.
+
+    Attributes:
+        usual_ms, tuned_ms: medians of timings that took turns: of a token of a prompt, of a plain token of a reply, of
+            a pass that verifies a draft, of a turn of 64 tokens of prompt and 128 of reply, of loading.
+        ratio: how many times faster it became: the median over pairs of timings.
+    """
+
+    usual_ms: float
+    tuned_ms: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class DeviceTuning:
+    """What was found on this device for a model.
+
+    Attributes:
+        settings: better than the usual ones, and proved so; all None or empty where nothing is.
+        threads: that the model runs with by them.
+        parts: by name, "prompt", "decode", "verify", "turn", "load".
+        attempts: what was tried, in its order.
+        rejected: settings that looked better one by one, but not when they were to be proved together.
+        seconds: that it took.
+        path: of the file that has them; None where none was needed, as nothing is better than usual.
+    """
+
+    settings: TunedSettings
+    threads: int
+    parts: dict[str, PartGain]
+    attempts: tuple[Attempt, ...]
+    rejected: TunedSettings | None
+    seconds: float
+    path: Path | None
+
+
+def tune_device(
+    model: str | Path | None = None,
+    *,
+    quick: bool = False,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> DeviceTuning:
+    """Measures a model with other threads, processors, weights and chunks than the usual, and keeps what is faster.
+
+    Kept is only what was faster than the usual settings beyond doubt, when the two were timed in turns, and slower in
+    nothing. The next `load` of this model uses it, unless told otherwise.
+
+    Args:
+        model: bundle directory, GGUF file or hub id; None is the built-in model.
+        quick: measure for seconds instead of minutes; smaller gains are not found then.
+        out: a file to write the settings to, for `load(profile=...)`; None keeps them for this user.
+        progress: called with what is measured, steps done and at most to do.
+        options: fields of LoadConfig, as `load` takes them; what is given there is not tuned.
+
+    Raises:
+        CapabilityError: there is nothing to tune about the model's backend.
+        EdgeInferError: as `load`.
+        StorageError: the settings cannot be kept.
+    """
+    if options.get("profile") is not None:
+        raise UsageError("Tuning begins with the usual settings.", "Leave the profile out.")
+    config = LoadConfig.of(**options | {"profile": OFF})
+    begun = time.perf_counter()
+    bundles = Bundles.open(model, config)
+    names = tunable(bundles.target, config)
+    if not names:
+        backend = config.backend or bundles.target.manifest.backend
+        raise CapabilityError(f"There is nothing to tune about the {backend} backend.", "Load the model as it is.")
+    found, threads = _measure(bundles, config, names, quick, progress)
+    path = _keep(bundles, config, found, threads, None if out is None else Path(out))
+    return _result(found, threads, time.perf_counter() - begun, path)
+
+
+def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
+    """Drops what `tune_device` kept of a model for this user; whether there was anything.
+
+    Args:
+        model, options: as `tune_device` took them.
+
+    Raises:
+        ModelError: the model is missing or damaged.
+        StorageError: it cannot be dropped.
+    """
+    config = LoadConfig.of(**options | {"profile": OFF})
+    return forget_profile(digest_of(open_bundle(resolve(model)), config))
+
+
+@allocating("The model")
+def _measure(
+    bundles: Bundles, config: LoadConfig, names: tuple[str, ...], quick: bool, progress: Progress | None
+) -> tuple[Found, int]:
+    """What was found, and the threads it was proved with."""
+    effort = QUICK if quick else FULL
+    usual = bundles.subject(config)
+    speed, process = speed_model(usual, profiles_of(usual, config)), process_before_loading(usual)
+
+    def plan_for(settings: TunedSettings) -> MemoryPlan:
+        subject = dataclasses.replace(bundles, settings=settings).subject(config)
+        return make_plan(subject, config, speed, process=process)
+
+    def make(settings: TunedSettings, plan: MemoryPlan) -> Engine:
+        backend = make_backend(bundles.target, plan.layout, config, plan.configuration, progress, settings)
+        return Engine(backend, plan.prefill_chunk)
+
+    plan = plan_for(TunedSettings())
+    plan.require_fit()
+    with Stopwatch(plan_for, make, config.memory or machine_memory(), effort.visit_ms) as stopwatch:
+        ways = _ways(config, plan, usual.weights_modes, names, stopwatch.longest_prompt)
+        found = find(ways, stopwatch, effort, time.perf_counter, *(() if progress is None else (progress,)))
+    return found, found.settings.threads or plan.threads
+
+
+def _ways(config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int) -> Ways:
+    """What the caller left open, of what the backend has."""
+    threads = range(1, len(usable_processors()) + 1) if config.threads is None and "threads" in names else ()
+    chunk = plan.prefill_chunk
+    chunks = _CHUNKS if config.prefill_chunk is None and "prefill_chunk" in names else ()
+    weights: tuple[str, ...] = ()
+    if config.weights is None and "weights" in names and plan.configuration.weights in TUNED_WEIGHTS:
+        weights = tuple(mode for mode in modes if mode in TUNED_WEIGHTS and mode != plan.configuration.weights)
+    return Ways(
+        threads=tuple(count for count in threads if count != plan.threads),
+        pinning=pinning if "affinity" in names else lambda threads: "",
+        usual_threads=plan.threads,
+        weights=weights,
+        chunks=tuple(size for size in chunks if size != chunk and size <= min(longest, plan.context)),
+    )
+
+
+def _keep(bundles: Bundles, config: LoadConfig, found: Found, threads: int, out: Path | None) -> Path | None:
+    """Writes what was found, in the place of what was kept before."""
+    bundle = bundles.target
+    model = digest_of(bundle, config)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    machine = fingerprint_for(bundle, config)
+    profile = TunedProfile(model, bundle.manifest.name[:200], machine, threads, found.settings, now)
+    if out is not None:
+        write_profile(profile, out)
+        return out
+    if not found.settings.names:
+        # An older profile's settings are not better any more.
+        forget_profile(model)
+        return None
+    return keep_profile(profile)
+
+
+def _result(found: Found, threads: int, seconds: float, path: Path | None) -> DeviceTuning:
+    if found.proof is not None and found.settings.names:
+        proof = found.proof
+        parts = {
+            name: PartGain(ms, proof.second[name], 1 / proof.verdict.ratios[name]) for name, ms in proof.first.items()
+        }
+    else:
+        parts = {name: PartGain(ms, ms, 1.0) for name, ms in found.usual.items()}
+    return DeviceTuning(found.settings, threads, parts, found.attempts, found.rejected, seconds, path)

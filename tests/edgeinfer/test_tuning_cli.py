@@ -1,0 +1,125 @@
+"""`edgeinfer tune` as a user meets it: what it prints, keeps and forgets, also of models that can skip no layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import edgeinfer
+from edgeinfer import device_tuning
+from edgeinfer.cli.main import main
+from edgeinfer.runtime.tuning.settings import TunedSettings
+from tests.edgeinfer.conftest import made_up_stopwatch
+from tests.gguf_models import random_gguf
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which prompts run faster in chunks of 128."""
+    fast = made_up_stopwatch(lambda way: 0.5 if way.prefill_chunk == 128 else 1.0)
+    monkeypatch.setattr(device_tuning, "Stopwatch", fast)
+
+
+def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
+    assert main([*map(str, arguments)]) == code
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("long_chunks")
+def test_what_tuning_prints_and_keeps(capsys: Capture, small_bundle: Path) -> None:
+    model = ("-m", small_bundle)
+    table = run(capsys, "tune", *model, "--evaluations", "1")
+    for line in (
+        "on this device",
+        "usual",
+        "2.00x",
+        "prefill chunk 128",
+        "next loads",
+        "not better",
+        "exit after layer",
+    ):
+        assert line in table
+    assert "128 (tuned)" in run(capsys, "plan", *model)
+    assert "(tuned)" not in run(capsys, "plan", *model, "--profile", "off")
+    assert "(tuned)" not in run(capsys, "plan", *model, "--prefill-chunk", "32")
+    assert json.loads(run(capsys, "tune", *model, "--forget", "--json")) == {"forgotten": True}
+    assert run(capsys, "tune", *model, "--forget") == ""
+    assert "(tuned)" not in run(capsys, "plan", *model)
+
+
+@pytest.mark.usefixtures("long_chunks")
+def test_settings_in_a_file(capsys: Capture, small_bundle: Path, tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "mine.json"
+    found = json.loads(run(capsys, "tune", "-m", small_bundle, "--quick", "--evaluations", "1", "--out", out, "--json"))
+    device = found["device"]
+    assert device["settings"] == {"threads": None, "affinity": "", "prefill_chunk": 128, "weights": None}
+    assert device["path"] == str(out) and device["rejected"] is None and device["seconds"] > 0
+    assert device["parts"]["prompt"]["ratio"] == pytest.approx(2.0, rel=0.02)
+    outcomes = {(each["name"], each["value"]): each["outcome"] for each in device["attempts"]}
+    assert outcomes["prefill_chunk", 128] == "better"
+    assert not (cache / "edgeinfer" / "tuned").exists()
+    assert "128 (tuned)" in run(capsys, "plan", "-m", small_bundle, "--profile", out)
+    text = run(capsys, "run", "-m", small_bundle, "-p", "Once", "-n", "4", "--profile", out)
+    assert text == run(capsys, "run", "-m", small_bundle, "-p", "Once", "-n", "4")
+
+
+def test_bad_requests_are_refused_before_anything_is_measured(
+    capsys: Capture, small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(device_tuning, "Stopwatch", measured)
+    (tmp_path / "blank").write_text(" \n")
+    for says, options in (
+        ("usual settings", ("--profile", "off")),
+        ("usual settings", ("--profile", tmp_path / "x.json")),
+        ("number of evaluations", ("--evaluations", "0")),
+        ("no text to score by", ("--text", tmp_path / "blank")),
+    ):
+        assert main(["tune", "-m", str(small_bundle), *map(str, options)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and says in err and err.count("\n") == 1
+
+
+def test_an_interrupted_command_keeps_what_there_was(
+    capsys: Capture, small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, long_chunks: None
+) -> None:
+    kept = edgeinfer.tune_device(small_bundle).path
+    assert kept is not None
+    before = kept.read_bytes()
+
+    def interrupted(way: TunedSettings) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_tuning, "Stopwatch", made_up_stopwatch(interrupted))
+    assert run(capsys, "tune", "-m", small_bundle, code=130) == ""
+    assert kept.read_bytes() == before and list(kept.parent.iterdir()) == [kept]
+
+
+def test_a_bad_profile_is_one_line_on_stderr(capsys: Capture, small_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    run(capsys, "run", "-m", small_bundle, "-p", "Once", "-n", "2", "--profile", tmp_path / "bad.json")
+
+
+@pytest.mark.usefixtures("brisk")
+def test_a_gguf_model_is_tuned_without_its_layers(capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    model = random_gguf(tmp_path, kind="Q8_0", hidden_size=64, max_position_embeddings=512)
+    found = json.loads(run(capsys, "tune", "-m", model, "--json"))
+    assert "exit" not in found and found["kv_scales"] is False
+    assert "prefill_chunk" in {each["name"] for each in found["device"]["attempts"]}
+    assert "affinity" not in {each["name"] for each in found["device"]["attempts"]}
+    assert "cannot skip layers" in run(capsys, "tune", "-m", model)
