@@ -17,7 +17,15 @@ import psutil
 
 import edgeinfer
 
-__all__ = ["Environment", "current_environment", "machine_name", "run_header", "script_json", "timestamp"]
+__all__ = [
+    "Environment",
+    "current_environment",
+    "machine_name",
+    "run_header",
+    "script_json",
+    "system_name",
+    "timestamp",
+]
 
 # What takes part in computing, here or in a peer.
 _LIBRARIES = (
@@ -66,7 +74,7 @@ def current_environment() -> Environment:
         cores=psutil.cpu_count(logical=False) or threads,
         threads=threads,
         memory_bytes=psutil.virtual_memory().total,
-        system=platform.platform(),
+        system=system_name(),
         python=platform.python_version(),
         libraries={name: found for name in _LIBRARIES if (found := _version(name))},
     )
@@ -101,6 +109,12 @@ def script_json(name: str, data: Mapping[str, Any]) -> str:
 def timestamp() -> str:
     """The time in UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def system_name() -> str:
+    """The system and its version, as far as figures depend on it."""
+    release = ".".join(platform.release().split(".")[:2])
+    return " ".join(filter(None, (platform.system(), release, platform.machine(), *platform.libc_ver())))
 
 
 def machine_name() -> str:

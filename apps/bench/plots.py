@@ -10,18 +10,20 @@ from xml.sax.saxutils import escape
 __all__ = ["Chart", "Line", "chart_svg", "decades", "ticks"]
 
 Point = tuple[float, float]
+# Left, top, right, bottom.
+_Box = tuple[float, float, float, float]
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 20, 44, 76
-# Okabe and Ito's colours, which the colour-blind tell apart, of them those that both kinds of page show well.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# Near Okabe and Ito's colours, which the colour-blind tell apart; both kinds of page show these well.
+_COLOURS = ("#2f81d6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-size:14px;font-weight:600}.mark{font-size:11px}"
     ".grid{stroke:#d0d7de;stroke-width:1}.axis{stroke:#57606a;stroke-width:1}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.grid{stroke:#30363d}.axis{stroke:#8b949e}}"
 )
 # Of a legend's letters on average, of its dot and the gap behind an entry, and of its lines.
-_LETTER, _AROUND, _ROW = 6.6, 34, 18
+_LETTER, _AROUND, _ROW = 6.2, 34, 18
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ def chart_svg(chart: Chart) -> str:
     parts.append(_text((_LEFT + right) / 2, bottom + 38, chart.x_label, "middle"))
     middle = (_TOP + bottom) / 2
     parts.append(f'<g transform="rotate(-90 16 {middle:g})">{_text(16, middle, chart.y_label, "middle")}</g>')
+    words: list[_Box] = []
     for index, line in enumerate(chart.lines):
-        parts += _line([place(point) for point in line.points], line, _COLOURS[index % len(_COLOURS)])
+        places = [place(point) for point in line.points]
+        parts += _line(places, line, _COLOURS[index % len(_COLOURS)])
+        parts += _marks(places, line.marks, words)
         parts += _entry(line.name, _COLOURS[index % len(_COLOURS)], *rows[index])
     body = "\n".join(parts)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT + height:g}" role="img">'
@@ -122,11 +127,32 @@ def _line(places: Sequence[Point], line: Line, colour: str) -> list[str]:
     parts = [joined] if line.joined else []
     if not line.dashed:
         parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places]
-    for (x, y), mark in zip(places, line.marks, strict=False):
-        # Words that would leave the picture are on the other side of their point.
-        left = x + 8 + _LETTER * len(mark) > _WIDTH
-        parts.append(_text(x - 7 if left else x + 7, y - 6, mark, "end" if left else "start", "mark"))
     return parts
+
+
+def _marks(places: Sequence[Point], marks: Sequence[str], taken: list[_Box]) -> list[str]:
+    """Words beside points, where nothing is written yet; those that have no room are left out.
+
+    Args:
+        taken: what is written on already; grows.
+    """
+    parts = []
+    for (x, y), mark in zip(places, marks, strict=False):
+        width = _LETTER * len(mark)
+        for right, below in ((True, False), (True, True), (False, False), (False, True)):
+            left, base = (x + 7 if right else x - 7 - width), (y + 15 if below else y - 6)
+            box = (left, base - 11, left + width, base + 3)
+            inside = box[0] > _LEFT and box[2] < _WIDTH and box[1] > _TOP and box[3] < _HEIGHT - _BOTTOM
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                anchor = ("start", x + 7) if right else ("end", x - 7)
+                parts.append(_text(anchor[1], base, mark, anchor[0], "mark"))
+                break
+    return parts
+
+
+def _overlap(one: _Box, other: _Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _legend_rows(lines: Sequence[Line]) -> tuple[float, list[Point]]:

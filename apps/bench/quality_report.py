@@ -62,7 +62,7 @@ def quality_chart(subjects: Sequence[Mapping[str, Any]]) -> Chart:
         if each["divergence"] > 0:
             kind = "caches" if each["cache"] else "weights"
             size = (each["bytes"] + each["cache_bytes"]) / 1e6
-            label = each["cache"] or each["weights"]
+            label = each["cache"] or each["weights"].removesuffix(", small layers too")
             lines.setdefault(f"{each['model']}, {kind}", []).append((size, each["divergence"], label))
     drawn = []
     for name, points in lines.items():

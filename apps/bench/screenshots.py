@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from edgeinfer.errors import BackendError, UsageError
 
-__all__ = ["main", "take"]
+__all__ = ["find_browser", "main", "take"]
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDE, _NARROW = (1280, 800), (380, 760)
@@ -205,6 +205,18 @@ def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> N
 _SCENES: tuple[Callable[[Browser, Path, str, Shoot], None], ...] = (_chats, _memory_short, _context_full)
 
 
+def find_browser() -> str:
+    """The program of a browser.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if found is None:
+        raise UsageError("There is no browser.", f"Install one of {', '.join(_BROWSERS)}.")
+    return found
+
+
 def take(models: Path, large: str, out: Path) -> list[Path]:
     """Takes all pictures.
 
@@ -216,9 +228,7 @@ def take(models: Path, large: str, out: Path) -> list[Path]:
         UsageError: there is no browser.
         BackendError: the app did not start.
     """
-    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if found is None:
-        raise UsageError("There is no browser.", f"Install one of {', '.join(_BROWSERS)}.")
+    found = find_browser()
     out.mkdir(parents=True, exist_ok=True)
     taken: list[Path] = []
 

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.bench.environment import machine_name, timestamp
+from edgeinfer.apps.bench.environment import machine_name, system_name, timestamp
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.errors import BackendError, UsageError
 
@@ -168,7 +167,7 @@ def describe_run(model: Model, command: str) -> dict[str, Any]:
     return {
         "build_commit": f"edgeinfer {__version__}",
         "cpu_info": machine_name(),
-        "platform": platform.platform(),
+        "platform": system_name(),
         "backends": f"{info.backend} ({info.kernel})",
         "model_filename": Path(info.name).name,
         "model_type": f"{info.name} {info.bits_per_weight:.3g} bits",

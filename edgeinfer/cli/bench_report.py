@@ -19,14 +19,14 @@ Make one HTML page, with tables, charts and the commands that give the figures a
 wrote. The page needs no other file and no network.
 
 example:
-  edgeinfer bench report speed.json curve.json spec.json --out report.html
+  edgeinfer bench report speed.json memory.json quality.json peers.json --out report.html
 """
 
 
 def add_report_parser(kinds: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(kinds, "report", _execute, "results as one HTML page", _DESCRIPTION)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of bench speed, curve or spec")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of benchmarks or of edgeinfer tune")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
     parser.add_argument("--title", default="edgeinfer, measured", metavar="TEXT", help="of the page")
 

@@ -2,43 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 from edgeinfer.apps.bench.plots import Chart, chart_svg
 
-__all__ = ["Section", "Table", "page_html"]
+__all__ = ["Facts", "Note", "Part", "Section", "Table", "page_html"]
+
+Facts = tuple[tuple[str, str], ...]
 
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1f2328;--soft:#57606a;--line:#d0d7de;--page:#fff;--panel:#f6f8fa}
-@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--page:#0d1117;--panel:#161b22}}
+:root{color-scheme:light dark;--ink:#1f2328;--soft:#57606a;--line:#d0d7de;--page:#fff;--panel:#f6f8fa;--link:#0969da}
+@media(prefers-color-scheme:dark){
+:root{--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--page:#0d1117;--panel:#161b22;--link:#58a6ff}}
 *{box-sizing:border-box}
-body{margin:0 auto;padding:2.5rem 1.25rem 4rem;max-width:60rem;background:var(--page);color:var(--ink);
+body{margin:0 auto;padding:2.5rem 1.25rem 4rem;max-width:64rem;background:var(--page);color:var(--ink);
 font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
 h1{font-size:1.75rem;line-height:1.2;margin:0 0 .25rem;letter-spacing:-.02em}
 h2{font-size:1.25rem;margin:2.75rem 0 .25rem;padding-top:1.25rem;border-top:1px solid var(--line)}
 p{margin:.25rem 0 1rem}.soft{color:var(--soft)}
+.panel{padding:.85rem 1.1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;margin:1.25rem 0}
+.panel dl,.panel ol{margin:0}
+nav ol{columns:2;column-gap:2rem;padding-left:1.4rem}nav li{break-inside:avoid;padding:.1rem 0}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.25rem;margin:.5rem 0 1.25rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 .wide{overflow-x:auto;margin:0 0 1.25rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--soft);padding-bottom:.35rem}
-th,td{padding:.35rem .9rem .35rem 0;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:600}th:first-child,td:first-child{text-align:left}
-figure{margin:0 0 1.25rem}svg{max-width:100%;height:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.94rem}
+caption{text-align:left;color:var(--soft);padding-bottom:.35rem;white-space:nowrap}
+th,td{padding:.35rem 1.1rem .35rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--line);
+white-space:nowrap}
+th{font-weight:600;vertical-align:bottom}th:first-child,td:first-child,.words{text-align:left}
+.words{white-space:normal;min-width:16rem}
+figure{margin:0 0 1.25rem}svg{display:block;width:100%;max-width:46rem;height:auto}
 pre{margin:0 0 1.25rem;padding:.75rem 1rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;
-overflow-x:auto;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+@media(max-width:40rem){nav ol{columns:1}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}}
+@media print{body{max-width:none;padding:0}section{break-inside:avoid}}
 """
 
 
 @dataclass(frozen=True)
 class Table:
-    """Figures in rows; the first column names them, and the caption says their units."""
+    """Figures in rows; the first column names them, and the caption says their units.
+
+    Attributes:
+        words: names of columns, besides the first, that hold words.
+    """
 
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence about what stands above it."""
+
+    text: str
+
+
+Part = Table | Chart | Note
 
 
 @dataclass(frozen=True)
@@ -48,41 +75,63 @@ class Section:
     Attributes:
         title: what was measured.
         facts: names and values of what figures depend on.
-        parts: tables and charts, in order.
+        parts: tables, charts and notes, in order.
         commands: that give such figures again; empty where that was not recorded.
     """
 
     title: str
-    facts: tuple[tuple[str, str], ...]
-    parts: tuple[Table | Chart, ...]
+    facts: Facts
+    parts: tuple[Part, ...]
     commands: tuple[str, ...] = ()
 
 
-def page_html(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """The page."""
-    body = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(lead)}</p>', *map(_section, sections)]
+def page_html(title: str, lead: str, sections: Sequence[Section], facts: Facts = ()) -> str:
+    """The page.
+
+    Args:
+        facts: that all sections have in common; they stand once, at the top.
+    """
+    numbered = [(f"s{number}", section) for number, section in zip(itertools.count(1), sections, strict=False)]
+    body = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(lead)}</p>']
+    body += [f'<div class="panel">{_facts(facts)}</div>'] if facts else []
+    body += [_contents(numbered)] if len(numbered) > 1 else []
+    body += [_section(anchor, section) for anchor, section in numbered]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     head = f"<head>{head}<style>{_STYLE}</style></head>"
     return "\n".join(["<!doctype html>", '<html lang="en">', head, "<body>", *body, "</body>", "</html>", ""])
 
 
-def _section(section: Section) -> str:
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in section.facts)
-    parts = "\n".join(_table(part) if isinstance(part, Table) else _figure(part) for part in section.parts)
+def _contents(numbered: Sequence[tuple[str, Section]]) -> str:
+    entries = "".join(f'<li><a href="#{anchor}">{escape(section.title)}</a></li>' for anchor, section in numbered)
+    return f'<nav class="panel" aria-label="Contents"><ol>{entries}</ol></nav>'
+
+
+def _facts(facts: Facts) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
+
+
+def _section(anchor: str, section: Section) -> str:
+    parts = "\n".join(map(_part, section.parts))
     again = "To measure it again:" if section.commands else "The command that gave these figures was not recorded."
     listing = f"<pre>{escape(chr(10).join(section.commands))}</pre>" if section.commands else ""
     return (
-        f"<section><h2>{escape(section.title)}</h2>\n<dl>{facts}</dl>\n{parts}\n"
+        f'<section id="{anchor}"><h2>{escape(section.title)}</h2>\n{_facts(section.facts)}\n{parts}\n'
         f'<p class="soft">{again}</p>{listing}</section>'
     )
 
 
-def _figure(chart: Chart) -> str:
-    return f"<figure>{chart_svg(chart)}</figure>"
+def _part(part: Part) -> str:
+    if isinstance(part, Note):
+        return f"<p>{escape(part.text)}</p>"
+    return _table(part) if isinstance(part, Table) else f"<figure>{chart_svg(part)}</figure>"
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    kinds = [' class="words"' if name in table.words else "" for name in table.header]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(table.header, kinds, strict=True))
+    rows = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=False)) + "</tr>"
+        for row in table.rows
+    )
     caption = f"<caption>{escape(table.caption)}</caption>"
     return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands
-from edgeinfer.apps.bench.spec_results import FEWEST_TIMED, PLAIN
+from edgeinfer.apps.bench.pages.page import Facts, Note, Part, Section, Table
+from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
+from edgeinfer.apps.bench.spec_results import PLAIN
 
 __all__ = ["spec_section"]
 
 
-def spec_section(data: Any) -> Section | None:
-    """A section, if this is JSON of speculation."""
-    if not (isinstance(data, dict) and data.get("benchmark") == "spec"):
-        return None
-    modes = [mode for mode in data["prompts"][0]["modes"] if mode != PLAIN]
-    categories = list(dict.fromkeys(prompt["category"] for prompt in data["prompts"]))
-    rows = []
-    for category in categories:
-        inside = [prompt["modes"] for prompt in data["prompts"] if prompt["category"] == category]
-        rows.append((category, str(len(inside)), *(_speedups(inside, mode) for mode in modes)))
-    wrong = sum(found["mismatches"] for prompt in data["prompts"] for found in prompt["modes"].values())
-    caption = f"Times faster than plain decoding, mean over prompts; {wrong} replies with other tokens than plain ones"
-    table = Table(caption, ("category", "prompts", *modes), tuple(rows))
-    return Section("Drafting ahead", _facts(data["setup"]), (table,), commands(data))
-
-
-def _speedups(prompts: list[Mapping[str, Any]], mode: str) -> str:
-    """Mean over prompts, and the least."""
-    ratios = [
-        statistics.median(found[PLAIN]["ms_per_token"]) / statistics.median(found[mode]["ms_per_token"])
-        for found in prompts
-        if mode in found and min(*found[PLAIN]["tokens"], *found[mode]["tokens"]) > FEWEST_TIMED
+def spec_section(data: Any) -> Section:
+    """Drafting beside plain decoding, by category of prompts."""
+    modes = [mode for mode in data["modes"] if mode != PLAIN]
+    categories = list(data["categories"][PLAIN])
+    header = ("category", "prompts", f"{PLAIN}: ms per token", *modes)
+    rows = [(name, *_plain(data, name), *(_speedup(data, mode, name) for mode in modes)) for name in categories]
+    rows.append(
+        ("geometric mean", "", "", *(_number(data["overall"][mode], "geometric_mean_speedup") for mode in modes))
+    )
+    lengths = [
+        (name, *(_number(data["categories"][mode].get(name), "accepted_length") for mode in modes))
+        for name in categories
     ]
-    return f"{statistics.fmean(ratios):.2f} (least {min(ratios):.2f})" if ratios else ""
+    wrong = sum(found["mismatches"] for found in data["overall"].values())
+    parts: tuple[Part, ...] = (
+        Table("Times faster than plain decoding, mean over prompts, and the least", header, tuple(rows)),
+        Table("Tokens per pass of the model", ("category", *modes), tuple(lengths)),
+        Note(f"{wrong} replies had other tokens than plain decoding's."),
+        *(Note(f"{mode}: skipped: {reason}") for mode, reason in data["skipped"].items()),
+    )
+    return Section("Drafting ahead", (*_facts(data["setup"]), *run_facts(data)), parts, commands(data))
 
 
-def _facts(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    names = {"Model": "model", "Kernel": "kernel", "Processor": "machine", "System": "platform", "Threads": "threads"}
-    return tuple((name, str(environment[key])) for name, key in names.items() if key in environment)
+def _plain(data: Mapping[str, Any], category: str) -> tuple[str, str]:
+    summary = data["categories"][PLAIN][category]
+    return str(summary["prompts"]), f"{summary['ms']:.2f}"
+
+
+def _speedup(data: Mapping[str, Any], mode: str, category: str) -> str:
+    summary = data["categories"][mode].get(category)
+    return "" if summary is None else f"{summary['speedup']:.2f} (least {summary['least']:.2f})"
+
+
+def _number(found: Mapping[str, Any] | None, name: str) -> str:
+    return "" if found is None or found[name] is None else f"{found[name]:.2f}"
+
+
+def _facts(setup: Mapping[str, Any]) -> Facts:
+    names = {"Model": "model", "Kernel": "kernel", "Threads": "threads"}
+    return tuple((name, str(setup[key])) for name, key in names.items() if key in setup)

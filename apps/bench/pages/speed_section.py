@@ -11,10 +11,8 @@ from edgeinfer.apps.bench.plots import Chart, Line
 __all__ = ["speed_section"]
 
 
-def speed_section(data: Any) -> Section | None:
-    """A section, if this is JSON of speed."""
-    if not (isinstance(data, list) and data and all(isinstance(row, dict) and "samples_ts" in row for row in data)):
-        return None
+def speed_section(data: Any) -> Section:
+    """Tests in llama-bench's words."""
     rows = tuple(
         (
             row["test"],

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.apps.bench.pages.page import Section, Table, page_html
+from edgeinfer.apps.bench.environment import run_header
+from edgeinfer.apps.bench.kv_quality import KVQuality
+from edgeinfer.apps.bench.memory_chat import ChatResults
+from edgeinfer.apps.bench.memory_plans import Case, PlanRun, PlansResults
+from edgeinfer.apps.bench.memory_smallest import Peer, PeerFigures, SmallestResults
+from edgeinfer.apps.bench.memory_spec import SpecMemoResults
+from edgeinfer.apps.bench.memory_subjects import Subject
+from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
+from edgeinfer.apps.bench.pages.page import Note, Section, Table, page_html
 from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.cli.main import main
@@ -78,7 +86,10 @@ def test_a_page_of_all_kinds(files: dict[str, Path], tmp_path: Path) -> None:
         "[1]",
         '"x"',
         '{"points": 3, "limits": null}',
-        '{"prompts": [], "environment": 1}',
+        '{"benchmark": "spec", "prompts": []}',
+        '{"benchmark": "quality", "subjects": []}',
+        '{"benchmark": "memory-plans"}',
+        '{"benchmark": "poetry"}',
         '[{"samples_ts": []}]',
     ],
 )
@@ -102,11 +113,114 @@ WORDS = st.text(max_size=30)
 @given(title=WORDS, name=WORDS, cell=WORDS, command=WORDS)
 def test_what_files_say_is_text(title: str, name: str, cell: str, command: str) -> None:
     chart = Chart(title, name, cell, (Line(name, ((0.0, 1.0), (1.0, 2.0))),))
-    section = Section(title, ((name, cell),), (Table(title, (name,), ((cell,),)), chart), (command,))
+    table, note = Table(title, (name,), ((cell,),), words=(cell,)), Note(cell)
+    section = Section(title, ((name, cell),), (table, chart, note), (command,))
     page = _Texts(page_html(title, name, [section]))
-    plain = _Texts(page_html("x", "x", [Section("x", (("x", "x"),), (Table("x", ("x",), (("x",),)), chart), ("x",))]))
+    parts = (Table("x", ("x",), (("x",),)), chart, Note("x"))
+    plain = _Texts(page_html("x", "x", [Section("x", (("x", "x"),), parts, ("x",))]))
 
     def shape(found: _Texts) -> list[Any]:
         return [tag for tag, _ in found.elements]
 
     assert shape(page) == shape(plain)
+
+
+def told(planned: int, reason: str = "") -> TimedRun:
+    """What one process of a memory benchmark says."""
+    found = {
+        "planned": planned,
+        "plan_given_up": ["cache in int8"],
+        "given_up": [],
+        "tokens": [11, 11],
+        "ms_per_token": [10.0, 20.0],
+        "terms": {"kv": 3_000_000, "weights_mapped": 50_000_000},
+        "choice": {"weights": "mapped"},
+        "weights_resident": 50_000_000,
+        "used": {},
+    }
+    return TimedRun(reason, planned - 1_000_000, planned // 2, 0, found)
+
+
+def memory_results() -> dict[str, dict[str, Any]]:
+    """By benchmark, what its results are as JSON."""
+    subject = Subject("tiny", "tiny", 1000, 64, "64")
+    case = Case(0, subject, 1.2, 0, 1, False, {"counted": "resident"})
+    ran = PlanRun(case, "cgroup", "ran", "", 90_000_000, 100_000_000, 85_000_000, 40_000_000)
+    killed = PlanRun(case, "cgroup", "killed", "gone")
+    points = [Timed(Setup(str(size), {"memory": size}), (told(size),)) for size in (400_000_000, 300_000_000)]
+    points.append(Timed(Setup("200", {"memory": 200_000_000}), (told(200_000_000, "too small"),)))
+    peer = PeerFigures(Peer("llamacpp", Path("x")), "", 600_000_000, 300_000_000, 57.7, 34.6)
+    unbounded = Timed(Setup("unconstrained"), (told(500_000_000),))
+    caches = [KVQuality("tales", "int8", 9.37, 0.001, 0.988, 0.731, 0.013, 0.02, 8340, 4000)]
+    return {
+        "memory-plans": PlansResults(1, (ran, killed)).to_dict(),
+        "memory-smallest": SmallestResults("big", 2048, tuple(points), (peer,)).to_dict(),
+        "memory-spec": SpecMemoResults("big", 512, ("a", "b"), (unbounded, *points[:1])).to_dict(),
+        "memory-chat": ChatResults((80_000_000,) * 20, 90_000_000, 256).to_dict(),
+        "memory-kv": {"caches": [vars(each) for each in caches]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "shown"),
+    [
+        ("memory-plans", {"tiny", "90.0 MB", "85.0 MB", "5.0%", "planned, MB", "measured peak, MB", "as planned"}),
+        ("memory-smallest", {"400.0 MB", "300.0 MB", "big, short", "100.0", "50.0", "-", "too small", "57.7"}),
+        ("memory-spec", {"unconstrained", "400.0 MB", "100.0%"}),
+        ("memory-chat", {"peak of the process, MB", "turn", "Grown after the first turns by 0.00%: flat."}),
+        ("memory-kv", {"tales, int8", "+0.100%", "98.80%", "8340"}),
+    ],
+)
+def test_memory_is_on_the_page(benchmark: str, shown: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps(run_header(benchmark, "the command") | memory_results()[benchmark]))
+    assert main(["bench", "report", str(path), "--out", str(tmp_path / "page.html")]) == 0
+    texts = _Texts((tmp_path / "page.html").read_text("utf-8")).texts
+    assert shown <= set(texts), shown - set(texts)
+    assert "the command" in texts
+
+
+def quality(model: str, divergence: float, cache: str | None = None) -> dict[str, Any]:
+    task = {"right": 1, "of": 2, "tokens_right": 9, "tokens": 10}
+    figures = {"bytes": 3_000_000, "bits_per_weight": 8.5, "cache_bytes": 1_000_000, "context": 64}
+    return figures | {
+        "model": model, "variant": "8 bits", "weights": "8 bits", "cache": cache, "layout": None, "perplexity": 9.3,
+        "perplexity_error": 0.1, "divergence": divergence, "divergence_error": 0.001, "agreement": 0.99, "tokens": 10,
+        "tasks": {"tales/who": task},
+    }  # fmt: skip
+
+
+def test_quality_and_tuning_are_on_the_page(tmp_path: Path) -> None:
+    skipped = [{"model": "m", "variant": "2 bits", "reason": "no room"}]
+    subjects = [quality("m", 0.0), quality("m", 0.25), quality("m", 0.5, "int4")]
+    found = {"text": "a book", "subjects": subjects, "skipped": skipped, "layouts": []}
+    (tmp_path / "quality.json").write_text(json.dumps(run_header("quality", "x") | found))
+    part = {"usual_ms": 2.0, "tuned_ms": 1.0, "ratio": 2.0}
+    attempts = [{"name": "prefill_chunk", "value": 128, "outcome": "better", "time_ratio": 0.5}]
+    device = {"settings": {"threads": 2, "affinity": ""}, "threads": 2, "parts": {"decode": part}, "attempts": attempts}
+    layers = {"matchness": 0.5, "predicted_speedup": 1.25}
+    tuned = {"exit": layers, "skip": layers, "kept": {"exit": True, "skip": False}, "device": device}
+    # What the command prints has no header.
+    (tmp_path / "tune.json").write_text(json.dumps(tuned))
+    files = [str(tmp_path / name) for name in ("quality.json", "tune.json")]
+    assert main(["bench", "report", *files, "--out", str(tmp_path / "page.html")]) == 0
+    page = _Texts((tmp_path / "page.html").read_text("utf-8"))
+    shown = {"1/2 (90.0%)", "0.250000 ± 0.001000", "int4", "m, weights", "m, 2 bits: skipped: no room", "a book"}
+    shown |= {"Kept: threads 2.", "prefill chunk", "better", "1.25", "2.00", "weights and cache, MB"}
+    assert shown <= set(page.texts), shown - set(page.texts)
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    anchors = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
+    assert links == [f"#{anchor}" for anchor in anchors] and len(links) == 2
+
+
+def test_what_all_runs_share_stands_once(tmp_path: Path) -> None:
+    files = []
+    for number, cores in enumerate((2, 4)):
+        header = run_header("memory-kv", "x")
+        header["environment"] |= {"processor": "the processor", "cores": cores}
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps(header | memory_results()["memory-kv"]))
+    out = tmp_path / "page.html"
+    assert main(["bench", "report", *map(str, files), "--out", str(out)]) == 0
+    texts = _Texts(out.read_text("utf-8")).texts
+    assert texts.count("the processor") == 1 and texts.count("Cores") == 2

@@ -39,17 +39,25 @@ def test_nothing_to_draw_is_still_a_chart() -> None:
     ElementTree.fromstring(chart_svg(Chart("empty", "x", "y", ())))
 
 
-@given(st.lists(sizes, min_size=1, max_size=5), st.booleans())
-def test_logarithmic_axes_hold_every_point(values: list[float], marked: bool) -> None:
+@given(st.lists(sizes, min_size=1, max_size=5))
+def test_logarithmic_axes_hold_every_point(values: list[float]) -> None:
     found = decades(values)
     assert found[0] <= min(values) * (1 + 1e-9) and found[-1] >= max(values) * (1 - 1e-9) and len(found) > 1
     points = tuple((float(index), value) for index, value in enumerate(values))
-    line = Line("a", points, tuple(map(str, values)) if marked else ())
+    line = Line("a", points, tuple(map(str, values)))
     root = ElementTree.fromstring(chart_svg(Chart("t", "x", "y", (line,), logarithmic=True)))
     drawn = [(float(c.get("cx", "-1")), float(c.get("cy", "-1"))) for c in root.iter(f"{SVG}circle")][: len(points)]
     assert all(72 <= x <= 700 and 44 <= y <= 324 for x, y in drawn)
-    words = [node.text for node in root.iter(f"{SVG}text")]
-    assert (str(values[0]) in words) >= marked
+
+
+def test_words_stand_beside_points_and_not_on_each_other() -> None:
+    line = Line("a", ((1.0, 1.0), (1.0, 1.0), (2.0, 0.5), (4.0, 2.0)), ("same", "place", "alone", "at the edge"))
+    root = ElementTree.fromstring(chart_svg(Chart("t", "x", "y", (line,))))
+    marks = {node.text: node for node in root.iter(f"{SVG}text") if node.get("class") == "mark"}
+    assert set(marks) == {"same", "place", "alone", "at the edge"}
+    assert marks["same"].get("y") != marks["place"].get("y")
+    # Words that would leave the picture are on the other side.
+    assert (marks["alone"].get("text-anchor"), marks["at the edge"].get("text-anchor")) == ("start", "end")
 
 
 def test_long_legends_go_on_below() -> None:

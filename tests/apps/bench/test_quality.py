@@ -226,7 +226,7 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
         "--questions",
         "0",
         "--calibration-tokens",
-        "16",
+        "64",
     ]
     line += ["--json", str(tmp_path / "out.json")]
     assert main([*line, "--checkpoint", str(checkpoint), "--bits", "8", "--budget-bits", "9"]) == 0
