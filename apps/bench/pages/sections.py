@@ -18,7 +18,6 @@ from edgeinfer.apps.bench.pages.memory_section import (
 )
 from edgeinfer.apps.bench.pages.page import Facts, Section, page_html
 from edgeinfer.apps.bench.pages.peers_section import peers_section
-from edgeinfer.apps.bench.pages.peers_section import peers_section
 from edgeinfer.apps.bench.pages.quality_section import quality_section
 from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
 from edgeinfer.apps.bench.pages.spec_section import spec_section
@@ -40,7 +39,6 @@ _KINDS: dict[str, Callable[[Any], Section]] = {
     "memory-chat": chat_section,
     "memory-kv": kv_section,
     "quality": quality_section,
-    "peers": peers_section,
     "tune": tune_section,
 }
 _MOST_BYTES = 256 * 1024**2
