@@ -11,6 +11,7 @@ from edgeinfer.runtime.kinds.contract import BackendKind, Order, thread_count
 from edgeinfer.runtime.kinds.llamacpp import LlamaCppKind
 from edgeinfer.runtime.kinds.onnx import OnnxKind, OptimumKind
 from edgeinfer.runtime.kinds.reference import ReferenceKind
+from edgeinfer.runtime.kinds.static import StaticKind
 from edgeinfer.runtime.layouts import Progress
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.device_memory import kv_types_on, memory_on, weights_modes_on
@@ -32,6 +33,7 @@ __all__ = [
 
 BACKENDS: dict[str, BackendKind] = {
     "onnx": OnnxKind(),
+    "onnx-static": StaticKind(),
     "onnx-optimum": OptimumKind(),
     "llamacpp": LlamaCppKind(),
     "reference": ReferenceKind(),
@@ -103,7 +105,7 @@ def subject_of(
         weights_modes=weights_modes_on(device, kind.weights_modes(bundle, layout)),
         tokenizers=kind.tokenizers(bundle),
         threads=thread_count(config, settings),
-        memory=memory_on(device, kind.memory(bundle, layout), cache=kind.graphs == "ordinary"),
+        memory=memory_on(device, kind.memory(bundle, layout, config), cache=kind.graphs == "ordinary"),
         modes_differ=kind.modes_differ,
         loads_experts=kind.loads_experts,
         settings=settings,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, write_file
+from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, write_file
 from edgeinfer.bundle.conversion import convert_weights, is_converted
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
@@ -69,6 +69,9 @@ def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
         BundleError: the bundle has no graph for the layout that can run.
     """
     stored = bundle.manifest.layout
+    if stored == STATIC:
+        message = f"{bundle.path} has static graphs, which only their own backend runs."
+        raise BundleError(message, "Leave the backend out, or export the model without --static.")
     if native:
         if NATIVE not in bundle.layouts:
             message = f"{bundle.path} has no quantized weights, which the native kernel is for."

@@ -126,8 +126,8 @@ class TensorEntry:
         _require(self.bits in BITS, f"{self.name} has {self.bits} bits")
         _require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
         _require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
-        whole_bytes = self.bits in STATIC_BITS and self.shape[0] * self.bits % 8 == 0
-        _require(whole_bytes or not self.transposed, f"{self.name} is quantized and transposed")
+        whole = self.bits in STATIC_BITS and self.shape[0] * self.bits % 8 == self.shape[1] % self.block_size == 0
+        _require(whole or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
         _require(turns or not self.interleaved, f"{self.name} has no halves to take turns")
         parts = PARTS[self.layout](self.quantized)

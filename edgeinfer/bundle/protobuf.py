@@ -27,6 +27,18 @@ class Field:
     whole: bytes
     body: bytes | None
 
+    @property
+    def integer(self) -> int:
+        """The number of a field that holds an integer.
+
+        Raises:
+            IndexError: it holds none.
+        """
+        key, at = _read_varint(self.whole, 0)
+        if key & 7 != _VARINT:
+            raise IndexError(f"field {self.number} holds no integer")
+        return _read_varint(self.whole, at)[0]
+
 
 def fields(message: bytes) -> Iterator[Field]:
     """The fields of a message in their order.

@@ -1,7 +1,7 @@
 """The bytes of a quantized matrix as DequantizeLinear reads them; knows nothing of how scales were chosen, or of files.
 
-A matrix (N, K) is stored as MatMul takes it, (K, N), in blocks of `block_size` values along K, the last shorter where
-K is no multiple. Values of 4 bits lie two to a byte, the first in the lower bits. With zero points values and zero
+A matrix (N, K) is stored as MatMul takes it, (K, N), in blocks of `block_size` values along K, of which K is a
+multiple. Values of 4 bits lie two to a byte, the first in the lower bits. With zero points values and zero
 points are unsigned (ONNX's uint4, uint8); without, values are signed (int4, int8) and the zero is 0, which is what
 neural processors multiply best. Scales are float32, (blocks, N).
 """
@@ -46,7 +46,7 @@ def values_dtype(shape: QuantizedShape) -> str:
 def to_static(rows: QuantizedMatrix, shape: QuantizedShape) -> StaticMatrix:
     """Turns rows of a matrix; an even number of them, unless they have 8 bits."""
     n, blocks = rows.scales.shape
-    values = unpack(rows.data, shape.bits, shape.block_size).reshape(n, blocks * shape.block_size)[:, : shape.k]
+    values = unpack(rows.data, shape.bits, shape.block_size).reshape(n, shape.k)
     if rows.zero_points is None:
         return StaticMatrix(pack(_signed(values, shape.bits).T, shape.bits), rows.scales.T, None)
     zeros = pack(unpack(rows.zero_points, shape.bits, blocks).T, shape.bits)
@@ -54,19 +54,16 @@ def to_static(rows: QuantizedMatrix, shape: QuantizedShape) -> StaticMatrix:
 
 
 def from_static(columns: StaticMatrix, shape: QuantizedShape) -> QuantizedMatrix:
-    """Reverses `to_static`; padding of the last block is its zero point."""
+    """Reverses `to_static`."""
     blocks, n = columns.scales.shape
     values = unpack(columns.data, shape.bits, n).T  # (n, K)
     zeros = None
-    padding = np.full((n, blocks * shape.block_size - shape.k), midpoint(shape.bits), np.uint8)
     if columns.zero_points is None:
         values = _signed(values, shape.bits)
     else:
-        points = unpack(columns.zero_points, shape.bits, n).T  # (n, blocks)
-        padding[:] = points[:, -1:]
-        zeros = pack(points, shape.bits)
-    whole = np.concatenate([values, padding], axis=1).reshape(n, blocks, shape.block_size)
-    return QuantizedMatrix(pack(whole, shape.bits), np.ascontiguousarray(columns.scales.T), zeros)
+        zeros = pack(unpack(columns.zero_points, shape.bits, n).T, shape.bits)
+    data = pack(values.reshape(n, blocks, shape.block_size), shape.bits)
+    return QuantizedMatrix(data, np.ascontiguousarray(columns.scales.T), zeros)
 
 
 def _signed(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.codecs import CODECS, read_rows
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
-from edgeinfer.bundle.layouts import LAYOUTS, WEIGHTS, Layout, model_name, weights_name
+from edgeinfer.bundle.layouts import LAYOUTS, STATIC, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
 from edgeinfer.bundle.tensor_checks import check_graphs, check_tensors
@@ -98,6 +98,8 @@ class Bundle:
     def kv_types(self, layout: Layout) -> tuple[str, ...]:
         """Types of cache (edgeinfer.bundle.kv_types) that the bundle has a graph of a layout for, float32 first."""
         stored = self.manifest.layout
+        if stored == STATIC:
+            return (FLOAT32,)
         return tuple(kv for kv in KV if self.has(model_name(stored, layout, kv)))
 
     def model_file(self, layout: Layout, kv: str = FLOAT32) -> Path:

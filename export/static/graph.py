@@ -51,8 +51,10 @@ class _StaticDecoder:
             hidden = self._attention(layer, hidden, biases[spec.window(layer) > 0])
             hidden = self._mlp(layer, hidden)
         if self._shape.prompts:
-            hidden = graph.op("Gather", [hidden, io.LOGIT_ROWS], "wanted", axis=0)
-        self._ops.linear(self._ops.norm(hidden, "final_norm"), "head", io.LOGITS)
+            hidden = graph.op("Gather", [hidden, io.LOGIT_ROWS], "wanted", axis=1)
+        normed = self._ops.norm(hidden, "final_norm")
+        rows = self._reshape(normed, "rows", [self._shape.logit_rows, spec.hidden_size])
+        self._ops.linear(rows, "head", io.LOGITS)
         for value in self._shape.outputs(spec):
             graph.output(value.name, value.dtype, value.shape)
         return graph.model("static_decoder")
@@ -70,7 +72,7 @@ class _StaticDecoder:
             self._ops.norm(hidden, f"layers.{layer}.attn_norm"), f"{prefix}.qkv", f"{prefix}.qkv.out"
         )
         parts = [f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"]
-        graph.ops("Split", [qkv, graph.constant([spec.q_size, spec.kv_size, spec.kv_size])], parts, axis=1)
+        graph.ops("Split", [qkv, graph.constant([spec.q_size, spec.kv_size, spec.kv_size])], parts, axis=-1)
         query = self._rotate(self._heads(parts[0], spec.num_heads, f"{prefix}.q_norm"), f"{prefix}.q.rotated")
         new_key, new_value = io.new_names(layer)
         self._rotate(self._heads(parts[1], spec.num_kv_heads, f"{prefix}.k_norm"), new_key)
@@ -88,7 +90,7 @@ class _StaticDecoder:
         mixed = graph.op("MatMul", [weights, value], f"{prefix}.mixed")
         heads = self._reshape(mixed, f"{prefix}.heads", [1, spec.num_heads, rows, spec.head_dim])
         joined = graph.op("Transpose", [heads], f"{prefix}.turned", perm=[0, 2, 1, 3])
-        flat = self._reshape(joined, f"{prefix}.flat", [rows, spec.q_size])
+        flat = self._reshape(joined, f"{prefix}.flat", [1, rows, spec.q_size])
         out = self._ops.linear(flat, f"{prefix}.out", f"{prefix}.result")
         return graph.op("Add", [hidden, out], f"{prefix}.hidden")
 

@@ -18,7 +18,10 @@ __all__ = ["StaticOperators"]
 
 
 class StaticOperators:
-    """Adds nodes to a graph whose hidden states are (S, D).
+    """Adds nodes to a graph whose hidden states are (1, S, D).
+
+    Of three dimensions, as ONNX Runtime makes Gemm of a MatMul of two with a sum behind it, which takes floats alone:
+    the matrix would be multiplied out in every pass.
 
     Args:
         tensors: the tensor table by canonical name; complete for the spec.
@@ -33,7 +36,7 @@ class StaticOperators:
         entry, graph = self._tensors["embed"], self._graph
         if entry.bits == 32:
             found = graph.op("Gather", [graph.weight("embed", entry.data), io.INPUT_IDS], "embed.rows", axis=0)
-            return self._reshape(found, "embedded", [self._rows, self._spec.hidden_size])
+            return self._reshape(found, "embedded", [1, self._rows, self._spec.hidden_size])
         blocks, zeros = entry.quantized.blocks, self._embedding_zeros(entry)
         values = self._looked_up("embed", entry.data, entry.bits, [self._rows, blocks, entry.block_size])
         assert entry.scales is not None
@@ -43,8 +46,8 @@ class StaticOperators:
         scaled = graph.op("Mul", [centred, scale], "embed.scaled")
         width, hidden = blocks * entry.block_size, self._spec.hidden_size
         if width == hidden:
-            return self._reshape(scaled, "embedded", [self._rows, hidden])
-        padded = self._reshape(scaled, "embed.padded", [self._rows, width])
+            return self._reshape(scaled, "embedded", [1, self._rows, hidden])
+        padded = self._reshape(scaled, "embed.padded", [1, self._rows, width])
         return self._first(padded, "embedded", hidden)
 
     def _embedding_zeros(self, entry: TensorEntry) -> str:
@@ -72,11 +75,9 @@ class StaticOperators:
         halves = [self._reshape(half, f"{half}.column", [self._rows, width, 1]) for half in (low, high)]
         return self._reshape(graph.op("Concat", halves, f"{name}.pairs", axis=2), f"{name}.values", shape)
 
-    def norm(self, value: str, name: str, shape: list[int] | None = None) -> str:
-        """Root-mean-square normalisation over the last axis, optionally of the value in another shape."""
+    def norm(self, value: str, name: str) -> str:
+        """Root-mean-square normalisation over the last axis."""
         graph = self._graph
-        if shape is not None:
-            value = self._reshape(value, f"{name}.in", shape)
         squared = graph.op("Pow", [value, graph.scalar("two", 2.0)], f"{name}.squared")
         mean = graph.op("ReduceMean", [squared, graph.constant([-1])], f"{name}.mean", keepdims=1)
         shifted = graph.op("Add", [mean, graph.scalar("norm_eps", self._spec.norm_eps)], f"{name}.shifted")
@@ -85,7 +86,7 @@ class StaticOperators:
         return graph.op("Mul", [divided, graph.weight(name, self._tensors[name].data)], f"{name}.out")
 
     def linear(self, value: str, name: str, result: str) -> str:
-        """Multiplies by a matrix and adds its bias where the model has one."""
+        """Multiplies by a matrix and adds its bias where the model has one, by rows then: (S, N)."""
         graph, entry = self._graph, self._tensors[name]
         bias = self._tensors.get(f"{name}_bias")
         product = result if bias is None else f"{name}.product"
@@ -94,7 +95,10 @@ class StaticOperators:
             graph.op("Gemm", [value, graph.weight(table, entry.data)], product, transB=1)
         else:
             graph.op("MatMul", [value, self._matrix(entry)], product)
-        return result if bias is None else graph.op("Add", [product, graph.weight(bias.name, bias.data)], result)
+        if bias is None:
+            return result
+        rows = self._reshape(product, f"{name}.rows", [self._rows, entry.shape[0]])
+        return graph.op("Add", [rows, graph.weight(bias.name, bias.data)], result)
 
     def _matrix(self, entry: TensorEntry) -> str:
         """A matrix as MatMul takes it, (K, N)."""
@@ -116,14 +120,14 @@ class StaticOperators:
         graph, size = self._graph, self._spec.intermediate_size
         joined = self.linear(value, f"{prefix}.gate_up", f"{prefix}.gate_up.result")
         gate, up = f"{prefix}.gate", f"{prefix}.up"
-        graph.ops("Split", [joined, graph.constant([size, size])], [gate, up], axis=1)
+        graph.ops("Split", [joined, graph.constant([size, size])], [gate, up], axis=-1)
         sigmoid = graph.op("Sigmoid", [gate], f"{prefix}.sigmoid")
         activated = graph.op("Mul", [gate, sigmoid], f"{prefix}.activated")
         return graph.op("Mul", [activated, up], f"{prefix}.product")
 
     def _first(self, value: str, result: str, count: int) -> str:
         """The first columns."""
-        bounds = [self._graph.constant([number]) for number in (0, count, 1)]
+        bounds = [self._graph.constant([number]) for number in (0, count, -1)]
         return self._graph.op("Slice", [value, *bounds], result)
 
     def _reshape(self, value: str, result: str, shape: list[int]) -> str:

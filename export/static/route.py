@@ -70,7 +70,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
         text = text_of(config, sidecar, spec)
         parameters = sum(plan.parameters for plan in plans)
         quant = make_plan(config, spec, plans, planned, parameters, None if text is None else text.texts, progress)
-        quant = _in_whole_bytes(spec, plans, quant)
+        quant = _storable(spec, plans, quant)
         tensors = _table(spec, plans, quant)
         manifest = Manifest(
             name=config.name or source.resolve().name,
@@ -118,13 +118,18 @@ def _keep_layers(
     return fixed, tuple(kept)
 
 
-def _in_whole_bytes(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan) -> QuantPlan:
-    """The same plan with 8 bits for matrices of an odd number of rows: rows of (K, N) must end with bytes."""
+def _storable(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan) -> QuantPlan:
+    """The same plan with wider matrices where the static layout has none so narrow: rows of (K, N) end with bytes, and
+    K is a multiple of the block, as OpenVINO asks."""
     schemes: dict[str, QuantScheme | None] = dict(quant.schemes)
+    # An embedding is stored by rows; a tied one by columns besides.
     by_columns = {plan.name: plan.shape for plan in plans if plan.name != "embed" or spec.tied}
     for name, shape in by_columns.items():
         scheme = schemes.get(name)
-        if scheme is not None and scheme.bits == 4 and shape[0] % 2:
+        if scheme is not None and shape[1] % scheme.block_size:
+            _log.warning("%s has %d columns, no multiple of 32: it stays float32.", name, shape[1])
+            schemes[name] = None
+        elif scheme is not None and scheme.bits == 4 and shape[0] % 2:
             _log.warning("%s has an odd number of rows, %d: it gets 8 bits instead of 4.", name, shape[0])
             schemes[name] = dataclasses.replace(scheme, bits=8)
     return dataclasses.replace(quant, schemes=schemes)

@@ -96,7 +96,7 @@ class BackendKind(ABC):
         """What multiplies, as `Backend.kernel` will say."""
 
     @abstractmethod
-    def memory(self, bundle: Bundle, layout: Layout) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
         """What a bundle takes."""
 
     def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:

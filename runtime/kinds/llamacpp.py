@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
+from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.kinds.contract import BackendKind, Order
 from edgeinfer.runtime.llamacpp.memory import fits_blocks, packed_bytes
@@ -51,7 +52,7 @@ class LlamaCppKind(BackendKind):
 
         return " ".join(("llama.cpp", *features(llama_library())))
 
-    def memory(self, bundle: Bundle, layout: Layout) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
         """Of a context."""
         return GgufMemory(bundle)
 

@@ -55,7 +55,7 @@ class OnnxKind(BackendKind):
         """An instruction set of the native kernel, or an operator."""
         return kernel_of(bundle, layout)
 
-    def memory(self, bundle: Bundle, layout: Layout) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
         """Of a session."""
         return memory_of(bundle, layout)
 
@@ -103,7 +103,7 @@ class OptimumKind(BackendKind):
         """The library."""
         return "onnxruntime"
 
-    def memory(self, bundle: Bundle, layout: Layout) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
         """Of a session with opaque weights."""
         return memory_of(bundle, layout)
 

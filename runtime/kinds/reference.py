@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.kinds.contract import BackendKind, Order
 from edgeinfer.runtime.kinds.onnx import kv_types_with_scales, memory_of, scales_for, watched
@@ -28,7 +29,7 @@ class ReferenceKind(BackendKind):
         """The library."""
         return "numpy"
 
-    def memory(self, bundle: Bundle, layout: Layout) -> ModelMemory:
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
         """With every weight multiplied out."""
         return memory_of(bundle, layout, floats=True)
 

@@ -186,7 +186,7 @@ def test_any_text_is_refused_with_a_bundle_error(text: str) -> None:
         (lambda d: d["capabilities"].update(row_multiple=2), "capabilities and tensors disagree"),
         (lambda d: d["capabilities"].update(elastic=True), "capabilities and tensors disagree"),
         (lambda d: d["tensors"][0].update(paired=True), "final_norm has parts that float32 has not"),
-        (lambda d: d["tensors"][1].update(transposed=True), "inconsistent data"),
+        (lambda d: d["tensors"][1].update(transposed=True), "quantized and transposed"),
         (lambda d: d["tensors"][1].update(shape=[9, 8], paired=True), "halves of different sizes"),
         (lambda d: d["files"][WEIGHTS].update(bytes=5), "896 bytes"),
     ],
