@@ -146,7 +146,8 @@ def _measure(
 
     plan = plan_for(TunedSettings())
     plan.require_fit()
-    with Stopwatch(plan_for, make, config.memory or machine_memory(), effort.visit_ms) as stopwatch:
+    # Other programs need memory too.
+    with Stopwatch(plan_for, make, config.memory or machine_memory() // 2, effort.visit_ms) as stopwatch:
         ways = _ways(config, plan, usual.weights_modes, names, stopwatch.longest_prompt)
         found = find(ways, stopwatch, effort, time.perf_counter, *(() if progress is None else (progress,)))
     return found, found.settings.threads or plan.threads
@@ -155,8 +156,9 @@ def _measure(
 def _ways(config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int) -> Ways:
     """What the caller left open, of what the backend has."""
     threads = range(1, len(usable_processors()) + 1) if config.threads is None and "threads" in names else ()
-    chunk = plan.prefill_chunk
-    chunks = _CHUNKS if config.prefill_chunk is None and "prefill_chunk" in names else ()
+    chunks: tuple[int, ...] = ()
+    if config.prefill_chunk is None and "prefill_chunk" in names:
+        chunks = tuple(size for size in _CHUNKS if size != plan.prefill_chunk and size <= plan.context)
     weights: tuple[str, ...] = ()
     if config.weights is None and "weights" in names and plan.configuration.weights in TUNED_WEIGHTS:
         weights = tuple(mode for mode in modes if mode in TUNED_WEIGHTS and mode != plan.configuration.weights)
@@ -165,7 +167,8 @@ def _ways(config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: t
         pinning=pinning if "affinity" in names else lambda threads: "",
         usual_threads=plan.threads,
         weights=weights,
-        chunks=tuple(size for size in chunks if size != chunk and size <= min(longest, plan.context)),
+        chunks=tuple(size for size in chunks if size <= longest),
+        long_chunks=tuple(size for size in chunks if size > longest),
     )
 
 

@@ -38,6 +38,7 @@ class Ways:
         pinning: the processors for so many threads; "" where nothing can be pinned.
         usual_threads: where no other number is better.
         weights, chunks: of WEIGHTS_MODES, and tokens per pass.
+        long_chunks: longer than any prompt that there is time for.
     """
 
     threads: tuple[int, ...] = ()
@@ -45,6 +46,7 @@ class Ways:
     usual_threads: int = 1
     weights: tuple[str, ...] = ()
     chunks: tuple[int, ...] = ()
+    long_chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Attempt:
 
     Attributes:
         name, value: of the setting.
-        outcome: "better", "not better", "slower" in something, "unclear" as timings scattered, or "no memory".
+        outcome: "better", "not better", "slower" in something, "unclear" as timings scattered, "no memory", or "too
+            slow to try".
         ratio: its time to that of the best found before, in what it is for; None where it could not be timed.
     """
 
@@ -120,7 +123,7 @@ def find(
         report: called with what is measured, pairs done and at most to do.
     """
     best = UNTUNED
-    attempts: list[Attempt] = []
+    attempts = [Attempt("prefill_chunk", size, "too slow to try") for size in ways.long_chunks]
     for knob in _KNOBS:
         for value in _shortlist(knob, knob.values(ways, best), best, timer, attempts):
             candidate = dataclasses.replace(best, **{knob.name: value})

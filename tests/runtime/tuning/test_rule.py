@@ -221,6 +221,14 @@ def test_what_there_is_no_memory_for_is_left_out() -> None:
     assert {attempt.outcome for attempt in many.attempts if attempt.value == 256} == {"no memory"}
 
 
+def test_chunks_that_there_is_no_time_for_are_named() -> None:
+    found = Machine(same, noise=0.01).find(Ways(chunks=(32,), long_chunks=(128, 256)))
+    assert [(attempt.value, attempt.outcome) for attempt in found.attempts[:2]] == [
+        (128, "too slow to try"),
+        (256, "too slow to try"),
+    ]
+
+
 def test_time_ends_a_comparison_that_tells_nothing() -> None:
     machine = Machine(same, noise=0.3)
     short = Effort((7, 13, 1000), 3.0)
