@@ -60,10 +60,14 @@ class PeersConfig:
             raise UsageError("A budget must be at least one byte.", "Give sizes such as 250MB.")
         if self.patience <= 0:
             raise UsageError(f"patience must be above 0 s, not {self.patience}.", "Leave it out for its default.")
-        needed = max(self.prompt, 1 + self.reply + 2, self.past + max(self.sizes), self.asked + self.answered) + 1
-        if self.context < needed:
-            message = f"A context of {self.context} tokens is too small: what is timed takes {needed}."
+        if self.context < self.needed:
+            message = f"A context of {self.context} tokens is too small: what is timed takes {self.needed}."
             raise UsageError(message, "Give a larger one (-c), or a shorter prompt (-p) and reply (-n).")
+
+    @property
+    def needed(self) -> int:
+        """Tokens of context that what is timed takes."""
+        return max(self.prompt, 1 + self.reply + 2, self.past + max(self.sizes), self.asked + self.answered) + 1
 
     @property
     def asked(self) -> int:

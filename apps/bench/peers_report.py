@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgeinfer.apps.bench.environment import current_environment, run_header
+from edgeinfer.apps.bench.environment import current_environment
 from edgeinfer.apps.bench.peers_config import PeersConfig
 from edgeinfer.apps.bench.peers_results import BudgetFigures, EngineFigures, ModelFigures
 from edgeinfer.apps.bench.timing import Spread
@@ -16,14 +16,9 @@ __all__ = ["peers_json", "peers_markdown"]
 _MB = 1e6
 
 
-def peers_json(figures: Sequence[ModelFigures], config: PeersConfig, command: str) -> dict[str, Any]:
-    """A result file.
-
-    Args:
-        command: that gives such figures again.
-    """
+def peers_json(figures: Sequence[ModelFigures], config: PeersConfig) -> dict[str, Any]:
+    """As JSON's types, less what every result file begins with."""
     return {
-        **run_header("peers", command),
         "threads": config.threads,
         "repeats": config.repeats,
         "rounds": config.rounds,

@@ -17,7 +17,7 @@ from edgeinfer.apps.bench.peers_engines import PEERS, REFERENCE, Peer, missing
 from edgeinfer.apps.bench.peers_models import PeerModel, text_of
 from edgeinfer.apps.bench.peers_results import EngineFigures, ModelFigures
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Samples, Spread, Task, rotated, visits
-from edgeinfer.errors import BackendError
+from edgeinfer.errors import BackendError, UsageError
 
 __all__ = ["PeersRun"]
 
@@ -55,11 +55,17 @@ class PeersRun:
 
     Args:
         told: stage, number done and number to do.
+
+    Raises:
+        UsageError: the model does not hold as many tokens as are timed.
     """
 
     def __init__(self, model: PeerModel, config: PeersConfig, told: Told) -> None:
         self._model, self._config, self._told = model, config, told
         self._context = min(config.context, model.longest)
+        if self._context < config.needed:
+            message = f"{model.name} holds {model.longest} tokens, and what is timed takes {config.needed}."
+            raise UsageError(message, "Give a shorter prompt (-p) and reply (-n), or another model.")
         self._prompts: list[list[int]] = []
         self._entries: dict[str, _Entry] = {}
         self._skipped: dict[str, str] = {}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.cli.bench_files import require_place, write_text
-from edgeinfer.cli.options import add_command, command_line
+from edgeinfer.cli.bench_files import names, require_place, write_results
+from edgeinfer.cli.options import add_command
 from edgeinfer.cli.output import print_note, progress_bar
 from edgeinfer.config import parse_size
 from edgeinfer.errors import UsageError
@@ -47,9 +46,9 @@ def add_peers_parser(kinds: Subparsers) -> None:
     parser = add_command(kinds, "peers", _execute, "other engines on the same work", _DESCRIPTION)
     group = parser.add_argument_group("what is compared")
     text = "edgeinfer, llamacpp, genai, openvino, transformers, transformers-bf16 (default: all)"
-    group.add_argument("--engines", type=_names, metavar="LIST", help=text)
+    group.add_argument("--engines", type=names, metavar="LIST", help=text)
     text = f"tales, the built-in model, and names of shapes, whose weights are random (default: {_MODELS})"
-    group.add_argument("--models", type=_names, metavar="LIST", help=text)
+    group.add_argument("--models", type=names, metavar="LIST", help=text)
     text = "a trained checkpoint (Hugging Face, safetensors) besides --models, or instead of the default ones"
     group.add_argument("--checkpoint", type=Path, metavar="PATH", help=text)
     text = "an interpreter that has an engine; may be given several times"
@@ -77,10 +76,6 @@ def _add_sizes(parser: Parser) -> None:
     group.add_argument("--quick", action="store_true", help="one of each: figures to be looked at, not to be kept")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def _python(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
@@ -91,7 +86,7 @@ def _python(text: str) -> tuple[str, str]:
 def _budgets(text: str) -> tuple[int, ...]:
     if text == "none":
         return ()
-    return tuple(parse_size(f"{part}MB" if part.isdecimal() else part) for part in _names(text))
+    return tuple(parse_size(f"{part}MB" if part.isdecimal() else part) for part in names(text))
 
 
 def _execute(args: argparse.Namespace) -> int:
@@ -114,8 +109,7 @@ def _execute(args: argparse.Namespace) -> int:
             finished = False
     figures = [run.figures() for run in runs]
     sys.stdout.write(peers_markdown(figures, config))
-    if args.json:
-        write_text(args.json, json.dumps(peers_json(figures, config, command_line()), indent=1) + "\n")
+    write_results(args.json, "peers", peers_json(figures, config))
     if not finished:
         print_note("Interrupted: the figures are those of what was done.")
     return 0 if finished else 130
@@ -144,8 +138,8 @@ def _models(args: argparse.Namespace) -> list[PeerModel]:
     from edgeinfer.apps.bench.peers_models import BUILTIN, builtin_model, checkpoint_model, shape_model
 
     work = args.work or default_folder()
-    names = args.models if args.models is not None else () if args.checkpoint else _names(_MODELS)
-    models = [builtin_model(work, resolve(None)) if name == BUILTIN else shape_model(work, name) for name in names]
+    wanted = args.models if args.models is not None else () if args.checkpoint else names(_MODELS)
+    models = [builtin_model(work, resolve(None)) if name == BUILTIN else shape_model(work, name) for name in wanted]
     if args.checkpoint:
         models.append(checkpoint_model(work, args.checkpoint))
     if not models:

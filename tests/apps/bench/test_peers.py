@@ -1,0 +1,204 @@
+"""`edgeinfer bench peers` on a tiny model: figures, wrong answers, engines that are not there or fail, bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.apps.bench import peers_run
+from edgeinfer.apps.bench.artifacts import Artifacts
+from edgeinfer.apps.bench.peers_config import PeersConfig
+from edgeinfer.apps.bench.peers_engines import PEERS, Peer
+from edgeinfer.apps.bench.peers_models import builtin_model, shape_model
+from edgeinfer.apps.bench.peers_report import peers_json, peers_markdown
+from edgeinfer.apps.bench.peers_results import EngineFigures
+from edgeinfer.apps.bench.peers_run import PeersRun
+from edgeinfer.apps.bench.shapes import SHAPES
+from edgeinfer.cli.main import main
+from edgeinfer.errors import UsageError
+from tests.speculation import BUILTIN, needs_builtin
+
+pytest.importorskip("onnx", reason="needs the export extra")
+needs_llamacpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None or find_spec("gguf") is None, reason="needs the gguf extra"
+)
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+SMALL = PeersConfig(context=256, prompt=40, reply=6, budgets=(), repeats=1, rounds=1)
+SIZES = ["-c", "256", "-p", "40", "-n", "6", "--models", "tiny", "--quick"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("peers")
+
+
+def run(work: Path, *engines: str, **settings: Any) -> PeersRun:
+    """A run of some engines on the tiny shape, done."""
+    done = PeersRun(shape_model(work, "tiny"), replace(SMALL, engines=engines, **settings), lambda *_: None)
+    done.run()
+    return done
+
+
+def found(done: PeersRun) -> dict[str, EngineFigures]:
+    return {figures.engine: figures for figures in done.figures().engines}
+
+
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference, which takes seconds to start."""
+    monkeypatch.setattr(peers_run, "missing", lambda peer, python, name: "it sleeps" if name == "transformers" else "")
+
+
+@needs_llamacpp
+@needs_transformers
+def test_engines_side_by_side(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "peers.json"
+    engines = ["--engines", "edgeinfer,llamacpp,genai", "--budgets", "400"]
+    assert main(["bench", "peers", *SIZES, *engines, "--work", str(work), "--json", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["benchmark"] == "peers" and data["environment"]["cores"] >= 1 and data["command"]
+    (model,) = data["models"]
+    assert model["model"] == "tiny" and model["tests"] == ["pp40", "tg6"]
+    ours, theirs, foreign = model["engines"]
+    for engine in (ours, theirs):
+        assert engine["skipped"] is None and engine["same_tokens"] is True
+        assert engine["agreement"] > 0.9 and engine["checked_tokens"] == 6 * 16 + 64
+        assert min(engine["load_ms"], engine["pp40"], engine["tg6"], engine["peak_rss_bytes"], engine["bytes"]) > 0
+        assert set(engine["c"]) == {"1", "4"} and min(engine["c"].values()) > 0
+    if find_spec("onnxruntime_genai") is None:
+        assert "--python genai=PATH" in foreign["skipped"]
+    text = capsys.readouterr().out
+    assert "| engine" in text and "pp40 t/s" in text and "c(4) ms" in text
+    assert "onnxruntime-genai: skipped:" in text or find_spec("onnxruntime_genai")
+    if not model["limits"]:
+        assert ours["budgets"]["400000000"]["tokens_per_second"] > 0
+        assert "400.0 MB" in text
+    page = tmp_path / "page.html"
+    assert main(["bench", "report", str(out), "--out", str(page)]) == 0
+    assert "Beside other engines" in page.read_text("utf-8")
+
+
+@needs_builtin
+@needs_llamacpp
+@needs_transformers
+def test_the_speed_of_a_wrong_engine_does_not_count(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights of the same shape are as fast as the right ones."""
+    other = Artifacts(work / "other", SHAPES["tales"])
+    monkeypatch.setitem(PEERS, "llamacpp", replace(PEERS["llamacpp"], make=lambda model, python: other.gguf()))
+    config = replace(SMALL, engines=("edgeinfer", "llamacpp"))
+    done = PeersRun(builtin_model(work, BUILTIN), config, lambda *_: None)
+    done.run()
+    figures = found(done)
+    assert figures["edgeinfer"].same_tokens is True and figures["edgeinfer"].rates
+    wrong = figures["llama.cpp"]
+    assert wrong.same_tokens is False and wrong.agreement is not None and wrong.agreement < 0.5
+    assert not wrong.rates and not wrong.passes and not wrong.budgets and wrong.load_ms is None
+    assert "llama.cpp: wrong" in peers_markdown([done.figures()], SMALL)
+
+
+@needs_transformers
+def test_transformers_takes_part(work: Path, tmp_path: Path) -> None:
+    from edgeinfer.apps.bench.engines.huggingface import TransformersEngine
+
+    engine = TransformersEngine(str(Artifacts(work, SHAPES["tiny"]).checkpoint()), threads=1, context=256)
+    prompt = [5, 9, 70, 33]
+    reply = engine.reply(prompt, 6)["token_ids"]
+    assert engine.reply(prompt, 6)["token_ids"] == reply
+    assert engine.judge(prompt, reply) == pytest.approx([0.0] * 6)
+    worse = engine.judge(prompt, [(token + 1) % 500 for token in reply])
+    assert max(worse) > 0.5
+    assert len(engine.pass_times([1, 2], prompt, 2)) == len(engine.decode_times(2, prompt)) == 2
+    # Whatever was timed in between, the cache holds what it should.
+    assert engine.reply(prompt, 6)["token_ids"] == reply
+
+
+def test_what_cannot_be_loaded_is_left_out(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+
+    def add(name: str, peer: Peer) -> None:
+        monkeypatch.setitem(PEERS, name, peer)
+
+    ours = PEERS["edgeinfer"]
+    add("broken", replace(ours, label="broken", make=lambda model, python: broken))
+    add("dying", replace(ours, label="dying", options={"native": "neither"}))
+    done = run(work, "edgeinfer", "broken", "dying")
+    figures = found(done)
+    assert figures["edgeinfer"].rates and not figures["edgeinfer"].skipped
+    assert figures["broken"].skipped and not figures["broken"].rates
+    assert "stopped" in figures["dying"].skipped
+    assert figures["edgeinfer"].same_tokens is None
+    text = peers_markdown([done.figures()], SMALL)
+    assert "Replies were not checked: it sleeps." in text and "dying: skipped:" in text
+    json.dumps(peers_json([done.figures()], SMALL))
+
+
+@pytest.mark.skipif(find_spec("onnxruntime_genai") is not None, reason="onnxruntime-genai is installed")
+def test_an_interpreter_without_the_engine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch)
+    figures = found(run(work, "genai", pythons={"genai": sys.executable}))
+    assert "onnxruntime_genai" in figures["onnxruntime-genai"].skipped
+
+
+def test_no_limits_no_column(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch)
+    monkeypatch.setattr(peers_run, "can_enforce", lambda: "there is no such thing here")
+    done = run(work, "edgeinfer", budgets=(400_000_000,))
+    assert not found(done)["edgeinfer"].budgets
+    text = peers_markdown([done.figures()], replace(SMALL, budgets=(400_000_000,)))
+    assert "not measured: there is no such thing here" in text and "400.0 MB" not in text
+
+
+def test_interrupted_it_keeps_what_was_done(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unchecked(monkeypatch)
+
+    def interrupt(self: PeersRun) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PeersRun, "_time_tasks", interrupt)
+    out = tmp_path / "peers.json"
+    arguments = [*SIZES, "--engines", "edgeinfer", "--budgets", "none", "--work", str(work), "--json", str(out)]
+    assert main(["bench", "peers", *arguments]) == 130
+    (engine,) = json.loads(out.read_text())["models"][0]["engines"]
+    assert engine["load_ms"] > 0 and "tg6" not in engine
+    captured = capsys.readouterr()
+    assert "| edgeinfer" in captured.out and "Interrupted" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--engines", "edgeinfer,warp"], "Unknown engine 'warp'"),
+        (["--python", "warp=/bin/true"], "Unknown engine 'warp'"),
+        (["--python", "genai"], "names no engine and interpreter"),
+        (["--python", "genai=/bin/echo"], "/bin/echo is no Python interpreter"),
+        (["--python", "genai=/nowhere/python"], "Cannot run /nowhere/python"),
+        (["--budgets", "lots"], "'lots' is not a positive size"),
+        (["--budgets", "0"], "is not a positive size"),
+        (["--models", "grand"], "Unknown model 'grand'"),
+        (["--checkpoint", "/nowhere"], "/nowhere is no checkpoint"),
+        (["-c", "100"], "A context of 100 tokens is too small"),
+        (["-t", "0"], "threads must be at least 1"),
+        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--patience", "0"], "patience must be above 0"),
+        (["--json", "/nowhere/peers.json"], "there is no such folder"),
+    ],
+)
+def test_bad_input(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", "--work", str(tmp_path), *arguments]) in (2, 3, 5)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and says in captured.err and not captured.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_shorter_than_the_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tiny holds 256 tokens"):
+        PeersRun(shape_model(tmp_path, "tiny"), PeersConfig(), lambda *_: None)
