@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 __all__ = [
     "Chunk",
+    "DeviceFacts",
     "DeviceLimits",
     "DrafterUse",
     "ExpertUse",
@@ -214,6 +215,37 @@ class ModelInfo:
     kernel: str
     device: str = "cpu"
     device_note: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A device that models may run on.
+
+    Attributes:
+        name: as `--device` takes it.
+        provider: onnxruntime's name of it.
+        package: of pip that brings the provider.
+        beside: whether the package is installed beside onnxruntime; else in its place.
+        installed: whether the provider is there.
+        hardware: whether it sees hardware; None where it is not installed.
+        bundles: "all", or "static": those exported with --static.
+        traits: what its kernels can do with other bundles than static ones, by name.
+        memory: where its arrays live; "cpu" is ordinary memory.
+        check: "ok" where small models gave on it what they give on the CPU, else why not; empty where it was not tried.
+        tried: where edgeinfer was run on it before it was released.
+    """
+
+    name: str
+    provider: str
+    package: str
+    beside: bool
+    installed: bool
+    hardware: bool | None
+    bundles: str
+    traits: dict[str, bool]
+    memory: str
+    check: str
+    tried: str
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edgeinfer.config import format_size
 from edgeinfer.runtime.allocation import is_refusal
 from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import device_error, require
@@ -38,8 +39,7 @@ def device_value(array: NDArray[Any], device: Device) -> ort.OrtValue:
     """A copy of an array on a device; in ordinary memory the array itself.
 
     Raises:
-        MemoryError: there is no room for it there.
-        DeviceError: the device fails.
+        DeviceError: the device fails, or has no room for it.
     """
     if device.memory == CPU_MEMORY:
         return ort.OrtValue.ortvalue_from_numpy(array)
@@ -48,9 +48,8 @@ def device_value(array: NDArray[Any], device: Device) -> ort.OrtValue:
         value.update_inplace(array)
     except Exception as error:
         # onnxruntime raises a family of exceptions without a common base of its own.
-        if is_refusal(error):
-            raise MemoryError(f"{device.name} has no room for {array.nbytes} bytes") from error
-        raise device_error(device, error) from error
+        reason = f"it has no room for {format_size(array.nbytes)}" if is_refusal(error) else error
+        raise device_error(device, reason) from error
     return value
 
 
@@ -62,7 +61,7 @@ class DeviceArray:
         written: what a pass writes: the same, or a second copy where the device cannot write in place.
 
     Raises:
-        MemoryError, DeviceError: as `device_value`.
+        DeviceError: as `device_value`.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: Device) -> None:

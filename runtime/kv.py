@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVScales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.errors import BackendError, DeviceError, UsageError
 from edgeinfer.runtime.contracts import CacheSnapshot, Edit, Floats, check_snapshot
 
 __all__ = ["KVBuffers"]
@@ -75,6 +75,7 @@ class KVBuffers:
         Raises:
             BackendError: more rows than the cache may have.
             MemoryError: there is no memory for them; the buffers then moved, but hold what they held.
+            DeviceError: the same of a device's memory.
         """
         if rows <= self.rows:
             return False
@@ -95,7 +96,7 @@ class KVBuffers:
                         arrays[layer] = grown
                     else:
                         arrays.append(grown)
-        except MemoryError:
+        except (MemoryError, DeviceError):
             for arrays in (self.keys, self.values):
                 arrays[:] = [_shrunk(array, self.rows) if self.rows else _empty(array) for array in arrays]
             raise

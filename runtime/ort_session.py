@@ -117,7 +117,7 @@ class OrtSession:
         except Exception as error:
             # onnxruntime raises a family of exceptions without a common base of its own.
             name = path if isinstance(path, str) else "A model"
-            if is_refusal(error):
+            if is_refusal(error) and device.memory == CPU_MEMORY:
                 raise refused(f"The session of {name}", error) from error
             if not device.on_cpu:
                 raise device_error(device, error) from error

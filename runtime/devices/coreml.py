@@ -12,7 +12,7 @@ __all__ = ["ENTRY"]
 _OPTIONS = {"ModelFormat": "MLProgram", "RequireStaticInputShapes": "1"}
 ENTRY = DeviceEntry(
     (Device("coreml", "CoreMLExecutionProvider", _OPTIONS, STATIC_ONLY, CPU_MEMORY),),
-    "onnxruntime",
+    "onnxruntime for macOS",
     True,
     "not run: macOS alone; its static graphs on the CPU",
 )

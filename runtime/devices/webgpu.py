@@ -18,8 +18,8 @@ _TRAITS = Traits(
 
 
 def _seen(device: Device) -> bool:
-    """Whether there is a graphics processor; one in software is used only where it is asked for by name."""
-    return any(found.device.type.name == "GPU" for found in plugin_devices(device))
+    """Whether the provider found a graphics processor; one in software it lists only where its environment says so."""
+    return bool(plugin_devices(device))
 
 
 ENTRY = DeviceEntry(

@@ -1,0 +1,88 @@
+"""Which device a model gets: what is asked for or nothing, and for "auto" the first that is there and can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import DeviceError, UsageError
+from edgeinfer.runtime.devices.contract import CPU_MEMORY, STATIC_ONLY, Device, Graphs
+from edgeinfer.runtime.devices.selection import choose_device, runs
+from tests.devices import STANDIN, install, lacking
+
+STATIC = Device("npu", "CPUExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY)
+ABSENT = Device("absent", "NoSuchExecutionProvider", {}, STANDIN.traits, CPU_MEMORY)
+
+
+def chosen(graphs: Graphs = "ordinary", **options: Any) -> str:
+    return choose_device(LoadConfig(**options), graphs).name
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ABSENT, STATIC, STANDIN)
+
+
+def test_auto_takes_the_first_that_is_there_and_runs_such_graphs() -> None:
+    assert chosen("static") == "npu"
+    assert chosen("ordinary") == "standin"
+    assert chosen("none") == "cpu"
+
+
+def test_auto_passes_over_what_lacks_something_asked_for() -> None:
+    for options in ({"native": True}, {"kv": "int8"}, {"weights": "streamed"}):
+        assert chosen(**options) == "cpu"
+    assert chosen(native=False, kv="float32", weights="packed") == "standin"
+
+
+def test_auto_keeps_a_budget_on_the_cpu() -> None:
+    assert chosen(memory=10**9) == "cpu"
+    assert chosen(memory=10**9, device="standin") == "standin"
+
+
+def test_auto_looks_for_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, STANDIN, hardware=lambda device: False)
+    assert chosen() == "cpu" and chosen(device="standin") == "standin"
+
+    def broken(device: Device) -> bool:
+        raise DeviceError("its library is damaged")
+
+    install(monkeypatch, STANDIN, hardware=broken)
+    assert chosen() == "cpu"
+    install(monkeypatch, STANDIN, automatic=False)
+    assert chosen() == "cpu"
+
+
+def test_what_is_not_installed_is_refused_with_its_package() -> None:
+    with pytest.raises(DeviceError, match=r"absent is not installed here\. Install absent-package in place of"):
+        chosen(device="absent")
+
+
+def test_fixed_shapes_are_asked_for_where_nothing_else_runs() -> None:
+    with pytest.raises(DeviceError, match=r"only graphs of fixed shapes.*--static"):
+        chosen(device="npu")
+    assert chosen("static", device="npu") == "npu"
+    assert not runs(STATIC, "ordinary") and runs(STATIC, "static") and not runs(STANDIN, "none")
+
+
+def test_engines_of_their_own_run_on_the_cpu() -> None:
+    assert chosen("none", device="cpu") == "cpu"
+    with pytest.raises(DeviceError, match="an engine of its own"):
+        chosen("none", device="standin")
+
+
+@pytest.mark.parametrize(
+    ("options", "lacks"),
+    [({"native": True}, "native kernel"), ({"kv": "int4"}, "cache of int4"), ({"weights": "mapped"}, "are mapped")],
+)
+def test_what_a_device_lacks_cannot_be_asked_of_it(options: dict[str, Any], lacks: str) -> None:
+    with pytest.raises(UsageError, match=lacks):
+        chosen(device="standin", **options)
+    assert chosen("static", device="npu", **options) == "npu"
+
+
+def test_what_a_device_has_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lacking(quantized_kv=True))
+    assert chosen(kv="int8") == "standin"
