@@ -97,9 +97,10 @@ PEERS: Mapping[str, Peer] = {
         "openvino-genai",
         "openvino_genai",
         _openvino,
-        lambda bits: f"{_GGUF[bits]} as OpenVINO's",
+        lambda bits: _GGUF[bits],
         passes="openvino-passes",
-        note="its pipeline has no passes over several tokens: c(m) is of its model in OpenVINO's runtime",
+        note="loads the model that it made of the GGUF file; its pipeline has no passes over several tokens, so that "
+        "c(m) is that model's in OpenVINO's runtime",
     ),
     "transformers": Peer("transformers", "transformers", "transformers", _float32, lambda bits: "float32"),
     "transformers-bf16": Peer(

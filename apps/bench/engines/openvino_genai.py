@@ -7,6 +7,9 @@ from typing import Any
 
 __all__ = ["OpenVinoGenaiEngine"]
 
+# Tokens that every vocabulary has, for prompts to begin with: the first of them, and how many.
+_ORDINARY, _FIRSTS = 5, 200
+
 
 class OpenVinoGenaiEngine:
     """Times are those of its own PerfMetrics; options that are not named here are its defaults.
@@ -48,6 +51,6 @@ class OpenVinoGenaiEngine:
         return self._pipeline.generate(self._openvino.Tensor(ids), config)
 
     def _fresh(self, prompt: list[int]) -> list[int]:
-        """As many tokens, of which the first is another one than at any call before."""
+        """As many tokens, of which the first is another one than at the calls before."""
         self._timed += 1
-        return [prompt[0] + self._timed, *prompt[1:]]
+        return [_ORDINARY + self._timed % _FIRSTS, *prompt[1:]]

@@ -37,28 +37,28 @@ def _parts(model: Row, data: Row) -> Iterator[Table | Chart | Note]:
         lines = tuple(line for engine in timed if (line := _line(engine)).points)
         if lines:
             yield Chart(f"{model['model']}: speed within a memory limit", "limit, MB", "tokens per second", lines)
-    yield from map(Note, _notes(model, timed))
+    yield from map(Note, _notes(model, timed, data))
 
 
 def _speeds(model: Row, timed: Sequence[Row]) -> Table:
     tests = model["tests"]
     sizes = sorted({int(size) for engine in timed for size in engine["c"]})
-    figures = (*(f"{test}, tokens/s" for test in tests), *(f"c({size}), ms" for size in sizes))
-    header = ("engine", "weights", "on disk", "load, ms", *figures, "peak RSS, MB", "same tokens")
+    figures = (*(f"{test} t/s" for test in tests), *(f"c({size}) ms" for size in sizes))
+    header = ("engine", "weights", "on disk", "load ms", *figures, "peak MB", "same tokens")
     rows = tuple(
         (
-            f"{engine['engine']} {engine['version'].partition('-')[0]}",
+            engine["engine"],
             engine["weights"],
             format_size(engine["bytes"]),
             _number(engine["load_ms"], 0),
             *(_number(engine.get(test), 1) for test in tests),
             *(_number(engine["c"].get(str(size)), 2) for size in sizes),
             _number(engine["peak_rss_bytes"] and engine["peak_rss_bytes"] / _MB, 0),
-            "" if engine["agreement"] is None else f"{engine['agreement']:.0%} of {engine['checked_tokens']}",
+            "" if engine["agreement"] is None else f"{engine['agreement']:.0%}",
         )
         for engine in timed
     )
-    caption = f"{model['model']}, context of {model['context']} tokens; c(m) is a pass over m new tokens"
+    caption = f"{model['model']}, context of {model['context']} tokens"
     return Table(caption, header, rows)
 
 
@@ -73,8 +73,11 @@ def _line(engine: Row) -> Line:
     return Line(engine["engine"], tuple((budget / _MB, rate) for budget, rate in found if rate is not None))
 
 
-def _notes(model: Row, timed: Sequence[Row]) -> Iterator[str]:
+def _notes(model: Row, timed: Sequence[Row], data: Row) -> Iterator[str]:
+    yield f"t/s: tokens per second. c(m): a pass over m new tokens behind {data['past']}. Peak: resident memory."
     yield model["check"]
+    versions = ", ".join(f"{engine['engine']} {engine['version']}" for engine in timed)
+    yield f"Versions: {versions}."
     if model["limits"]:
         yield f"Speed within budgets was not measured: {model['limits']}."
     for engine in timed:
