@@ -1,0 +1,87 @@
+"""Static bundles on OpenVINO's CPU device, against onnxruntime's own provider."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.static.options import StaticOptions
+from tests.factories import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+_VARIABLE = "EDGEINFER_TEST_OPENVINO_PYTHON"
+# Options of the export, and by how much logits may differ: at 32 bits only sums are ordered otherwise, below OpenVINO
+# multiplies floats where onnxruntime's own operators round activations to int8.
+CASES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "llama, 32 bits": ("llama", {"bits": 32}, 1e-4),
+    "llama, 8 bits": ("llama", {"bits": 8}, 0.2),
+    "llama, 4 bits": ("llama", {"bits": 4}, 0.2),
+    "llama, 4 bits, symmetric": ("llama", {"bits": 4, "head_bits": 4, "symmetric": True}, 0.2),
+    "mistral, 4 bits": ("mistral", {"bits": 4}, 0.2),
+    "qwen2-tied, 8 bits": ("qwen2-tied", {"bits": 8}, 0.2),
+    "qwen3, 4 bits": ("qwen3", {"bits": 4}, 0.2),
+    "phi3-partial-rotary, 8 bits": ("phi3-partial-rotary", {"bits": 8}, 0.2),
+}
+
+
+def interpreter() -> str:
+    """The interpreter that has the provider."""
+    given = os.environ.get(_VARIABLE, "")
+    if given:
+        return given
+    if "OpenVINOExecutionProvider" in ort.get_available_providers():
+        return sys.executable
+    pytest.skip(f"onnxruntime-openvino is not installed here, and {_VARIABLE} names no Python that has it")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the other interpreter found, by case."""
+    python, root = interpreter(), tmp_path_factory.mktemp("openvino")
+    shapes, folders = StaticOptions(context=64, chunk=16), list[Path]()
+    for index, (variant, options, _) in enumerate(CASES.values()):
+        make_checkpoint(root / f"{index}", variant)
+        config = ExportConfig(keep_small=False, static=shapes, **options)
+        folders.append(export_checkpoint(root / f"{index}", root / f"{index}.static", config))
+    # Logging of the provider's own goes to stderr, and warnings of other versions are theirs.
+    done = subprocess.run(
+        [python, str(ROOT / "tests" / "openvino_static.py"), *map(str, folders)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_openvino_runs_the_graphs_whole(results: dict[str, dict[str, Any]], case: str) -> None:
+    found = results[case]
+    assert found["graphs"] == ["model.rows-8.onnx", "model.prompt-16.onnx"]
+    assert all(found["whole"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_cpu_provider(results: dict[str, dict[str, Any]], case: str) -> None:
+    found, tolerance = results[case], CASES[case][2]
+    assert found["finite"]
+    assert found["difference"] < tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_the_same_up_to_ties(results: dict[str, dict[str, Any]], case: str) -> None:
+    found = results[case]
+    assert found["parted"] is None or found["gap"] < 2 * found["difference"] + 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_do_not_depend_on_how_a_text_is_cut(results: dict[str, dict[str, Any]], case: str) -> None:
+    assert results[case]["exact"]
