@@ -50,6 +50,10 @@ class _Renderer(RendererHTML):
     td_open = th_open
 
     def link_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
+        if not tokens[index].attrGet("href"):
+            # A link to nowhere would lead to this page.
+            tokens[index].attrs.pop("href", None)
+            return self.renderToken(tokens, index, options, env)
         tokens[index].attrSet("rel", "noopener noreferrer")
         tokens[index].attrSet("target", "_blank")
         return self.renderToken(tokens, index, options, env)
@@ -58,6 +62,8 @@ class _Renderer(RendererHTML):
         token = tokens[index]
         source = str(token.attrGet("src") or "")
         label = self.renderInlineAsText(token.children or [], options, env) or source
+        if not source:
+            return escape(label)
         return f'<a href="{escape(source)}" rel="noopener noreferrer" target="_blank">{escape(label)}</a>'
 
 

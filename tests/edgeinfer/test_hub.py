@@ -194,7 +194,10 @@ def test_find_checkpoint_refuses_a_bundle(fake: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("model", ["nope", "./org/name", "a/b/c", "../x", "org/", "/org", "", "org/na me", "-x/y"])
-def test_what_is_no_path_and_no_hub_id_is_said_so(fake: FakeHub, model: str, tmp_path: Path) -> None:
+def test_what_is_no_path_and_no_hub_id_is_said_so(
+    fake: FakeHub, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if model == "":
         model = str(tmp_path / "absent")
     with pytest.raises(ModelError, match="No model at"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -17,6 +17,7 @@ TYPES = {8: gguf.GGMLQuantizationType.Q8_0, 4: gguf.GGMLQuantizationType.Q4_0}
 numbers = st.floats(-100, 100, width=32).filter(lambda value: value == 0 or abs(value) > 1e-3)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(rows=arrays(np.float32, (2, 3, 64), elements=numbers), bits=st.sampled_from([8, 4]))
 def test_blocks_are_llamas(rows: np.ndarray, bits: int) -> None:
     stored = to_blocks(rows, bits)

@@ -118,6 +118,8 @@ def test_links_lead_out_and_pictures_are_links() -> None:
         "[a\n](http://a/\n)",
         '<a href="http://x" onclick="y">z</a>',
         "|<script>|\n|-|\n|<b>|",
+        "![a]()",
+        "[a]()",
     ],
 )
 def test_hostile_text_stays_text(text: str) -> None:
