@@ -70,7 +70,7 @@ def smallest_section(data: Any) -> Section:
     ]
     chart = Chart("Speed against budget", "budget, MB", "tokens per second", tuple(lines))
     facts = (("Model", data["model"]), ("Context", f"{data['context']} tokens"), *run_facts(data))
-    parts = (table, chart, kept, *_peers(data["peers"]))
+    parts: tuple[Part, ...] = (table, chart, kept, *_peers(data["peers"]))
     return Section("What a budget costs", facts, parts, commands(data))
 
 
