@@ -125,17 +125,22 @@ class PeersRun:
                 entry.files = (*worker.mapped_files(), *_files(Path(entry.options["path"])))
                 entry.reply = tuple(said[-1])
                 replies[name] = [(prompt, reply) for (prompt, _), reply in zip(asked, said, strict=True)]
-        for name, pairs in replies.items():
-            self._entries[name].verdict = self._verdict(pairs)
+        self._told(f"{self._model.name}: replies", len(self._entries), len(self._entries) + 1)
+        verdicts = self._verdicts([pair for pairs in replies.values() for pair in pairs])
+        if verdicts:
+            for place, name in enumerate(replies):
+                mine = verdicts[place * len(asked) : (place + 1) * len(asked)]
+                self._entries[name].verdict = sum(mine, Verdict())
 
-    def _verdict(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Verdict | None:
+    def _verdicts(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Verdict]:
+        """Of prompts and replies; none where there is no reference."""
         if self._judge is None:
-            return None
+            return []
         try:
-            return sum(self._judge.verdicts(pairs), Verdict())
+            return self._judge.verdicts(pairs)
         except BackendError as error:
             self._judge, self._unchecked = None, error.message
-            return None
+            return []
 
     def _text(self, tokens: int) -> list[int]:
         return text_of(self._prompts, tokens)
@@ -238,10 +243,10 @@ class PeersRun:
         )
         if run.reason or run.token_ids == entry.reply:
             return run
-        verdict = self._verdict([(prompt, run.token_ids)])
-        if verdict is None or verdict.good:
-            return run
-        return LimitedRun(f"wrong: {verdict.agreeing} of {verdict.tokens} tokens agree with the reference")
+        for verdict in self._verdicts([(prompt, run.token_ids)]):
+            if not verdict.good:
+                return LimitedRun(f"wrong: {verdict.agreeing} of {verdict.tokens} tokens agree with the reference")
+        return run
 
     def figures(self) -> ModelFigures:
         """All of it so far."""
