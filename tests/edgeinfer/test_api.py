@@ -68,7 +68,7 @@ FIELDS: dict[str, set[str] | None] = {
     },
     "overflow": {"policy", "events", "dropped", "merged", "lossless"},
     "experts": None,
-    "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel"},
+    "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel", "device", "device_note"},
 }
 
 
@@ -92,7 +92,7 @@ def test_a_plan_as_json(small_bundle: Path) -> None:
     plan = edgeinfer.plan(small_bundle, memory="2GB", context=100, prefill_chunk=16)
     data = json.loads(json.dumps(plan.to_dict()))
     fields = {"fits", "budget_bytes", "minimum_bytes", "planned_bytes", "terms", "choice", "alternatives"}
-    assert set(data) == fields | {"counted", "anonymous_bytes", "speed", "given_up"}
+    assert set(data) == fields | {"counted", "anonymous_bytes", "speed", "given_up", "device"}
     assert (data["fits"], data["budget_bytes"]) == (True, 2 * 10**9)
     assert data["planned_bytes"] == sum(data["terms"].values())
     assert (data["choice"]["context"], data["choice"]["prefill_chunk"]) == (100, 16)
