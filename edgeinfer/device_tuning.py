@@ -18,7 +18,7 @@ from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.backends import make_backend, tunable
 from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.machine import machine_memory, usable_processors
+from edgeinfer.runtime.machine import load_average, machine_memory, usable_processors
 from edgeinfer.runtime.planning.make import make_plan, process_before_loading, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.tuning.affinity import pinning
@@ -61,6 +61,8 @@ class DeviceTuning:
         parts: by name, "prompt", "decode", "verify", "turn", "load".
         attempts: what was tried, in its order.
         rejected: settings that looked better one by one, but not when they were to be proved together.
+        busy: threads of other programs that wanted to run when it began, as the system counts the last minute; None
+            where it does not. What is found on a busy machine may not be the best on one at rest.
         seconds: that it took.
         path: of the file that has them; None where none was needed, as nothing is better than usual.
     """
@@ -70,6 +72,7 @@ class DeviceTuning:
     parts: dict[str, PartGain]
     attempts: tuple[Attempt, ...]
     rejected: TunedSettings | None
+    busy: float | None
     seconds: float
     path: Path | None
 
@@ -102,7 +105,7 @@ def tune_device(
     if options.get("profile") is not None:
         raise UsageError("Tuning begins with the usual settings.", "Leave the profile out.")
     config = LoadConfig.of(**options | {"profile": OFF})
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), load_average()
     bundles = Bundles.open(model, config)
     names = tunable(bundles.target, config)
     if not names:
@@ -110,7 +113,7 @@ def tune_device(
         raise CapabilityError(f"There is nothing to tune about the {backend} backend.", "Load the model as it is.")
     found, threads = _measure(bundles, config, names, quick, progress)
     path = _keep(bundles, config, found, threads, None if out is None else Path(out))
-    return _result(found, threads, time.perf_counter() - begun, path)
+    return _result(found, threads, busy, time.perf_counter() - begun, path)
 
 
 def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
@@ -189,7 +192,7 @@ def _keep(bundles: Bundles, config: LoadConfig, found: Found, threads: int, out:
     return keep_profile(profile)
 
 
-def _result(found: Found, threads: int, seconds: float, path: Path | None) -> DeviceTuning:
+def _result(found: Found, threads: int, busy: float | None, seconds: float, path: Path | None) -> DeviceTuning:
     if found.proof is not None and found.settings.names:
         proof = found.proof
         parts = {
@@ -197,4 +200,4 @@ def _result(found: Found, threads: int, seconds: float, path: Path | None) -> De
         }
     else:
         parts = {name: PartGain(ms, ms, 1.0) for name, ms in found.usual.items()}
-    return DeviceTuning(found.settings, threads, parts, found.attempts, found.rejected, seconds, path)
+    return DeviceTuning(found.settings, threads, parts, found.attempts, found.rejected, busy, seconds, path)

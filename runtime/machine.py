@@ -8,7 +8,7 @@ import platform
 import sys
 from pathlib import Path
 
-__all__ = ["machine_memory", "physical_cores", "processor_name", "usable_processors"]
+__all__ = ["load_average", "machine_memory", "physical_cores", "processor_name", "usable_processors"]
 
 # The limit of the control group that the process is in, as containers see it: of cgroup 2, and of cgroup 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -37,6 +37,14 @@ def usable_processors() -> tuple[int, ...]:
     if sys.platform == "linux":
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def load_average() -> float | None:
+    """Threads of all programs that ran or wanted to in the last minute, on average; None where nobody counts them."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
 
 
 def processor_name() -> str:

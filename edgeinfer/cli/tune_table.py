@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["device_facts", "layer_facts", "print_device", "print_layers"]
 
+# Threads of other programs that disturb what is measured.
+_BUSY = 1.0
 # How a part of the work is called, and whether it is shown as a speed.
 _PARTS = {
     "prompt": ("prompt", True),
@@ -30,6 +32,9 @@ def print_device(tuning: DeviceTuning, out: Path | None) -> None:
     ]
     print_table(rows, title="on this device", header=("", "usual", "tuned", "faster"))
     where = [] if tuning.path is None else [("written to", str(out)) if out else ("kept", "for this user's next loads")]
+    if tuning.busy is not None and tuning.busy > _BUSY:
+        text = f"{tuning.busy:.1f} threads of other programs ran when it began; tune again on a machine at rest"
+        where.append(("busy", text))
     print_table([("settings", _settings(tuning)), *where])
     tried = [
         (f"{_words(each.name)} {each.value}", each.outcome, "" if each.ratio is None else f"{1 / each.ratio:.2f}x")
@@ -74,6 +79,7 @@ def device_facts(tuning: DeviceTuning) -> dict[str, Any]:
             for each in tuning.attempts
         ],
         "rejected": None if tuning.rejected is None else tuning.rejected.to_dict(),
+        "busy": tuning.busy,
         "seconds": tuning.seconds,
         "path": None if tuning.path is None else str(tuning.path),
     }

@@ -37,9 +37,11 @@ def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
 
 
 @pytest.mark.usefixtures("long_chunks")
-def test_what_tuning_prints_and_keeps(capsys: Capture, small_bundle: Path) -> None:
+def test_what_tuning_prints_and_keeps(capsys: Capture, small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ("-m", small_bundle)
+    monkeypatch.setattr(device_tuning, "load_average", lambda: 7.25)
     table = run(capsys, "tune", *model, "--evaluations", "1")
+    assert "7.2 threads of other programs" in table
     for line in (
         "on this device",
         "usual",
@@ -65,6 +67,7 @@ def test_settings_in_a_file(capsys: Capture, small_bundle: Path, tmp_path: Path,
     device = found["device"]
     assert device["settings"] == {"threads": None, "affinity": "", "prefill_chunk": 128, "weights": None}
     assert device["path"] == str(out) and device["rejected"] is None and device["seconds"] > 0
+    assert device["busy"] is None or device["busy"] >= 0
     assert device["parts"]["prompt"]["ratio"] == pytest.approx(2.0, rel=0.02)
     outcomes = {(each["name"], each["value"]): each["outcome"] for each in device["attempts"]}
     assert outcomes["prefill_chunk", 128] == "better"
