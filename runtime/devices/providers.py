@@ -27,6 +27,8 @@ def is_installed(device: Device) -> bool:
     """Whether onnxruntime has the device's provider, or the package that brings it is there."""
     if device.plugin:
         return importlib.util.find_spec(device.plugin) is not None
+    if device.provider == CPU_PROVIDER:
+        return True
     import onnxruntime as ort
 
     return device.provider in ort.get_available_providers()

@@ -49,7 +49,7 @@ def make_speculator(
 
 
 def _draft_backend(drafter: Subject, config: LoadConfig, plan: MemoryPlan) -> Backend:
-    """Its rows need not be bit-identical, so it is spared the padding; backend and device asked for are the target's."""
+    """Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -65,6 +67,17 @@ def test_fixed_shapes_are_asked_for_where_nothing_else_runs() -> None:
         chosen(device="npu")
     assert chosen("static", device="npu") == "npu"
     assert not runs(STATIC, "ordinary") and runs(STATIC, "static") and not runs(STANDIN, "none")
+
+
+def test_engines_of_their_own_do_without_onnxruntime() -> None:
+    """It takes 50 MB that they have no use for."""
+    code = (
+        "import sys; from edgeinfer.config import LoadConfig; from edgeinfer.runtime.devices import selection\n"
+        "for name in ('auto', 'cpu'): selection.choose_device(LoadConfig(device=name), 'none')\n"
+        "print('onnxruntime' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_engines_of_their_own_run_on_the_cpu() -> None:
