@@ -1,0 +1,74 @@
+"""Export, run and speculate, from a checkpoint made of random numbers; needs neither torch nor transformers.
+
+So it runs wherever edgeinfer with its extra `export` is installed: on small devices, and in an emulated one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.bench.shapes import SHAPES, write_random_checkpoint
+from edgeinfer.errors import NativeUnavailableError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.native.library import native_kernel
+
+PROMPT = [3, 10, 17, 24, 31, 3, 10, 17, 24, 31, 3, 10]
+
+
+def kernels() -> list[bool | None]:
+    """Ways to multiply here: with the native kernel where there is one, and without."""
+    try:
+        native_kernel()
+    except NativeUnavailableError:
+        return [False]
+    return [None, False]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("core") / "checkpoint"
+    write_random_checkpoint(folder, SHAPES["tiny"])
+    return folder
+
+
+@pytest.fixture(scope="module", params=[32, 8, 4, 2])
+def bundle(request: pytest.FixtureRequest, checkpoint: Path) -> Path:
+    folder = checkpoint.parent / f"bits-{request.param}"
+    return export_checkpoint(checkpoint, folder, ExportConfig(bits=request.param, keep_small=False))
+
+
+def logits(bundle: Path, **options: Any) -> np.ndarray:  # (S, V)
+    with edgeinfer.load(bundle, speculation="off", context=64, **options) as model:
+        return np.concatenate([rows.copy() for rows in model.logits(PROMPT)])
+
+
+@pytest.mark.parametrize("native", kernels())
+def test_logits_are_those_of_the_reference(bundle: Path, native: bool | None) -> None:
+    wanted = logits(bundle, backend="reference")
+    found = logits(bundle, native=native)
+    # Both quantize the inputs of quantized layers to 8 bits; the reference does not.
+    assert np.abs(found - wanted).max() <= 0.05 * np.abs(wanted).max()
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.995
+
+
+@pytest.mark.parametrize("native", kernels())
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_drafted_text_is_plain_text(bundle: Path, native: bool | None, options: dict[str, float]) -> None:
+    with edgeinfer.load(bundle, native=native, context=256, remember=False) as model:
+        plain = model.generate(PROMPT, max_tokens=48, ignore_eos=True, speculation="off", **options)
+        for drafters in ("copy,ngram,recycle", "auto"):
+            drafted = model.generate(PROMPT, max_tokens=48, ignore_eos=True, speculation=drafters, **options)
+            assert drafted.token_ids == plain.token_ids
+
+
+def test_a_budget_is_kept(bundle: Path) -> None:
+    least = edgeinfer.plan(bundle, context=64).minimum_bytes
+    with edgeinfer.load(bundle, context=64, memory=least * 2) as model:
+        result = model.generate(PROMPT, max_tokens=16, ignore_eos=True)
+    assert len(result.token_ids) == 16
+    assert result.memory.planned_bytes <= least * 2
