@@ -110,8 +110,8 @@ def _smallest(places: Places) -> list[str]:
 
 def _quality(places: Places) -> list[str]:
     models = [part for path in places.checkpoints for part in ("--checkpoint", str(path))]
-    widths = ["--bits", "8,4small,2small", "--kv", "int8,int4", "--budget-bits", "3.5,4.5"]
-    sizes = ["--stories", "200", "--questions", "12"]
+    widths = ["--bits", "8,4small,2small", "--kv", "int8,int4", "--budget-bits", "4"]
+    sizes = ["--stories", "150", "--questions", "12"]
     if places.quick:
         widths, sizes = ["--bits", "8", "--kv", "int8"], ["--stories", "2", "--questions", "1"]
     return ["bench", "quality", *models, *widths, "--data", str(places.data), *sizes]
@@ -132,7 +132,7 @@ RUNS = (
     Run("spec", "drafting ahead, on a cost-expanded model", 5, _spec, needs=("checkpoints", "data")),
     Run("memory-plans", "random plans, each inside an enforced limit", 5, _plans),
     Run("memory-smallest", "speed against budget, at the shape of a 0.5B", 6, _smallest),
-    Run("quality", "what fewer bits cost", 6, _quality, needs=("checkpoints", "data")),
+    Run("quality", "what fewer bits cost", 8, _quality, needs=("checkpoints", "data")),
     Run("kv", "caches in fewer bits", 1, _kv, needs=("data",)),
     Run("tune", "what tuning the built-in model gains", 3, _tune, ()),
 )
