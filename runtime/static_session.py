@@ -36,7 +36,7 @@ class StaticSession:
         past = {name for layer in range(spec.num_layers) for name in io.past_names(layer)}
         self._inputs = {v.name: np.zeros(v.shape, v.dtype) for v in graph.inputs(spec) if v.name not in past}
         self._outputs = {v.name: np.zeros(v.shape, v.dtype) for v in graph.outputs(spec)}
-        self._inputs[io.CACHE_ROWS][:] = self._in_place = np.arange(graph.context)
+        self._inputs[io.NEW_PLACES][0, :, :, 1] = np.arange(spec.num_kv_heads)[:, None]
         self.logits: Floats = self._outputs[io.LOGITS]
         self._binding = session.binding()
         for name, array in self._inputs.items():
@@ -84,9 +84,10 @@ class StaticSession:
                 bias[:] = _HIDDEN
                 bias[:size, : visible.shape[1]][visible] = 0
                 bias[size:] = bias[size - 1]
-        places = inputs[io.CACHE_ROWS]
-        places[:] = self._in_place
-        places[start : start + size] = self.graph.context + np.arange(size)
+        places = start + np.arange(self.graph.rows)
+        # A full cache has no row left for padding, which repeats the last token and what is computed of it.
+        places[size:][places[size:] >= self.graph.context] = start + size - 1
+        inputs[io.NEW_PLACES][..., 2] = places
         if self.graph.prompts:
             inputs[io.LOGIT_ROWS][0] = logit_row
         self._session.run(self._binding)

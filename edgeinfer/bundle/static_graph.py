@@ -9,8 +9,8 @@ inputs
   cos_rows, sin_rows     float32 (S, r/2)        rotary rows of the new tokens' positions
   attention_bias         float32 (1, 1, S, C)    added to the scores; 0, a large negative number hides
   window_bias            float32 (1, 1, S, C)    the same for layers with a sliding window; an input only of such models
-  cache_rows             int64   (C,)            what attention reads as row c of keys and values: c for what the cache
-                                                 holds, C + s for the new row s
+  new_places             int64   (1, H, S, 3)    0, head, row of the cache where attention sees each new row; rows of
+                                                 padding lie where nothing is seen, or are the last token's once more
   logit_rows             int64   (1,)            the row that goes through the head; only in the graph for prompts
   past_key.{i}, past_value.{i}   float32 (1, H, C, h)
 outputs
@@ -33,11 +33,11 @@ from edgeinfer.errors import BundleError
 __all__ = [
     "ATTENTION_BIAS",
     "BACKEND",
-    "CACHE_ROWS",
     "COS_ROWS",
     "INPUT_IDS",
     "LOGITS",
     "LOGIT_ROWS",
+    "NEW_PLACES",
     "SIN_ROWS",
     "WINDOW_BIAS",
     "StaticGraph",
@@ -54,7 +54,7 @@ COS_ROWS = "cos_rows"
 SIN_ROWS = "sin_rows"
 ATTENTION_BIAS = "attention_bias"
 WINDOW_BIAS = "window_bias"
-CACHE_ROWS = "cache_rows"
+NEW_PLACES = "new_places"
 LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
 
@@ -112,7 +112,7 @@ class StaticGraph:
         yield from (Value(name, "float32", (rows, spec.rope.dim // 2)) for name in (COS_ROWS, SIN_ROWS))
         biases = (ATTENTION_BIAS, WINDOW_BIAS) if spec.window_size else (ATTENTION_BIAS,)
         yield from (Value(name, "float32", (1, 1, rows, context)) for name in biases)
-        yield Value(CACHE_ROWS, "int64", (context,))
+        yield Value(NEW_PLACES, "int64", (1, spec.num_kv_heads, rows, 3))
         if self.prompts:
             yield Value(LOGIT_ROWS, "int64", (1,))
         for layer in range(spec.num_layers):

@@ -132,8 +132,7 @@ class _StaticDecoder:
 
     def _placed(self, past: str, new: str) -> str:
         """The cache with the new rows where they belong."""
-        both = self._graph.op("Concat", [past, new], f"{new}.both", axis=2)
-        return self._graph.op("Gather", [both, io.CACHE_ROWS], f"{new}.placed", axis=2)
+        return self._graph.op("ScatterND", [past, io.NEW_PLACES, new], f"{new}.placed")
 
     def _mlp(self, layer: int, hidden: str) -> str:
         prefix = f"layers.{layer}.mlp"

@@ -28,9 +28,9 @@ _SUMS = 2
 _TURNING_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear, and copies of attention's scores.
 _LIVE_WIDTHS, _LIVE_SCORES = 3, 3
-# Keys and values, each joined with the new rows and put in order.
-_LIVE_CACHES = 4
-_FLOAT_BYTES = 4
+# Keys and values with the new rows in place, and one of them turned.
+_LIVE_CACHES = 3
+_FLOAT_BYTES, _ID_BYTES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,9 @@ def _buffers(graph: StaticGraph, spec: DecoderSpec) -> int:
     biases = 2 if spec.window_size else 1
     new = 2 * spec.num_layers * graph.rows * spec.kv_size
     logits = graph.logit_rows * spec.vocab_size
-    return _FLOAT_BYTES * (biases * graph.rows * graph.context + new + logits + graph.rows * spec.rope.dim) + _ids(
-        graph
-    )
-
-
-def _ids(graph: StaticGraph) -> int:
-    return 8 * (2 * graph.context + graph.rows + 1)
+    tables = graph.rows * spec.rope.dim
+    ids = graph.rows * (1 + 3 * spec.num_kv_heads) + 1
+    return _FLOAT_BYTES * (biases * graph.rows * graph.context + new + logits + tables) + _ID_BYTES * ids
 
 
 def _activations(graph: StaticGraph, spec: DecoderSpec) -> int:

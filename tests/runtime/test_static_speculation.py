@@ -141,4 +141,6 @@ def test_plans_are_kept(large: Path, options: list[str]) -> None:
     done = command("run", "-m", large, "-p", PROMPT, "-n", "24", "--json", *options)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)["memory"]
-    assert memory["peak_rss_bytes"] <= memory["planned_bytes"] <= 1.6 * memory["peak_rss_bytes"], memory
+    assert memory["peak_rss_bytes"] <= memory["planned_bytes"], memory
+    if "off" in options:  # whoever drafts may never have need of the widest graphs
+        assert memory["planned_bytes"] <= 1.3 * memory["peak_rss_bytes"], memory
