@@ -212,7 +212,7 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
 ) -> None:
     text = tmp_path / "text"
     text.write_text(
-        "<|endoftext|>".join([*(story * 4 for story in STORIES), "The cat sat on the mat, and the dog did not."])
+        "<|endoftext|>".join([*(story * 8 for story in STORIES), "The cat sat on the mat, and the dog did not."])
     )
     line = [
         "bench",
