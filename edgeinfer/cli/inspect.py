@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer import hub
 from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
 from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.cli.gguf_table import (
     TENSOR_HEADER,
     TYPE_HEADER,
@@ -109,6 +110,8 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     if bundle.header is None:
         rows.insert(5, ("layout", manifest.layout))
         rows.insert(7, ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token"))
+    if manifest.static is not None:
+        rows.append(("shapes", _shapes(manifest.static)))
     plan = manifest.plan
     if plan is not None:
         calibrated = f", calibrated on {plan.calibration_tokens:,} tokens" if plan.calibration_tokens else ""
@@ -120,6 +123,13 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     if manifest.drafters:
         rows.append(("drafters", ", ".join(manifest.drafters)))
     return rows
+
+
+def _shapes(static: StaticGraphs) -> str:
+    """Rows of the graphs, and the layers where some were left out."""
+    widths = ", ".join(map(str, static.widths))
+    layers = "" if static.layers[-1] == len(static.layers) - 1 else f"; layers {', '.join(map(str, static.layers))}"
+    return f"passes of {widths} rows, prompts by {static.chunk}, {static.context:,} tokens in all{layers}"
 
 
 def _tensor_row(entry: TensorEntry) -> tuple[str, ...]:

@@ -232,6 +232,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert open_bundle(out).manifest.static is not None
     shown = edgeinfer("inspect", out)
     assert shown.returncode == 0 and b"onnx-static" in shown.stdout and b"draft trees" in shown.stdout
+    assert b"passes of 2, 4 rows, prompts by 16, 64 tokens in all" in shown.stdout
 
 
 @pytest.mark.parametrize(

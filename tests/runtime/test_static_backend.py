@@ -151,7 +151,7 @@ def test_logits_are_those_of_the_ordinary_bundle(bundles: Bundles, family: str, 
 
 
 @pytest.mark.parametrize("options", [{"bits": 32}, {"bits": 8}, {"bits": 4}, {"bits": 4, "group_size": 64}])
-@pytest.mark.parametrize("family", ["llama", "llama-biases", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama-biases", "llama-mha-odd-sizes", "mistral", "qwen3"])
 def test_rows_are_bit_identical_however_a_text_is_cut(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
     backend = StaticBackend(bundles(family, **options).static, CAPACITY)
     assert backend.capabilities.exact
