@@ -239,6 +239,7 @@ class FakeExportConfig:
     budget_bits: float | None = None
     target_size: int | None = None
     bits_for: tuple[tuple[str, int], ...] = ()
+    static: object | None = None
 
 
 class FakeExport(ModuleType):
