@@ -67,7 +67,7 @@ def run_limited(
         ended = watch(command, engine_environment(python), stdin, patience)
         killed = place.killed()
     if ended.late:
-        return LimitedRun(f"not done after {patience:g} s")
+        return LimitedRun(f"over {patience:g} s")
     answers = [json.loads(line) for line in ended.watched.stdout.splitlines()] if ended.watched else []
     refused = next((answer["error"] for answer in answers if "error" in answer), "")
     if refused:

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from edgeinfer.apps.bench.peers_models import PeerModel
+from edgeinfer.apps.bench.peers_models import THEIR_GROUP, PeerModel
+from edgeinfer.errors import BackendError
 
 __all__ = ["PEERS", "REFERENCE", "Peer", "missing"]
 
@@ -30,7 +31,7 @@ class Peer:
         kind: of worker.ENGINES.
         module: what has to be installed.
         make: its model, by an interpreter that has the engine; BackendError where that fails.
-        weights: what that model holds, by bits.
+        weights: what that model holds, in the engine's own words.
         options: of the worker, beside path, threads and context.
         budget: the option that says how much memory there is; empty where it cannot be told.
         passes: of worker.ENGINES, what runs single passes of the model where the engine itself offers none.
@@ -41,7 +42,7 @@ class Peer:
     kind: str
     module: str
     make: Make
-    weights: Callable[[int], str]
+    weights: Callable[[PeerModel], str]
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     budget: str = ""
     passes: str = ""
@@ -57,6 +58,12 @@ def missing(peer: Peer, python: str | None, name: str) -> str:
 
 def _bundle(model: PeerModel, python: str | None) -> Path:
     return model.bundle()
+
+
+def _their_groups(model: PeerModel, python: str | None) -> Path:
+    if model.group == THEIR_GROUP:
+        raise BackendError(f"the weights of {model.name} are in groups of {THEIR_GROUP} anyway.", "Leave it out.")
+    return model.bundle(THEIR_GROUP)
 
 
 def _gguf(model: PeerModel, python: str | None) -> Path:
@@ -79,36 +86,48 @@ def _bfloat16(model: PeerModel, python: str | None) -> Path:
     return model.files.bfloat16()
 
 
+# Plain decoding, as that of all others; nothing may be left from one process to the next.
+_OURS: Mapping[str, Any] = {"speculation": "off", "remember": False}
 PEERS: Mapping[str, Peer] = {
     "edgeinfer": Peer(
         "edgeinfer",
         "edgeinfer",
         "edgeinfer",
         _bundle,
-        lambda bits: f"int{bits}",
-        # Plain decoding, as that of all others; nothing may be left from one process to the next.
-        options={"speculation": "off", "remember": False},
+        lambda model: f"int{model.bits} g{model.group}",
+        options=_OURS,
         budget="memory",
     ),
-    "llamacpp": Peer("llama.cpp", "llamacpp", "llama_cpp", _gguf, lambda bits: _GGUF[bits]),
-    "genai": Peer("onnxruntime-genai", "genai", "onnxruntime_genai", _genai, lambda bits: f"int{bits}"),
+    "edgeinfer-g32": Peer(
+        f"edgeinfer, groups of {THEIR_GROUP}",
+        "edgeinfer",
+        "edgeinfer",
+        _their_groups,
+        lambda model: f"int{model.bits} g{THEIR_GROUP}",
+        options=_OURS,
+        budget="memory",
+    ),
+    "llamacpp": Peer("llama.cpp", "llamacpp", "llama_cpp", _gguf, lambda model: _GGUF[model.bits]),
+    "genai": Peer(
+        "onnxruntime-genai", "genai", "onnxruntime_genai", _genai, lambda model: f"int{model.bits} g{THEIR_GROUP}"
+    ),
     "openvino": Peer(
         "OpenVINO GenAI",
         "openvino-genai",
         "openvino_genai",
         _openvino,
-        lambda bits: _GGUF[bits],
+        lambda model: _GGUF[model.bits],
         passes="openvino-passes",
         note="loads the model that it made of the GGUF file; its pipeline has no passes over several tokens, so that "
         "c(m) is that model's in OpenVINO's runtime",
     ),
-    "transformers": Peer("transformers", "transformers", "transformers", _float32, lambda bits: "float32"),
+    "transformers": Peer("transformers", "transformers", "transformers", _float32, lambda model: "float32"),
     "transformers-bf16": Peer(
         "transformers bfloat16",
         "transformers",
         "transformers",
         _bfloat16,
-        lambda bits: "bfloat16",
+        lambda model: "bfloat16",
         options={"dtype": "bfloat16"},
     ),
 }

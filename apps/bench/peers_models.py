@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -15,15 +16,17 @@ from edgeinfer.apps.bench.bundle_checkpoint import write_bundle_checkpoint
 from edgeinfer.apps.bench.driver import token_ids
 from edgeinfer.apps.bench.model_files import BundleKind, ModelFiles
 from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
+from edgeinfer.apps.bench.safetensors_file import TensorFile
 from edgeinfer.apps.bench.shapes import SHAPES
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.quant import default_group_size
 
-__all__ = ["BUILTIN", "PeerModel", "builtin_model", "checkpoint_model", "shape_model", "text_of"]
+__all__ = ["BUILTIN", "THEIR_GROUP", "PeerModel", "builtin_model", "checkpoint_model", "shape_model", "text_of"]
 
 BUILTIN = "tales"
-# Values that share a scale: as many as in llama.cpp's Q4_0 and Q8_0, and as onnxruntime-genai is told.
-_GROUP = 32
+# Values that share a scale in llama.cpp's Q4_0 and Q8_0, and by default in onnxruntime-genai.
+THEIR_GROUP = 32
 # How far from the likeliest token, of the way to the mean of all, one may be and still count as the same. Of a trained
 # model that is a tie; logits of random weights lie close together, and another model's choice is at 1 on average.
 _TRAINED_TOLERANCE, _RANDOM_TOLERANCE = 0.02, 0.5
@@ -38,6 +41,7 @@ class PeerModel:
         name: in tables.
         files: in the formats of the engines.
         bits: of the weights where an engine quantizes.
+        group: values that share a scale in our bundle, by our own default.
         longest: tokens that it holds.
         tolerance: how far from the reference's likeliest token another may be, see `_TRAINED_TOLERANCE`.
         trained: whether its text means something.
@@ -47,16 +51,17 @@ class PeerModel:
     name: str
     files: ModelFiles
     bits: int
+    group: int
     longest: int
     tolerance: float
     trained: bool
     ours: Path | None = None
 
-    def bundle(self) -> Path:
-        """As edgeinfer takes it."""
-        if self.ours is not None:
+    def bundle(self, group: int | None = None) -> Path:
+        """As edgeinfer takes it, in groups of the default size or of another."""
+        if self.ours is not None and group is None:
             return self.ours
-        return self.files.bundle(BundleKind(bits=self.bits, group_size=_GROUP))
+        return self.files.bundle(BundleKind(bits=self.bits, group_size=group or self.group))
 
     def prompts(self) -> list[list[int]]:
         """Token ids of a few short texts."""
@@ -101,7 +106,7 @@ def builtin_model(folder: Path, bundle: Path) -> PeerModel:
     manifest = open_bundle(bundle).manifest
     weights = manifest.files["weights.bin"].sha256[:8]
     files = _BundleFiles(folder / f"{BUILTIN}-{weights}", BUILTIN, bundle)
-    return PeerModel(BUILTIN, files, 8, manifest.geometry.max_positions, _TRAINED_TOLERANCE, True, bundle)
+    return PeerModel(BUILTIN, files, 8, THEIR_GROUP, manifest.geometry.max_positions, _TRAINED_TOLERANCE, True, bundle)
 
 
 def shape_model(folder: Path, name: str) -> PeerModel:
@@ -112,7 +117,9 @@ def shape_model(folder: Path, name: str) -> PeerModel:
     """
     if name not in SHAPES:
         raise UsageError(f"Unknown model {name!r}.", f"Known models: {', '.join((BUILTIN, *SHAPES))}.")
-    return PeerModel(name, Artifacts(folder, SHAPES[name]), 4, SHAPES[name].max_position, _RANDOM_TOLERANCE, False)
+    shape = SHAPES[name]
+    group = default_group_size(shape.parameters)
+    return PeerModel(name, Artifacts(folder, shape), 4, group, shape.max_position, _RANDOM_TOLERANCE, False)
 
 
 def checkpoint_model(folder: Path, source: Path) -> PeerModel:
@@ -130,4 +137,5 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
     name = source.resolve().name
     files = _CheckpointFiles(folder / f"{name}-{digest[:8]}", name, source)
     longest = config.get("max_position_embeddings", 0)
-    return PeerModel(name, files, 8, longest, _TRAINED_TOLERANCE, True)
+    group = default_group_size(sum(map(math.prod, TensorFile(source / "model.safetensors").shapes.values())))
+    return PeerModel(name, files, 8, group, longest, _TRAINED_TOLERANCE, True)

@@ -274,7 +274,7 @@ class PeersRun:
         )
 
     def _engine_figures(self, name: str) -> EngineFigures:
-        peer, weights = PEERS[name], PEERS[name].weights(self._model.bits)
+        peer, weights = PEERS[name], PEERS[name].weights(self._model)
         if name in self._skipped:
             return EngineFigures(peer.label, weights=weights, skipped=self._skipped[name])
         entry, verdict, config = self._entries[name], self._entries[name].verdict, self._config

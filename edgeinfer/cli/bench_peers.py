@@ -30,7 +30,8 @@ tokens, memory, and replies inside memory limits that the system enforces. edgei
 none. Engines take turns, and speed counts only where their replies are right. What is not installed is left out.
 
 The built-in model has 8-bit weights in every engine, models of a shape random ones of 4 bits; transformers has floating
-point. Model files are made once and kept; those of qwen2.5-0.5b take 6 GB.
+point. Where edgeinfer's default groups are larger than llama.cpp's 32, it is measured with 32 as well. Model files are
+made once and kept; those of qwen2.5-0.5b take 6 GB.
 
 examples:
   edgeinfer bench peers --quick
@@ -45,7 +46,7 @@ def add_peers_parser(kinds: Subparsers) -> None:
     """Adds the benchmark."""
     parser = add_command(kinds, "peers", _execute, "other engines on the same work", _DESCRIPTION)
     group = parser.add_argument_group("what is compared")
-    text = "edgeinfer, llamacpp, genai, openvino, transformers, transformers-bf16 (default: all)"
+    text = "edgeinfer, edgeinfer-g32, llamacpp, genai, openvino, transformers, transformers-bf16 (default: all)"
     group.add_argument("--engines", type=names, metavar="LIST", help=text)
     text = f"tales, the built-in model, and names of shapes, whose weights are random (default: {_MODELS})"
     group.add_argument("--models", type=names, metavar="LIST", help=text)
