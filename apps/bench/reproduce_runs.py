@@ -79,8 +79,11 @@ def _speed(places: Places) -> list[str]:
 
 def _peers(places: Places) -> list[str]:
     pythons = [part for python in places.pythons for part in ("--python", python)]
-    quick = ["--quick", "--models", "tales", "--budgets", "250"] if places.quick else []
-    return ["bench", "peers", *quick, *pythons, "--work", str(places.work)]
+    sizes = ["--engines", "edgeinfer,llamacpp,genai,openvino,transformers"]
+    sizes += ["--repeats", "3", "--rounds", "2", "--patience", "45"]
+    if places.quick:
+        sizes = ["--quick", "--models", "tales", "--budgets", "250"]
+    return ["bench", "peers", *sizes, *pythons, "--work", str(places.work)]
 
 
 def _curve(places: Places) -> list[str]:
@@ -97,12 +100,12 @@ def _spec(places: Places) -> list[str]:
 
 
 def _plans(places: Places) -> list[str]:
-    sizes = ["--runs", "3", "--shapes", "tiny"] if places.quick else ["--runs", "40", "--seed", "1"]
+    sizes = ["--runs", "3", "--shapes", "tiny"] if places.quick else ["--runs", "30", "--seed", "1"]
     return ["bench", "memory", "plans", *sizes, "--work", str(places.work)]
 
 
 def _smallest(places: Places) -> list[str]:
-    sizes = ["-c", "2048", "--steps", "6", "--rounds", "2", "--halvings", "2"]
+    sizes = ["-c", "2048", "--steps", "6", "--rounds", "1", "--halvings", "2"]
     if places.quick:
         sizes = ["-c", "512", "--steps", "2", "--rounds", "1", "--halvings", "0"]
     return ["bench", "memory", "smallest", "-m", str(places.bundle()), "-t", "1", "--spec", "off", *sizes]
@@ -111,7 +114,7 @@ def _smallest(places: Places) -> list[str]:
 def _quality(places: Places) -> list[str]:
     models = [part for path in places.checkpoints for part in ("--checkpoint", str(path))]
     widths = ["--bits", "8,4small,2small", "--kv", "int8,int4", "--budget-bits", "4"]
-    sizes = ["--stories", "150", "--questions", "12"]
+    sizes = ["--stories", "100", "--questions", "10"]
     if places.quick:
         widths, sizes = ["--bits", "8", "--kv", "int8"], ["--stories", "2", "--questions", "1"]
     return ["bench", "quality", *models, *widths, "--data", str(places.data), *sizes]
