@@ -11,6 +11,7 @@ import edgeinfer
 from edgeinfer import device_tuning
 from edgeinfer.cli.main import main
 from edgeinfer.runtime.tuning.settings import TunedSettings
+from tests import cli
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.gguf_models import random_gguf
 
@@ -111,9 +112,13 @@ def test_an_interrupted_command_keeps_what_there_was(
     assert kept.read_bytes() == before and list(kept.parent.iterdir()) == [kept]
 
 
-def test_a_bad_profile_is_one_line_on_stderr(capsys: Capture, small_bundle: Path, tmp_path: Path) -> None:
+def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
-    run(capsys, "run", "-m", small_bundle, "-p", "Once", "-n", "2", "--profile", tmp_path / "bad.json")
+    options = ["-p", "Once", "-n", "2", "-t", "1", "--spec", "off", "--profile", str(tmp_path / "bad.json")]
+    done = cli.edgeinfer("run", "-m", small_bundle, *options)
+    assert done.returncode == 0
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 1 and "bad.json" in lines[0] and "The usual settings are used." in lines[0]
 
 
 @pytest.mark.usefixtures("brisk")
