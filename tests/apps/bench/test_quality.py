@@ -196,7 +196,7 @@ def test_the_command_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["bench", "quality", "--stories", "2", "--questions", "1", "--json", str(out), "--svg", str(svg)]) == 0
     text = capsys.readouterr().out
     data = json.loads(out.read_text())
-    assert data["benchmark"] == "quality" and data["command"].startswith("edgeinfer ")
+    assert data["benchmark"] == "quality" and data["command"].startswith("edgeinfer")
     assert {"test_time", "edgeinfer", "environment"} <= set(data)
     assert [each["cache"] for each in data["subjects"]] == [None, "int8", "int4", None]
     for each in data["subjects"]:
