@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgeinfer.errors import StorageError
 
-__all__ = ["make_private", "user_cache"]
+__all__ = ["make_private", "user_cache", "written"]
 
 
 def user_cache() -> Path:
@@ -42,6 +42,14 @@ def make_private(folder: Path) -> None:
             raise StorageError(f"{folder} is another user's.", "Remove it.")
         if stat.S_IMODE(status.st_mode) != 0o700:
             folder.chmod(0o700)
+
+
+def written(path: Path) -> float:
+    """When a file or folder was last written, in seconds, by which the oldest make room; 0 where nothing tells."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _home() -> Path:

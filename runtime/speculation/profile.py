@@ -29,7 +29,7 @@ from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.machine import processor_name
 from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.user_cache import make_private, user_cache
+from edgeinfer.runtime.user_cache import make_private, user_cache, written
 from edgeinfer.version import VERSION
 
 __all__ = ["Profile", "forget", "profile_folder", "stamped"]
@@ -239,18 +239,11 @@ def _make_room(folder: Path, size: int) -> None:
     others = [f for f in _children(folder.parent) if _DIGEST.fullmatch(f.name) and f != folder]
     sizes = {other: _bytes(other) for other in others}
     total = sum(sizes.values()) + _bytes(folder) + size
-    for other in sorted(others, key=_written):
+    for other in sorted(others, key=written):
         if total <= _MOST_BYTES:
             return
         _remove(other)
         total -= sizes[other]
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _plain(dtype: np.dtype[Any]) -> bool:

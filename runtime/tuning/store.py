@@ -19,7 +19,7 @@ from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.tuning.fingerprint import Fingerprint
 from edgeinfer.runtime.tuning.settings import TunedSettings
-from edgeinfer.runtime.user_cache import make_private, user_cache
+from edgeinfer.runtime.user_cache import make_private, user_cache, written
 
 __all__ = ["TunedProfile", "forget_profile", "keep_profile", "kept_profile", "read_profile", "write_profile"]
 
@@ -171,13 +171,6 @@ def read_profile(path: Path) -> TunedProfile:
 def _make_room(path: Path) -> None:
     """Removes the profiles that were written longest ago beyond a number of them."""
     others = [each for each in path.parent.glob("*.json") if each != path]
-    for old in sorted(others, key=_written)[: max(0, len(others) + 1 - _MOST_KEPT)]:
+    for old in sorted(others, key=written)[: max(0, len(others) + 1 - _MOST_KEPT)]:
         with contextlib.suppress(OSError):
             old.unlink()
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
