@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
+from edgeinfer.searching import SearchOptions
 
 __all__ = [
     "COUNTED",
@@ -231,8 +233,8 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
-    """How text is generated. Defaults give greedy decoding.
+class GenerationConfig(ComputeOptions, SearchOptions):
+    """How text is generated. Defaults give greedy decoding. More attributes: ComputeOptions and SearchOptions.
 
     Attributes:
         max_tokens: reply length in tokens; None means until the context is full.
@@ -308,6 +310,8 @@ class GenerationConfig:
         _require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
         _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20")
         _require(all(self.choices), "choices", self.choices, "free of empty texts")
+        self.check_compute()
+        self.check_search()
         forms = [name for name in _FORMS if getattr(self, name) not in (None, False, ())]
         if len(forms) > 1:
             raise UsageError(f"{' and '.join(forms)} cannot be asked for at once.", "Leave out all but one.")

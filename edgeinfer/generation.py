@@ -15,6 +15,7 @@ import numpy as np
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
+from edgeinfer.decoding import make_decoding
 from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
@@ -126,7 +127,7 @@ class TokenStream:
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._rounds = parts.speculator.rounds(self._token_chooser, config)
+        self._decoding = make_decoding(parts, self._token_chooser, config, self._stop_ids)
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -261,7 +262,7 @@ class TokenStream:
                 self._token_chooser,
                 max_tokens=self._left,
                 stop_ids=self._stop_ids,
-                rounds=self._rounds,
+                rounds=self._decoding.steps,
             )
             # What cancelled it before that was forgotten there.
             if self._cancelled:
@@ -325,9 +326,9 @@ class TokenStream:
 
     def _finish(self, reason: FinishReason) -> None:
         self._close_steps()
-        if self._rounds is not None:
-            self._rounds.finish()
-        parts, memory, timings = self._parts, process_memory(), self._timings()
+        self._decoding.finish()
+        decoding, parts = self._decoding, self._parts
+        memory, timings = process_memory(), self._timings()
         self._result = Result(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
@@ -345,12 +346,14 @@ class TokenStream:
                 given_up=tuple(parts.ledger.given),
                 pss_bytes=proportional_bytes(),
             ),
-            speculation=parts.speculator.summary(self._config, self._rounds, timings.per_token_ms),
+            speculation=parts.speculator.summary(self._config, decoding.rounds, timings.per_token_ms),
             model=parts.info,
             overflow=overflow_summary(parts.engine.overflow, parts.engine.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
+            compute=None if decoding.compute is None else decoding.compute.use(),
+            search=None if decoding.search is None else decoding.search.use(),
         )
-        parts.speculator.finished(self._rounds)
+        parts.speculator.finished(decoding.rounds)
         self._turns.leave(self)
         self._on_finish(self._result)
 

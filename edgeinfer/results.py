@@ -9,6 +9,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgeinfer.adaptive import ComputeUse
+from edgeinfer.searching import SearchUse
+
 __all__ = [
     "Chunk",
     "DeviceFacts",
@@ -332,6 +335,8 @@ class Result:
 
     Attributes:
         experts: of models that have any.
+        compute: what computing less did; None where the whole model made every token.
+        search: what searching did; None where nothing was searched.
     """
 
     text: str
@@ -344,6 +349,8 @@ class Result:
     model: ModelInfo
     overflow: Overflow = field(default_factory=Overflow)
     experts: ExpertUse | None = None
+    compute: ComputeUse | None = None
+    search: SearchUse | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""

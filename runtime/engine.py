@@ -32,17 +32,28 @@ class Chooser(Protocol):
 
 
 class Multistep(Protocol):
-    """Decodes several tokens per pass, as `speculation.rounds.Rounds` does."""
+    """A way of decoding other than token by token, as `speculation.rounds.Rounds` is.
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Starts after these tokens, of which all but the last were fed."""
+    The rows of the backend's cache must be those that the whole model gives to the text's tokens. A way that leaves
+    some out, or feeds them later, cuts the cache to those that are by the time its generation ends.
+    """
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """Starts after a prompt, all of which was fed: one to `room` tokens that follow it, accepted by the chooser.
+
+        Args:
+            logits: after the prompt's last token; a view that the next pass overwrites.
+        """
 
     def next(self, room: int, lost: int) -> Sequence[int]:
-        """One to `room` tokens, accepted by the chooser; all tokens but the last were fed then.
+        """One to `room` further tokens, accepted by the chooser. Of all tokens the last, at least, is not fed then.
 
         Args:
             lost: tokens of the text less rows that the cache needs to hold it, the last token included.
         """
+
+    def leave(self) -> None:
+        """The generation pauses or ends: what was fed for it alone is dropped."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +91,10 @@ class _Plain:
         self._chooser = chooser
         self._root = 0
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._root = tokens[-1]
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:
+        self._root = self._chooser.token(logits, len(prompt))
+        self._chooser.accept(self._root, logits)
+        return (self._root,)
 
     def next(self, room: int, lost: int) -> tuple[int]:
         start = self._backend.length
@@ -89,6 +102,9 @@ class _Plain:
         self._root = self._chooser.token(output.logits[0], start + lost + 1)
         self._chooser.accept(self._root, output.logits[0])
         return (self._root,)
+
+    def leave(self) -> None:
+        pass
 
 
 class Engine:
@@ -185,29 +201,27 @@ class Engine:
     def _steps(
         self, prompt: Sequence[int], chooser: Chooser, left: int, stop_ids: frozenset[int], rounds: Multistep
     ) -> Generator[Step]:
-        begun = time.perf_counter()
+        now = time.perf_counter()
         try:
             logits = self._take_in(prompt)
-            token = chooser.token(logits, len(prompt))
-            chooser.accept(token, logits)
-            tokens: Sequence[int] = (token,)
             # Drafters take in the prompt too, which belongs to the first token's time.
-            rounds.begin([*prompt, token])
-            now = time.perf_counter()
-            yield Step(token, (now - begun) * 1e3)
+            tokens = _until(rounds.first(prompt, logits, left), stop_ids)
+            ahead = list(tokens)  # of what the cache holds
             while True:
-                left -= len(tokens)
-                if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
-                    return
-                begun, root = now, tokens[-1]
-                self._make_room()
-                tokens = _until(rounds.next(left, self.lost.tokens), stop_ids)
-                self._tokens += [root, *tokens[:-1]]
-                now = time.perf_counter()
+                begun, now = now, time.perf_counter()
                 for place, token in enumerate(tokens):
                     if place and self._cancelled.is_set():
                         return
                     yield Step(token, 0.0 if place else (now - begun) * 1e3, place == len(tokens) - 1)
+                left -= len(tokens)
+                if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
+                    return
+                self._make_room()
+                tokens = _until(rounds.next(left, self.lost.tokens), stop_ids)
+                ahead += tokens
+                fed = self.backend.length + self.lost.tokens - len(self._tokens)
+                self._tokens += ahead[:fed]
+                del ahead[:fed]
         except PassCancelledError:
             return
         except (BudgetError, MemoryError):
@@ -217,9 +231,9 @@ class Engine:
             self.backend.clear()
             raise
         finally:
+            rounds.leave()
             # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
-            if self.backend.length > len(self._tokens) - self.lost.tokens:
-                self.backend.truncate(len(self._tokens) - self.lost.tokens)
+            self._truncate(min(self.backend.length + self.lost.tokens, len(self._tokens)))
 
     def forget(self) -> None:
         """Empties the cache."""

@@ -18,13 +18,16 @@ import edgeinfer
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CORE = {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.bundle", "edgeinfer.version"}
+ASKED = {"edgeinfer.adaptive", "edgeinfer.searching"}
+CORE = {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.bundle", "edgeinfer.version"} | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.errors": set[str](),
     "edgeinfer.version": set[str](),
-    "edgeinfer.config": {"edgeinfer.errors"},
-    "edgeinfer.results": {"edgeinfer.errors"},
+    "edgeinfer.adaptive": {"edgeinfer.errors"},
+    "edgeinfer.searching": {"edgeinfer.errors"},
+    "edgeinfer.config": {"edgeinfer.errors"} | ASKED,
+    "edgeinfer.results": {"edgeinfer.errors"} | ASKED,
     "edgeinfer.bundle": CORE,
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},

@@ -6,9 +6,13 @@ import argparse
 import re
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.cli.compute_options import add_compute_options
+from edgeinfer.cli.search_options import add_search_options
 from edgeinfer.config import (
     COUNTED,
     DRAFTERS,
@@ -22,6 +26,7 @@ from edgeinfer.config import (
     parse_size,
 )
 from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.searching import SearchOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,6 +225,8 @@ def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
     group.add_argument("--spec-tree-width", dest="draft_width", type=int, metavar="N", help=text)
     text = "the reply must be one of the texts given by this option; may be given several times"
     group.add_argument("--choice", dest="choices", action="append", metavar="TEXT", help=text)
+    add_compute_options(parser)
+    add_search_options(parser)
 
 
 _GENERATION = (
@@ -237,6 +244,7 @@ _GENERATION = (
     "draft_width",
     "verification",
     "choices",
+    *(f.name for f in (*fields(ComputeOptions), *fields(SearchOptions))),
 )
 
 

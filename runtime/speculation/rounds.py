@@ -67,15 +67,21 @@ class Rounds:
         self._lost = 0
         self._context = Context([], self._draw, chooser.forced, self._further, lambda: self._lost)
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Starts after these tokens, of which all but the last were fed; again where the reply was paused."""
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+        """The token after a prompt that was fed, of which no more is drafted; again where the reply was paused."""
+        token = self._chooser.token(logits, len(prompt))
+        self._chooser.accept(token, logits)
         self._end_rest()
         self._untold = 0
-        self._context.tokens[:] = tokens
+        self._context.tokens[:] = [*prompt, token]
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
         latest = self._context.tokens[-self._backend.capacity :]
         for drafter in self._drafters.values():
             drafter.begin(latest)
+        return (token,)
+
+    def leave(self) -> None:
+        """Nothing is held beyond a round."""
 
     def next(self, room: int, lost: int = 0) -> tuple[int, ...]:
         """One round: the tokens it committed, of which all but the last were fed then.

@@ -1,0 +1,70 @@
+"""Which way of decoding a request asks for: a search, less compute, drafting ahead, or one token per pass.
+
+Knows nothing of how any of them works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from edgeinfer.adaptive import ComputeUse
+from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.engine import Multistep
+from edgeinfer.runtime.sampling import TokenChooser
+from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.searching import SearchUse
+
+if TYPE_CHECKING:
+    from edgeinfer.generation import ModelParts
+
+__all__ = ["Decoding", "LessCompute", "Search", "make_decoding"]
+
+
+class LessCompute(Multistep, Protocol):
+    """Decodes with less than the whole model."""
+
+    def use(self) -> ComputeUse:
+        """What it did so far."""
+
+
+class Search(Multistep, Protocol):
+    """Decodes by looking at several continuations, or by other scores than the model's own."""
+
+    def use(self) -> SearchUse:
+        """What it did so far."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How one reply is decoded; at most one of these is there, and none is one token per pass."""
+
+    rounds: Rounds | None = None
+    compute: LessCompute | None = None
+    search: Search | None = None
+
+    @property
+    def steps(self) -> Multistep | None:
+        """The one that is there."""
+        return self.rounds or self.compute or self.search
+
+    def finish(self) -> None:
+        """The reply is over."""
+        if self.rounds is not None:
+            self.rounds.finish()
+
+
+def make_decoding(
+    parts: ModelParts, chooser: TokenChooser, config: GenerationConfig, stop_ids: frozenset[int]
+) -> Decoding:
+    """The way that a reply is decoded.
+
+    Args:
+        chooser: of the reply's tokens.
+        stop_ids: that end it.
+
+    Raises:
+        UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
+        CapabilityError: the backend cannot do it.
+    """
+    return Decoding(rounds=parts.speculator.rounds(chooser, config))
