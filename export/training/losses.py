@@ -1,0 +1,61 @@
+"""Losses over a large vocabulary in pieces, so that few rows of logits are in memory at a time; knows no models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["cross_entropy", "divergence", "in_pieces"]
+
+# Logits in memory at a time: 64 MB in float32, and as much again for what is derived from them.
+_MOST_LOGITS = 1 << 24
+
+
+def in_pieces(
+    loss: Callable[..., torch.Tensor], vocabulary: int, *rows: torch.Tensor, most: int = _MOST_LOGITS
+) -> torch.Tensor:
+    """The mean over rows of a loss that is worked out for some of them at a time, and again for its gradient.
+
+    Args:
+        loss: gives the sum over the rows it gets. (n, ...) each -> ()
+        vocabulary: columns of the logits that it makes.
+        rows: what it takes. (N, ...) each
+        most: logits that it may make at a time.
+    """
+    count = len(rows[0])
+    size = max(1, most // vocabulary)
+    total = torch.zeros((), device=rows[0].device)
+    for start in range(0, count, size):
+        part = [each[start : start + size] for each in rows]
+        total = total + checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False)
+    return total / count
+
+
+def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean of -log p(label).  hidden (N, D), head (V, D), labels (N,)"""
+
+    def piece(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(states @ head.T, wanted, reduction="sum")
+
+    return in_pieces(piece, len(head), hidden, labels)
+
+
+def divergence(
+    hidden: torch.Tensor, head: torch.Tensor, teacher: torch.Tensor, teacher_head: torch.Tensor
+) -> torch.Tensor:
+    """Mean Kullback-Leibler divergence of the student from its teacher, in nats.
+
+    hidden (N, D), head (V, D), teacher (N, T), teacher_head (V', T); where V' differs, the columns of both count.
+    """
+    known = min(len(head), len(teacher_head))
+
+    def piece(states: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = torch.log_softmax(taught @ teacher_head[:known].T, -1)  # (n, V)
+        guessed = torch.log_softmax(states @ head[:known].T, -1)  # (n, V)
+        return F.kl_div(guessed, wanted, reduction="sum", log_target=True)
+
+    return in_pieces(piece, known, hidden, teacher)

@@ -1,0 +1,76 @@
+"""What a caller may ask of a training, validated on construction; knows nothing of models, and needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from edgeinfer.errors import UsageError
+
+__all__ = ["DEVICES", "Progress", "TrainOptions", "require"]
+
+DEVICES = ("auto", "cpu", "cuda")
+
+# Called with a stage, steps done and steps in all.
+Progress = Callable[[str, int, int], None]
+
+
+def require(condition: bool, name: str, value: Any, rule: str) -> None:
+    """Refuses a value that an option cannot have.
+
+    Raises:
+        UsageError: the condition does not hold.
+    """
+    if not condition:
+        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a task is trained.
+
+    Attributes:
+        steps: of the optimizer; the learning rate rises over `warmup` of them and falls along half a cosine.
+        learning_rate: at its highest.
+        weight_decay: of matrices; vectors have none.
+        warmup: steps until the learning rate is reached.
+        clip: most that the norm of all gradients together may be.
+        seed: of everything that is drawn.
+        save_seconds: between two checkpoints; it changes nothing of the result.
+        device: one of DEVICES; "auto" is CUDA where it is there.
+        threads: of the linear algebra; None takes torch's own number. The same number gives the same result.
+    """
+
+    steps: int
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    warmup: int = 50
+    clip: float = 1.0
+    seed: int = 0
+    save_seconds: float = 60.0
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, "1 or more")
+        require(0 < self.learning_rate < 1, "learning_rate", self.learning_rate, "between 0 and 1")
+        require(0 <= self.weight_decay < 1, "weight_decay", self.weight_decay, "from 0 to less than 1")
+        require(self.warmup >= 0, "warmup", self.warmup, "0 or more")
+        require(self.clip > 0, "clip", self.clip, "positive")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "from 0 to 2147483647")
+        require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "0 or more")
+        require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        require(self.threads is None or self.threads >= 1, "threads", self.threads, "1 or more")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        rising = min(1.0, (step + 1) / max(1, self.warmup))
+        return self.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What the result depends on; a training is only gone on with under the same."""
+        names = ("steps", "learning_rate", "weight_decay", "warmup", "clip", "seed")
+        return {name: getattr(self, name) for name in names}
