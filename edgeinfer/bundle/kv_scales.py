@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.additions import add_file
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
-from edgeinfer.bundle.manifest import FileEntry
 from edgeinfer.bundle.spec import Geometry
-from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, storage_errors, write_file
+from edgeinfer.bundle.store import Bundle, open_bundle
 from edgeinfer.errors import BundleError, UsageError
 
 __all__ = ["KV_SCALES", "KVScales", "LayerScales", "add_kv_scales", "most_bytes", "read_kv_scales"]
@@ -180,23 +180,4 @@ def add_kv_scales(path: Path, scales: KVScales) -> Bundle:
     """
     bundle = open_bundle(path)
     scales.check(bundle.manifest.geometry)
-    files = {name: entry for name, entry in bundle.manifest.files.items() if name != KV_SCALES}
-    data = scales.to_json().encode()
-    if bundle.has(KV_SCALES):
-        _write_manifest(bundle, files)
-    _write_like(bundle, KV_SCALES, data)
-    _write_manifest(bundle, files | {KV_SCALES: FileEntry(len(data), hashlib.sha256(data).hexdigest())})
-    return open_bundle(path)
-
-
-def _write_manifest(bundle: Bundle, files: dict[str, FileEntry]) -> None:
-    ordered = dict(sorted(files.items()))
-    _write_like(bundle, MANIFEST, replace(bundle.manifest, files=ordered).to_json().encode())
-
-
-def _write_like(bundle: Bundle, name: str, data: bytes) -> None:
-    """Writes a file whole; a new one is its maker's alone, and a bundle's are for whoever may read it."""
-    mode = (bundle.path / MANIFEST).stat().st_mode
-    write_file(bundle.path / name, data)
-    with storage_errors(bundle.path):
-        (bundle.path / name).chmod(mode)
+    return add_file(bundle, KV_SCALES, scales.to_json().encode())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, open_bundle, seal, store
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, additions, open_bundle, seal, store
 from edgeinfer.bundle import kv_scales as module
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.kv_scales import KV_SCALES, LayerScales, add_kv_scales, read_kv_scales
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_a_bundle_that_opens(
             raise StorageError("The disk is full.")
         write(path, data)
 
-    monkeypatch.setattr(module, "write_file", scarce)
+    monkeypatch.setattr(additions, "write_file", scarce)
     if writes < 2 + before:
         with pytest.raises(StorageError):
             add_kv_scales(bundle.path, replace(some_scales(), tokens=10))
