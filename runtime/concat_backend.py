@@ -24,6 +24,7 @@ from edgeinfer.runtime.contracts import (
     Floats,
     Ints,
     StepOutput,
+    Visibility,
     check_pass,
     check_snapshot,
 )
@@ -92,9 +93,10 @@ class ConcatBackend:
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
         start, size = self.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
             raise BackendError(f"Graph counts positions itself: {positions.tolist()} do not follow row {start}.")

@@ -27,6 +27,7 @@ __all__ = [
     "Ints",
     "PassCancelledError",
     "StepOutput",
+    "Visibility",
     "ancestors",
     "check_pass",
     "check_snapshot",
@@ -55,6 +56,20 @@ class ExpertChoice:
 
     count: int
     bias: Floats | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Which rows of the cache the new rows of a pass see, where texts that share a beginning lie in it side by side.
+
+    Attributes:
+        sees: of the T = length + S cached and new rows, those that each new row may attend to: itself, and earlier ones
+            only. (S, T)
+        places: the position that every row was or is fed with, for sliding windows. (T,)
+    """
+
+    sees: NDArray[np.bool_]
+    places: Ints
 
 
 @dataclass(frozen=True)
@@ -137,14 +152,17 @@ class Backend(Protocol):
         hidden: Floats | None = None,  # (S, D), enters the first layer that runs instead of the embeddings
         planes: int = 2,  # 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole
         experts: ExpertChoice | None = None,  # None leaves the choice to the routers: the whole model
+        sees: Visibility | None = None,  # in place of a tree; None is all of the cache
     ) -> StepOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
-        A tree needs at least one token in the cache, which a prompt always leaves.
+        A tree needs at least one token in the cache, which a prompt always leaves, and so does `sees`. With either, a
+        row is what it is in a pass of its own text up to rounding only: sums run over the cache in the order of its
+        rows, in which those of other texts lie in between.
 
         Raises:
-            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane or a number of experts where the capabilities
-                exclude it.
+            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane, a number of experts or `sees` where the
+                capabilities exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
         """
 
@@ -203,6 +221,7 @@ def check_pass(
     hidden: Floats | None,  # (S, D)
     planes: int = 2,
     experts: ExpertChoice | None = None,
+    sees: Visibility | None = None,
 ) -> None:
     """Refuses a pass that the backend's contract excludes.
 
@@ -216,6 +235,7 @@ def check_pass(
         "verify trees": tree is not None and not can.tree,
         "read one plane of its weights": planes == 1 and not can.elastic,
         "choose experts of this model": experts is not None and not can.expert_counts,
+        "keep several texts in one cache": sees is not None and not can.branches,
     }
     for what, wanted in refused.items():
         if wanted:
@@ -249,6 +269,22 @@ def check_pass(
     bias = None if experts is None else experts.bias
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
+    if sees is not None:
+        _check_visibility(sees, backend.length, size, tree)
+
+
+def _check_visibility(visibility: Visibility, length: int, size: int, tree: Ints | None) -> None:
+    total, sees = length + size, visibility.sees
+    if tree is not None:
+        raise BackendError("A pass takes a tree or what its rows see, not both.")
+    if length == 0:
+        raise BackendError("Rows of several texts need at least one token in the cache.")
+    if sees.shape != (size, total) or visibility.places.shape != (total,):
+        shapes = f"{sees.shape} and {visibility.places.shape}"
+        raise BackendError(f"What rows see has shapes {shapes}, not ({size}, {total}) and ({total},).")
+    new = sees[:, length:]
+    if not new.diagonal().all() or np.triu(new, 1).any():
+        raise BackendError("A row must see itself, and no row of its pass behind it.")
 
 
 def check_snapshot(
@@ -272,9 +308,16 @@ def check_snapshot(
         raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")
 
 
-def in_window(positions: Ints, total: int, window: int) -> NDArray[np.bool_]:  # (S,) -> (S, T)
-    """Which of the T rows lie less than `window` positions before each of the S new tokens, the last of the rows."""
-    rows = np.concatenate([np.arange(total - len(positions)), positions])
+def in_window(
+    positions: Ints, total: int, window: int, places: Ints | None = None
+) -> NDArray[np.bool_]:  # (S,), (T',) -> (S, T)
+    """Which of the T rows lie less than `window` positions before each of the S new tokens, the last of the rows.
+
+    Args:
+        places: positions of the first T' rows, at least of all but the new ones; None where they count up.
+    """
+    held = total - len(positions)
+    rows = np.concatenate([np.arange(held) if places is None else places[:held], positions])
     near: NDArray[np.bool_] = positions[:, None] - rows < window
     return near
 

@@ -27,6 +27,7 @@ from edgeinfer.runtime.contracts import (
     Floats,
     Ints,
     StepOutput,
+    Visibility,
     check_pass,
     in_window,
 )
@@ -37,7 +38,7 @@ from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.layouts import Progress, kernel_of, prepare
 from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.library import native_kernel
-from edgeinfer.runtime.onnx_passes import HIDDEN, Buffers, Pass, tree_bias, twin_padding
+from edgeinfer.runtime.onnx_passes import HIDDEN, Buffers, Pass, branch_bias, tree_bias, twin_padding
 from edgeinfer.runtime.ort_session import OrtSession
 from edgeinfer.runtime.packed_cache import prepare_packed
 from edgeinfer.runtime.weight_pages import LookedUp, WeightPages
@@ -162,14 +163,19 @@ class OnnxBackend:
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
         if self._window and tree is not None and len(tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(tree)} rows is larger than {graph.TREE_ROWS}.")
         start, size = self._kv.length, len(tokens)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
+        if self._window and sees is not None and total > self._window + graph.TREE_ROWS:
+            # The operator's own window counts rows, whoever's they are.
+            most = self._window + graph.TREE_ROWS
+            raise BackendError(f"{total} rows of several texts are more than {most}, which this model's window allows.")
         self._release_bindings(total)
         self._kv.reserve(total)
         padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple
@@ -185,7 +191,7 @@ class OnnxBackend:
         self._planes[0] = planes
         if not self._device.traits.in_place_kv:
             self._bind(step)
-        self._bind_biases(step, tree, size, padded, total)
+        self._bind_biases(step, tree, sees, size, total)
         self._session.run(step.binding)
         self._swap_copies()
         self._kv.length = start + size
@@ -246,14 +252,18 @@ class OnnxBackend:
             step.binding.bind_ortvalue_output(graph.EXPERT_IDS, ort.OrtValue.ortvalue_from_numpy(step.experts))
         return step
 
-    def _bind_biases(self, step: Pass, tree: Ints | None, real: int, size: int, total: int) -> None:
-        bias = self._no_bias(size, total) if tree is None else tree_bias(tree, size, total)
+    def _bind_biases(self, step: Pass, tree: Ints | None, sees: Visibility | None, real: int, total: int) -> None:
+        size = len(step.positions)
+        if sees is not None:
+            bias = branch_bias(sees, size, total)
+        else:
+            bias = self._no_bias(size, total) if tree is None else tree_bias(tree, size, total)
         if self._experts is not None and size > real:
             bias = bias if tree is not None else bias.copy()
             twin_padding(bias[0, 0], real)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
-            near = in_window(step.positions, total, self._window)
+            near = in_window(step.positions, total, self._window, None if sees is None else sees.places)
             windowed = np.where(near, bias, HIDDEN)
             step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
 
@@ -335,6 +345,7 @@ def _capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
     return dataclasses.replace(
         whole,
         tree=whole.tree and traits.tree_bias,
+        branches=whole.tree and traits.tree_bias,
         layer_skip=whole.layer_skip and traits.in_place_kv,
         hidden=whole.hidden and traits.in_place_kv,
         exact=whole.exact and device.on_cpu,

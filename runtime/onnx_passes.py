@@ -10,10 +10,10 @@ import math
 import numpy as np
 
 from edgeinfer.bundle import Geometry, graph
-from edgeinfer.runtime.contracts import Floats, Ints, ancestors
+from edgeinfer.runtime.contracts import Floats, Ints, Visibility, ancestors
 from edgeinfer.runtime.ort_session import Binding
 
-__all__ = ["HIDDEN", "Buffers", "Pass", "tree_bias", "twin_padding"]
+__all__ = ["HIDDEN", "Buffers", "Pass", "branch_bias", "tree_bias", "twin_padding"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
 HIDDEN = np.float32(-1e9)
@@ -24,6 +24,14 @@ def tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S
     bias = np.zeros((1, 1, size, total), np.float32)
     real, start = len(tree), total - size
     bias[0, 0, :real, start : start + real][~ancestors(tree)] = HIDDEN
+    return bias
+
+
+def branch_bias(sees: Visibility, size: int, total: int) -> Floats:  # (1, 1, S, T), S >= rows of `sees`
+    """Hides from each row what it does not see."""
+    bias = np.zeros((1, 1, size, total), np.float32)
+    real, seen = sees.sees.shape
+    bias[0, 0, :real, :seen][~sees.sees] = HIDDEN
     return bias
 
 

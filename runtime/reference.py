@@ -26,6 +26,7 @@ from edgeinfer.runtime.contracts import (
     Floats,
     Ints,
     StepOutput,
+    Visibility,
     ancestors,
     check_pass,
     in_window,
@@ -66,7 +67,7 @@ class ReferenceBackend:
         self.geometry: Geometry = self._spec.geometry
         elastic = bool(_elastic(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
-        self.capabilities = Capabilities(True, True, True, elastic=elastic, expert_counts=counts)
+        self.capabilities = Capabilities(True, True, True, elastic=elastic, expert_counts=counts, branches=True)
         self.capacity = capacity
 
     @property
@@ -85,20 +86,21 @@ class ReferenceBackend:
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
         begun = time.perf_counter_ns()
         start, size = self._kv.length, len(tokens)
         self._weights = self._whole if planes == 2 else self._halved
         self._kv.reserve(start + size)
         x = self._weights["embed"][tokens] if hidden is None else hidden  # (S, D)
-        sees = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
-        visible = np.concatenate([np.ones((size, start), np.bool_), sees], axis=1)  # (S, T)
+        visible = _visible(start, size, tree) if sees is None else sees.sees  # (S, T)
+        places = np.concatenate([np.arange(start), positions]) if sees is None else sees.places  # (T,)
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             if layer_mask is None or layer_mask[2 * layer]:
-                x = x + self._attention(layer, x, positions, visible)
+                x = x + self._attention(layer, x, places, visible)
             if layer_mask is None or layer_mask[2 * layer + 1]:
                 normed = rms_norm(x, self._weights[f"layers.{layer}.mlp_norm"], self._spec.norm_eps)
                 moe = self._spec.experts_of(layer)
@@ -127,12 +129,13 @@ class ReferenceBackend:
         self,
         layer: int,
         x: Floats,  # (S, D)
-        positions: Ints,  # (S,)
+        places: Ints,  # (T,)
         visible: NDArray[np.bool_],  # (S, T)
     ) -> Floats:  # (S, D)
         spec, prefix = self._spec, f"layers.{layer}."
         size, total = visible.shape
         start = total - size
+        positions = places[start:]
         qkv = self._linear(f"{prefix}attn.qkv", rms_norm(x, self._weights[f"{prefix}attn_norm"], spec.norm_eps))
         q, k, v = np.split(qkv, [spec.q_size, spec.q_size + spec.kv_size], axis=1)
         q = self._normed(q.reshape(size, spec.num_heads, spec.head_dim), f"{prefix}attn.q_norm")
@@ -143,7 +146,7 @@ class ReferenceBackend:
         keys, values = self._kv.read(layer, total)  # (H, T, h)
         group = spec.num_heads // spec.num_kv_heads
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
-        mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, positions, visible))  # (H, g, S, h)
+        mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, places, visible))  # (H, g, S, h)
         return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
 
     def _normed(self, heads: Floats, name: str) -> Floats:  # (S, H, h) -> (S, H, h)
@@ -167,11 +170,11 @@ class ReferenceBackend:
     def _windowed(
         self,
         layer: int,
-        positions: Ints,  # (S,)
+        places: Ints,  # (T,)
         visible: NDArray[np.bool_],  # (S, T)
     ) -> NDArray[np.bool_]:  # (S, T)
-        window = self._spec.window(layer)
-        return visible & in_window(positions, visible.shape[1], window) if window else visible
+        window, (size, total) = self._spec.window(layer), visible.shape
+        return visible & in_window(places[total - size :], total, window, places) if window else visible
 
     def _mlp(self, prefix: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
         gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
@@ -254,6 +257,12 @@ class ReferenceBackend:
         """Drops the weights and the cache."""
         self._whole.clear()
         del self._kv
+
+
+def _visible(start: int, size: int, tree: Ints | None) -> NDArray[np.bool_]:  # (S, T)
+    """What the rows of a chain or a tree see: all of the cache, and of the pass themselves and those before them."""
+    new = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
+    return np.concatenate([np.ones((size, start), np.bool_), new], axis=1)
 
 
 def _elastic(bundle: Bundle) -> list[TensorEntry]:

@@ -20,7 +20,16 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BackendError, BundleError, UsageError
-from edgeinfer.runtime.contracts import CacheSnapshot, Edit, ExpertChoice, Floats, Ints, StepOutput, check_pass
+from edgeinfer.runtime.contracts import (
+    CacheSnapshot,
+    Edit,
+    ExpertChoice,
+    Floats,
+    Ints,
+    StepOutput,
+    Visibility,
+    check_pass,
+)
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.kv import KVBuffers
 from edgeinfer.runtime.memory import MappedFile
@@ -77,7 +86,7 @@ class StaticBackend:
             message = f"{capacity} tokens do not fit the static graphs of {bundle.path}, which hold {static.context}."
             raise UsageError(message, f"Use a context of at most {static.context} (-c {static.context}).")
         self.geometry = decoder.geometry
-        self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact)
+        self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact, branches=True)
         self.capacity = capacity
         self.kernel = kernel_of(bundle)
         self._bundle, self._spec, self._device = bundle, decoder, device
@@ -111,13 +120,14 @@ class StaticBackend:
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.capacity:
             raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.capacity} tokens.")
         start, size = self._kv.length, len(tokens)
-        seen = visible_rows(start, positions, tree, self._spec.window_size)
+        seen = visible_rows(start, positions, tree, self._spec.window_size, sees)
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
         logits, spent = self._logits[: len(rows)], 0

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
-from edgeinfer.runtime.contracts import Ints, ancestors, in_window
+from edgeinfer.runtime.contracts import Ints, Visibility, ancestors, in_window
 
 __all__ = ["GraphSet", "Run", "choose_graphs", "visible_rows"]
 
@@ -86,7 +86,7 @@ def choose_graphs(static: StaticGraphs, *, exact: bool, on_cpu: bool, rows: int,
 
 
 def visible_rows(
-    start: int, positions: Ints, tree: Ints | None, window: int
+    start: int, positions: Ints, tree: Ints | None, window: int, sees: Visibility | None = None
 ) -> tuple[Bools, Bools]:  # (S,), (S,) -> 2 x (S, start + S)
     """Which rows of the cache each new token sees, with itself; and which of them a sliding window leaves.
 
@@ -95,6 +95,9 @@ def visible_rows(
         window: in tokens; 0 is none, and both results are the same.
     """
     size = len(positions)
+    if sees is not None:
+        near = in_window(positions, start + size, window, sees.places) if window else True
+        return sees.sees, sees.sees & near
     seen = np.ones((size, start + size), np.bool_)
     seen[:, start:] = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
     return seen, seen & in_window(positions, start + size, window) if window else seen

@@ -23,6 +23,7 @@ from edgeinfer.runtime.contracts import (
     Ints,
     PassCancelledError,
     StepOutput,
+    Visibility,
     check_pass,
 )
 
@@ -44,6 +45,7 @@ class Asked:
     hidden: Floats | None
     planes: int
     experts: ExpertChoice | None
+    sees: Visibility | None
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,10 @@ class WrappedBackend(Generic[B]):
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`."""
-        return self._forward(Asked(tokens, positions, rows, tree, layer_mask, hidden, planes, experts))
+        return self._forward(Asked(tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees))
 
     @abstractmethod
     def _forward(self, asked: Asked) -> StepOutput:
@@ -136,6 +139,7 @@ class WrappedBackend(Generic[B]):
             hidden=asked.hidden,
             planes=asked.planes,
             experts=asked.experts,
+            sees=asked.sees,
         )
 
     def truncate(self, length: int) -> None:

@@ -191,6 +191,7 @@ class Capabilities:
         copies: rows of the cache can be copied out and in.
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
             Empty for models without experts.
+        branches: a pass can be told which rows each of its rows sees (`sees`); not of the file but of who runs it.
     """
 
     layer_skip: bool
@@ -201,6 +202,7 @@ class Capabilities:
     expert_counts: tuple[int, ...] = ()
     exact: bool = True
     copies: bool = True
+    branches: bool = False
 
     def __post_init__(self) -> None:
         _require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")

@@ -25,6 +25,7 @@ from edgeinfer.runtime.contracts import (
     Ints,
     PassCancelledError,
     StepOutput,
+    Visibility,
     check_pass,
     check_snapshot,
 )
@@ -137,13 +138,14 @@ class LlamaCppBackend:
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
         """One pass; see `contracts.Backend.forward`.
 
         Raises:
             BackendError: also where positions do not follow the rows, or a tree has more rows or paths than planned.
         """
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
         self._check_settled()
         start, size = self._length, len(tokens)
         branches = None if tree is None else Branches.of(tree, start)

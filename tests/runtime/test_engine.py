@@ -23,6 +23,7 @@ from edgeinfer.runtime.contracts import (
     Ints,
     PassCancelledError,
     StepOutput,
+    Visibility,
     check_pass,
 )
 from edgeinfer.runtime.engine import Engine
@@ -83,8 +84,9 @@ class TableBackend:
         hidden: Floats | None = None,
         planes: int = 2,
         experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
     ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts)
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
         assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
         self._wait()
         start = self.length
