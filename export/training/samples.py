@@ -1,0 +1,171 @@
+"""A target's own replies, many at a time, written to disk as they come; knows nothing of what learns from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from edgeinfer.bundle import write_file
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.options import Progress, require
+from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.tokens import Tokens, open_tokens, write_tokens
+
+__all__ = ["SampleOptions", "sample"]
+
+Ints = NDArray[np.int64]
+_TOKENS, _RECORD = "samples.u32", "samples.json"
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How replies are drawn.
+
+    Attributes:
+        tokens: to draw in all, at least.
+        length: most tokens of a reply.
+        rows: replies that are drawn at a time.
+        temperatures: they take turns; 0 takes the most likely token.
+        seed: of what is drawn.
+    """
+
+    tokens: int
+    length: int = 256
+    rows: int = 96
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "length", "rows"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        fits = bool(self.temperatures) and all(0 <= t <= 10 for t in self.temperatures)
+        require(fits, "temperatures", self.temperatures, "one or more, from 0 to 10")
+
+
+def sample(
+    target: Target, prompts: Sequence[Ints], options: SampleOptions, folder: Path, progress: Progress | None = None
+) -> Tokens:
+    """Replies of the target to prompts, each behind its prompt, in a file of the folder; goes on where it was stopped.
+
+    Args:
+        prompts: token ids; they take turns until there are tokens enough. (n,) each
+
+    Raises:
+        UsageError: there are no prompts, or the folder holds samples of another configuration.
+        StorageError: the folder cannot be written.
+    """
+    if not prompts:
+        raise UsageError("There are no prompts to sample from.", "Give more text.")
+    record = {"target": target.digest, "prompts": _digest(prompts)} | asdict(options)
+    record["temperatures"] = list(options.temperatures)
+    _claim(folder, record)
+    path = folder / _TOKENS
+    if path.exists():
+        return open_tokens(path)
+    done, batch, written = 0, 0, []
+    while done < options.tokens:
+        file = folder / f"batch-{batch}.u32"
+        tokens = open_tokens(file) if file.exists() else write_tokens(file, _batch(target, prompts, options, batch))
+        written.append(file)
+        done, batch = done + len(tokens), batch + 1
+        if progress is not None:
+            progress("sampling the target", min(done, options.tokens), options.tokens)
+    joined = write_tokens(path, (open_tokens(file).ids for file in written))
+    for file in written:
+        file.unlink()
+    return joined
+
+
+def _claim(folder: Path, record: dict[str, Any]) -> None:
+    """Says what a folder's samples are of, or that they are of something else."""
+    file = folder / _RECORD
+    if file.exists():
+        if json.loads(file.read_text("utf-8")) != record:
+            hint = "Give another working folder, or remove this one to begin anew."
+            raise UsageError(f"{folder} holds samples of another target, text or options.", hint)
+        return
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_file(file, json.dumps(record).encode())
+
+
+def _digest(prompts: Sequence[Ints]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.astype("<u4").tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def _batch(target: Target, prompts: Sequence[Ints], options: SampleOptions, batch: int) -> Iterator[Ints]:
+    """Prompts of one length or nearly so with their replies, in the order of the prompts."""
+    chosen = [prompts[(batch * options.rows + row) % len(prompts)] for row in range(min(options.rows, len(prompts)))]
+    room = int(target.config.max_position_embeddings) - 1
+    chosen = [prompt[:room] for prompt in chosen]
+    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + batch)
+    heat = torch.tensor([options.temperatures[(batch + row) % len(options.temperatures)] for row in range(len(chosen))])
+    most = min(options.length, room + 1 - max(map(len, chosen)))
+    replies = _Replies(target, chosen, heat, generator).draw(most)
+    return (np.concatenate([p, np.array(reply, np.int64)]) for p, reply in zip(chosen, replies, strict=True))
+
+
+class _Replies:
+    """Rows that are drawn together; those that have ended leave.
+
+    Prompts are padded in front, so that all rows end at the same column.
+    """
+
+    def __init__(
+        self, target: Target, prompts: Sequence[Ints], heat: torch.Tensor, generator: torch.Generator
+    ) -> None:  # heat (B,)
+        self._target, self._heat, self._generator = target, heat, generator
+        width = max(map(len, prompts))
+        self._ids = torch.zeros((len(prompts), width), dtype=torch.int64)
+        self._seen = torch.zeros((len(prompts), width), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            self._ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
+            self._seen[row, width - len(prompt) :] = 1
+
+    @torch.inference_mode()
+    def draw(self, most: int) -> list[list[int]]:
+        """The reply of each row, its end included."""
+        replies: list[list[int]] = [[] for _ in self._ids]
+        alive = torch.arange(len(replies))
+        device, cache = self._target.device, DynamicCache()
+        inputs, seen, heat = self._ids, self._seen, self._heat
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        for _ in range(most):
+            states = self._target.model.model(
+                inputs.to(device),
+                attention_mask=seen.to(device),
+                position_ids=positions.to(device),
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+            tokens = self._choose(self._target.model.lm_head(states).float().cpu(), heat)  # (b,)
+            for row, token in zip(alive.tolist(), tokens.tolist(), strict=True):
+                replies[row].append(token)
+            going = torch.tensor([token not in self._target.ends for token in tokens.tolist()])
+            if not going.any():
+                break
+            if not going.all():
+                kept = going.nonzero().flatten()
+                cache.batch_select_indices(kept.to(device))
+                alive, tokens, seen, heat, positions = (each[kept] for each in (alive, tokens, seen, heat, positions))
+            inputs, positions = tokens[:, None], positions[:, -1:] + 1
+            seen = torch.cat([seen, torch.ones((len(seen), 1), dtype=seen.dtype)], 1)
+        return replies
+
+    def _choose(self, logits: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:  # (b, V), (b,) -> (b,)
+        chances = torch.softmax(logits / heat.clamp(min=1e-3)[:, None], -1)
+        drawn = torch.multinomial(chances, 1, generator=self._generator).flatten()
+        return torch.where(heat > 0, drawn, logits.argmax(-1))

@@ -1,0 +1,143 @@
+"""Given text as tokens of a model, and prompts from it; knows nothing of what is trained on them.
+
+A .txt file holds documents parted by "<|endoftext|>". A line of a .jsonl file is an object with "text", or with
+"messages", which the model's chat template renders; what that writes before a reply is a prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from numpy.typing import NDArray
+
+from edgeinfer.errors import TemplateError, UsageError
+from edgeinfer.export.training.stories import SEPARATOR
+from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.tokens import Tokens, write_tokens
+
+__all__ = ["TextSource"]
+
+_AT_ONCE = 256
+# Documents without a dialogue: a prompt is so many of their first tokens.
+_OPENING = 12
+_HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages".'
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Files of text in the tokens of a target.
+
+    Raises:
+        UsageError: there is no file, or one is of another kind.
+    """
+
+    files: tuple[Path, ...]
+    target: Target
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise UsageError("There is no text to train on.", _HINT)
+        for file in self.files:
+            if file.suffix not in (".txt", ".jsonl") or not file.is_file():
+                raise UsageError(f"{file} is no file of text.", _HINT)
+
+    def digest(self) -> str:
+        """Of the contents."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            with _reading(file), file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+    def tokenise(self, path: Path) -> Tokens:
+        """Writes all documents to a file, each behind the begin token.
+
+        Raises:
+            UsageError: a file cannot be read.
+            StorageError: the tokens cannot be written.
+        """
+        return write_tokens(path, self._documents())
+
+    def prompts(self, most: int) -> list[NDArray[np.int64]]:  # (n,) each
+        """Beginnings of documents and of replies, spread over the files, `most` at most."""
+        found: list[NDArray[np.int64]] = []
+        for file in self.files:
+            for document in _read(file):
+                found += self._prompts(document)
+        step = max(1, len(found) // most)
+        return found[::step][:most]
+
+    def _documents(self) -> Iterator[NDArray[np.int64]]:
+        for file in self.files:
+            stream = _read(file)
+            while documents := list(islice(stream, _AT_ONCE)):
+                texts = [d if isinstance(d, str) else self._render(d, False) for d in documents]
+                yield from map(self._with_begin, self.target.tokenizer.encode_batch(texts, add_special_tokens=False))
+
+    def _prompts(self, document: str | list[Any]) -> Iterator[NDArray[np.int64]]:
+        if isinstance(document, str):
+            encoding = self.target.tokenizer.encode(document[: 16 * _OPENING], add_special_tokens=False)
+            yield self._with_begin(encoding)[: _OPENING + 1]
+            return
+        for index, message in enumerate(document):
+            if isinstance(message, dict) and message.get("role") == "user":
+                text = self._render(document[: index + 1], True)
+                yield self._with_begin(self.target.tokenizer.encode(text, add_special_tokens=False))
+
+    def _with_begin(self, encoding: Any) -> NDArray[np.int64]:
+        begin = self.target.begin
+        ids = encoding.ids
+        return np.array(ids if begin is None or ids[:1] == [begin] else [begin, *ids], np.int64)
+
+    def _render(self, messages: Sequence[Any], replying: bool) -> str:
+        if self.target.template is None:
+            raise TemplateError("The model has no chat template.", 'Give lines with "text" instead of "messages".')
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        try:
+            template = environment.from_string(self.target.template)
+            return str(template.render(messages=list(messages), add_generation_prompt=replying))
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise TemplateError(f"The chat template cannot write a dialogue: {error}.", _HINT) from error
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turns what can go wrong in reading a file of text into a UsageError."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"Cannot read {file}: {error}.", _HINT) from error
+
+
+def _read(file: Path) -> Iterator[str | list[Any]]:
+    """Documents of a file, and dialogues as lists of messages."""
+    with _reading(file), file.open(encoding="utf-8") as stream:
+        if file.suffix == ".txt":
+            kept: list[str] = []
+            for line in stream:
+                before, *others = line.split(SEPARATOR)
+                kept.append(before)
+                for other in others:
+                    yield from filter(None, ["".join(kept).strip()])
+                    kept = [other]
+            yield from filter(None, ["".join(kept).strip()])
+            return
+        for line in stream:
+            if not line.strip():
+                continue
+            entry = json.loads(line)
+            document = entry["messages"] if "messages" in entry else entry["text"]
+            if not isinstance(document, str | list):
+                raise TypeError("a line has neither text nor messages")
+            if document:
+                yield document
