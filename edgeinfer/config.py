@@ -34,7 +34,8 @@ __all__ = [
 
 # Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
 DRAFTERS = (
-    "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "resident"
+    "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "resident",
+    "medusa", "hydra", "prompt",
 )  # fmt: skip
 # How drafts can be verified; runtime/speculation/verification has them.
 VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
@@ -312,9 +313,12 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         _require(all(self.choices), "choices", self.choices, "free of empty texts")
         self.check_compute()
         self.check_search()
+        ways = [name for name, usual in (("compute", "full"), ("search", "off")) if getattr(self, name) != usual]
+        ways += ["speculation"] if ways and self.speculation not in ("auto", "off") else []
         forms = [name for name in _FORMS if getattr(self, name) not in (None, False, ())]
-        if len(forms) > 1:
-            raise UsageError(f"{' and '.join(forms)} cannot be asked for at once.", "Leave out all but one.")
+        for together in (ways, forms):
+            if len(together) > 1:
+                raise UsageError(f"{' and '.join(together)} cannot be asked for at once.", "Leave out all but one.")
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.heads import read_heads
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import DeviceError, StorageError
 from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
 from edgeinfer.results import LoadCosts, ModelInfo
+from edgeinfer.runtime.adaptive.saver import Saver, SaverParts
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.backends import (
     device_of,
@@ -26,7 +28,7 @@ from edgeinfer.runtime.backends import (
     run_layout,
     subject_of,
 )
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.devices.first_pass import check_first_pass
 from edgeinfer.runtime.engine import Engine
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
@@ -212,7 +214,8 @@ def _make_parts(
     overflow = make_overflow(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else Profile(None)
-    speculator = make_speculator(backend, config, plan, profile, subject.drafter)
+    speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
+    saver = Saver(_saver_parts(subject, plan, engine, speculator), profiles(subject.variant(plan.configuration)))
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(
@@ -225,9 +228,31 @@ def _make_parts(
         tensors=tensors_in(bundle.manifest, plan.layout),
         origin=origin_of(bundle, plan.layout, engine_version(bundle, config), config.exact),
         speculator=speculator,
+        saver=saver,
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         threads=subject.threads,
         watched=backend if isinstance(backend, WatchedBackend) else None,
+    )
+
+
+def _saver_parts(subject: Subject, plan: MemoryPlan, engine: Engine, speculator: Speculator) -> SaverParts:
+    """What replies that take less compute are made of."""
+    manifest, drafter = subject.manifest, subject.drafter
+    small = 0 if drafter is None else drafter.manifest.parameters
+
+    def routers() -> tuple[Floats, Floats] | None:
+        heads = read_heads(subject.bundle, "routers")
+        return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
+
+    return SaverParts(
+        engine=engine,
+        small=speculator.parts.model,
+        parameters=small / max(manifest.parameters, 1),
+        exits=manifest.exits,
+        exit_layer=lambda: speculator.parts.tuning.exit_layer,
+        routers=routers,
+        rows=plan.draft_max + 1,
+        plain_ms=lambda: speculator.plain_ms,
     )
 
 

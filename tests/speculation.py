@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 import edgeinfer
+from edgeinfer.config import DRAFTERS
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.results import Result, Speculation
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation.profile import stamped
 from tests.factories import make_checkpoint
+from tests.heads import DRAFTING
 
 __all__ = [
     "BUILTIN",
+    "DENSE",
     "PROMPT",
     "check_figures",
     "load_eager",
@@ -33,6 +36,8 @@ BUILTIN = Path(edgeinfer.__file__).parent / "builtin" / "tales"
 needs_builtin = pytest.mark.skipif(
     not (BUILTIN / "edgeinfer.json").is_file(), reason="the built-in model has not been made"
 )
+# Of the drafters, those that a model without experts and heads of its own can have.
+DENSE = tuple(who for who in DRAFTERS if who not in ("experts", "resident", *DRAFTING))
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The little"
 
 

@@ -30,11 +30,13 @@ from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle
 from edgeinfer.bundle.tensor_bytes import Arrays, decode_tensors, encode_tensors
 from edgeinfer.errors import BundleError, StorageError
 
-__all__ = ["HEADS", "Heads", "add_heads", "has_heads", "heads_bytes", "heads_file", "read_heads"]
+__all__ = ["HEADS", "STATE_EPS", "Heads", "add_heads", "has_heads", "heads_bytes", "heads_file", "read_heads"]
 
 _FOLDER = "heads"
 _FORMAT, _VERSION = "edgeinfer-heads", "1"
 _MOST_HEADS = 8
+# Of the norm through which heads see states; they are trained with it, whatever the model's own is.
+STATE_EPS = 1e-6
 _AGAIN = "Train them again, or download the bundle again."
 
 _Shapes = dict[str, tuple[int, ...]]

@@ -15,7 +15,7 @@ from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.planning.ways import draft_configuration
 from edgeinfer.runtime.prefix_cache import planned_bytes as prefix_bytes
-from edgeinfer.runtime.speculation.memory import drafting_bytes
+from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
 
 __all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
 
@@ -57,13 +57,16 @@ class MemoryModel:
         )
         if configuration.draft_max:
             size = drafting_bytes(
-                configuration.drafters, manifest.geometry, configuration.context, configuration.draft_max
+                configuration.drafters,
+                manifest.geometry,
+                configuration.context,
+                configuration.draft_max,
+                heads_taken(subject.bundle),
             )
             running += Footprint({"drafting": size}, {})
-            if subject.drafter is not None:
-                running += _drafter(
-                    subject.drafter, configuration, same_backend=subject.drafter.backend == subject.backend
-                )
+        if subject.drafter is not None:
+            # Where nobody drafts, it takes turns with its target (runtime/adaptive).
+            running += _drafter(subject.drafter, configuration, same_backend=subject.drafter.backend == subject.backend)
         if config.prefix_cache:
             running += Footprint({"prefix_cache": prefix_bytes(config.prefix_cache, manifest.geometry.num_layers)}, {})
         if overflow := overflow_bytes(config.overflow, manifest.decoder, configuration.context):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.heads import read_heads
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends import make_backend
@@ -21,7 +23,12 @@ __all__ = ["make_speculator"]
 
 
 def make_speculator(
-    target: Backend, config: LoadConfig, plan: MemoryPlan, profile: Profile, drafter: Subject | None
+    target: Backend,
+    config: LoadConfig,
+    plan: MemoryPlan,
+    profile: Profile,
+    drafter: Subject | None,
+    bundle: Bundle | None = None,
 ) -> Speculator:
     """The speculation of a model; loads the draft model, and measures what is not known of this device yet.
 
@@ -30,20 +37,21 @@ def make_speculator(
         plan: in force.
         profile: of the model on this device.
         drafter: the draft model; None where there is none.
+        bundle: the model's, which may have heads that draft.
 
     Raises:
         UsageError: a drafter is asked for that needs what is not there.
         CapabilityError: the backend cannot do what a drafter that is asked for needs.
         ModelError: the draft model cannot be loaded.
     """
-    model = None
-    if drafter is not None and plan.draft_max:
-        model = _draft_backend(drafter, config, plan)
+    # Where nobody drafts, it takes turns with its target (runtime/adaptive).
+    model = None if drafter is None else _draft_backend(drafter, config, plan)
     resident = None
     if isinstance(target, WatchedBackend) and target.residency is not None:
         resident = target.residency.bias
     tuning = _tuning(profile, target)
-    parts = DrafterParts(target, model, plan.prefill_chunk, tuning, config.draft_experts, resident)
+    acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
+    parts = DrafterParts(target, model, plan.prefill_chunk, tuning, config.draft_experts, resident, bundle, acceptance)
     drafters = plan.configuration.drafters
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 

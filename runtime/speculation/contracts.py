@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ __all__ = [
     "Further",
     "Guess",
     "Law",
+    "Prober",
     "Resumption",
     "Round",
     "State",
@@ -178,6 +179,11 @@ class Round:
         committed: tokens that the context grew by: the accepted ones and the verdict's.
         fed: tokens of the pass: the root, then the draft's nodes. (S,)
         logits: after each of them; a view that is valid during `observe`. (S, V)
+        hidden: states after the last layer of each of them, or, of plain steps, of the last one alone, which predicted
+            the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
+            (S, D) or (1, D)
+        probes: rows that a Prober let ride along.
+        probed: logits after them, where the committed path ended at the node that they follow; a view. (P, V)
     """
 
     draft: Draft
@@ -185,6 +191,9 @@ class Round:
     committed: tuple[int, ...]
     fed: Ints
     logits: Floats
+    hidden: Floats | None = None
+    probes: int = 0
+    probed: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -279,3 +288,27 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Frees what it holds."""
+
+
+@runtime_checkable
+class Prober(Protocol):
+    """A drafter that lets rows of its own ride along in the verification pass and learns from their logits.
+
+    They follow the last node of the draft's chain of first children, the root where there is no draft, one behind the
+    other; nothing of the text sees them, and they leave no rows in the cache.
+    """
+
+    @property
+    def name(self) -> str:
+        """As the drafter's."""
+
+    @property
+    def probes(self) -> int:
+        """Rows that ride along each time, P."""
+
+    def embed(self, fed: Ints) -> Floats | None:  # (S,) -> (S + P, D)
+        """What enters the first layer: embeddings of the tokens of a pass, the model's own to the last bit, and those
+        of the rows that ride along; None where they cannot be had now.
+
+        May run passes of the target, whose rows the engine drops. A view that is valid until the next call.
+        """

@@ -343,12 +343,10 @@ def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) 
 
 def _chain_ms(drafter: Drafter, context: Context, drafted: Sequence[int]) -> float:
     """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
-    path, asked = list(drafted), 0
+    path, given = list(drafted), 0
     begun = time.perf_counter()
-    while asked < _CHAIN:
-        guesses = drafter.guesses(context, path, 1)
-        asked += 1
-        if not guesses:
-            break
+    while given < _CHAIN and (guesses := drafter.guesses(context, path, 1)):
+        given += 1
         path.append(guesses[0].token)
-    return (time.perf_counter() - begun) * 1e3 / asked
+    # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
+    return (time.perf_counter() - begun) * 1e3 / max(1, given)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.speculation.contracts import Context, Drafter
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.costs import (
     Costs,
     DraftCosts,
@@ -47,6 +47,7 @@ _ROUND_MS, _ROUND_PULL = 0.12, 0.4
 _SLOWER, _FASTER = 1.5, 0.9
 # A pass so slow that larger ones are not measured.
 _SLOW_MS = 100.0
+_MOST_PROBES = 8
 # Rounds that tell what one costs.
 _ENOUGH = 5
 _EXACT = "exact"
@@ -175,10 +176,20 @@ class DeviceCosts:
         ]
         context = Context(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
         drafter.begin(tokens)
+        drafter.observe(self._shown(tokens[-1]))
         try:
             return measure_guesses(drafter, context)
         finally:
             backend.truncate(base)
+
+    def _shown(self, root: int) -> Round:
+        """A round that committed nothing and shows made-up states, for drafters that guess from those."""
+        size, vocabulary = self._backend.geometry.hidden_size, self._backend.geometry.vocab_size
+        hidden = np.zeros((1, size), np.float32) if self._backend.capabilities.hidden else None
+        # Zeros of no memory, as many as any drafter lets ride along.
+        probed = np.broadcast_to(np.float32(0), (_MOST_PROBES, vocabulary))
+        nothing, nobody = np.zeros((0, vocabulary), np.float32), np.zeros(0, np.int64)
+        return Round(Draft(), Verdict((), root, True), (), nobody, nothing, hidden, _MOST_PROBES, probed)
 
     def _save(self) -> None:
         assert self._passes is not None

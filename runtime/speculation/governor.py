@@ -146,6 +146,7 @@ class Governor:
         # Cheap ones first: whether a costly one is asked depends on what they say.
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, most + 2)]
+        self._riding_ms = costs.pass_ms
         self._round_ms = costs.round_ms
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._hopes = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
@@ -159,6 +160,8 @@ class Governor:
         self._asking_ms = self._round_ms + sum(cheap)
         self._saved = _FIRST_STAKE * self._pass_ms[0]
         self._tries = _TRIES
+        self._rides = _TRIES
+        self._reach = 1.0  # how likely all of the last draft's first path is accepted
         self._needs = 0.0  # what the cheapest draft would have risked that promised more than plain decoding
         self._said, self._unpaid = 0, list(_UNPAID)
 
@@ -224,7 +227,22 @@ class Governor:
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         self._needs = needs if length == 0 and needs < math.inf else 0.0
+        self._reach = min((tree.likely[node] for node in range(length) if tree.spine[node]), default=1.0)
         return tree.cut(length)
+
+    def lets_ride(self, name: str, draft: Draft, riders: int) -> bool:
+        """Whether so many rows may ride along with the last draft, for a drafter's next guesses.
+
+        They must promise more tokens than their milliseconds could decode otherwise, and be paid for like any draft.
+        """
+        ms = self._riding_ms(1 + len(draft) + riders) - self._pass_ms[len(draft)]
+        if self._reach * self._hopes[name] <= self.rate * ms:
+            return False
+        if ms > max(self._saved, 0.0):
+            if not self._rides:
+                return False
+            self._rides -= 1
+        return True
 
     def observe(self, round: Round) -> None:
         """Learns from what became of the last draft."""
@@ -241,7 +259,9 @@ class Governor:
             target = self._acceptance.mean(name) if name in asked_now else self._first_hopes[name]
             self._hopes[name] = target if name in asked_now else hope + (target - hope) * _RECOVERY
         kept = 1 - 1 / _ROUNDS
-        ms = self._pass_ms[len(round.draft)] + self._spent + self._round_ms
+        size, probes = len(round.draft), round.probes
+        pass_ms = self._riding_ms(1 + size + probes) if probes else self._pass_ms[size]
+        ms = pass_ms + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
         self._saved += len(committed) * self._pass_ms[0] * (1 + _STAKE) - ms
         self._said += len(committed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle import Bundle, Geometry
+from edgeinfer.bundle.heads import Heads, has_heads, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Drafter
@@ -15,8 +16,11 @@ from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
 from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter
 from edgeinfer.runtime.speculation.drafters.forced import ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
+from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
+from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
+from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
 from edgeinfer.runtime.speculation.tuning import Tuning
@@ -34,6 +38,8 @@ class DrafterParts:
         chunk: tokens of a prompt that the small model evaluates per pass.
         tuning: what `edgeinfer tune` found for this bundle and device.
         experts: that a token of a draft uses where drafting is with fewer; None takes half of the model's own number.
+        bundle: the target's, whose heads draft; None has none.
+        acceptance: the small model's own judge of its tokens; None where it has none.
         resident: tells which experts are in memory, as `ExpertChoice.bias` has it; None where all are. () -> (L, E)
     """
 
@@ -43,6 +49,25 @@ class DrafterParts:
     tuning: Tuning
     experts: int | None = None
     resident: Callable[[], Floats] | None = None
+    bundle: Bundle | None = None
+    acceptance: Heads | None = None
+
+    def has(self, kind: str) -> bool:
+        """Whether there are heads of a kind, and states for them."""
+        return self.bundle is not None and has_heads(self.bundle, kind) and self.target.capabilities.hidden
+
+    def heads(self, kind: str) -> Heads:
+        """The heads of a kind.
+
+        Raises:
+            UsageError: there are none.
+            BundleError: they are damaged.
+        """
+        found = None if self.bundle is None else read_heads(self.bundle, kind)
+        if found is None:
+            message = f"The model's bundle has no {kind} heads."
+            raise UsageError(message, f"Train some (edgeinfer distill heads --kind {kind}), or leave this drafter out.")
+        return found
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class Kind:
 def _model(parts: DrafterParts) -> ModelDrafter:
     if parts.model is None:
         raise UsageError("No draft model was given.", "Name one with --draft-model, or leave this drafter out.")
-    return ModelDrafter(parts.model, parts.chunk, parts.target.geometry.vocab_size)
+    return ModelDrafter(parts.model, parts.chunk, parts.target.geometry.vocab_size, parts.acceptance)
 
 
 def _hierarchical(parts: DrafterParts) -> HierarchicalDrafter:
@@ -124,6 +149,10 @@ KINDS: dict[str, Kind] = {
         lambda parts: len(parts.target.capabilities.expert_counts) > 1,
     ),
     "resident": Kind(_resident, lambda parts: parts.resident is not None),
+    # What heads take is in their file's size: `heads_bytes`.
+    "medusa": Kind(lambda parts: MedusaDrafter(parts.target, parts.heads("medusa")), lambda parts: parts.has("medusa")),
+    "hydra": Kind(lambda parts: HydraDrafter(parts.target, parts.heads("hydra")), lambda parts: parts.has("hydra")),
+    "prompt": Kind(lambda parts: PromptDrafter(parts.target, parts.heads("prompt")), lambda parts: parts.has("prompt")),
 }
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from edgeinfer.runtime.contracts import Backend, Floats, Ints, StepOutput
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Law, Resumption, Round, Verdict
+from edgeinfer.runtime.speculation.contracts import (
+    Context,
+    Draft,
+    Drafter,
+    Law,
+    Prober,
+    Resumption,
+    Round,
+    Verdict,
+)
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.spine import settle, spine_first
+from edgeinfer.runtime.speculation.spine import settle, spine_first, spine_tip
 from edgeinfer.runtime.speculation.tally import RoundTimes, Tally
 from edgeinfer.runtime.speculation.verification import Verification
 from edgeinfer.runtime.speculation.view import PathChooser, RoundView
@@ -53,6 +63,7 @@ class Rounds:
         self._backend = backend
         self._chooser = chooser
         self._drafters = {drafter.name: drafter for drafter in drafters}
+        self._prober = next((drafter for drafter in drafters if isinstance(drafter, Prober)), None)
         self._governor = governor
         self._verification = verification
         self._settled = settled
@@ -64,6 +75,8 @@ class Rounds:
         self._pass_ns: list[int] = []
         self._other_ns = 0
         self._root, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        # Of the last plain step; a view that stays valid until the next pass, before which drafters are told.
+        self._hidden: Floats | None = None
         self._lost = 0
         self._context = Context([], self._draw, chooser.forced, self._further, lambda: self._lost)
 
@@ -72,7 +85,7 @@ class Rounds:
         token = self._chooser.token(logits, len(prompt))
         self._chooser.accept(token, logits)
         self._end_rest()
-        self._untold = 0
+        self._untold, self._hidden = 0, None
         self._context.tokens[:] = [*prompt, token]
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
         latest = self._context.tokens[-self._backend.capacity :]
@@ -116,6 +129,7 @@ class Rounds:
         self._root[0], self._place[0] = tokens[-1], base
         output = self._backend.forward(self._root, self._place, _ONE_ROW)
         verified = time.perf_counter_ns()
+        self._hidden = output.hidden
         token = self._chooser.token(output.logits[0], len(tokens))
         self._chooser.accept(token, output.logits[0])
         tokens.append(token)
@@ -142,6 +156,7 @@ class Rounds:
         self._most = most
         if not most:
             self._drafters.clear()
+            self._prober = None
 
     def finish(self) -> None:
         """The reply is over: the books are closed."""
@@ -154,7 +169,7 @@ class Rounds:
         tokens = tuple(self._context.tokens[-self._untold :])
         self._untold = 0
         nothing = np.zeros((0, self._backend.geometry.vocab_size), np.float32)
-        round = Round(Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing)
+        round = Round(Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing, self._hidden)
         for drafter in self._drafters.values():
             drafter.observe(round)
 
@@ -165,9 +180,12 @@ class Rounds:
         drafted = time.perf_counter_ns()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resumption(draft, base)
-        output = self._verify(draft, fed, base, resumption)
+        states = None if resumption is not None else self._riders(draft, fed, base)
+        ready = time.perf_counter_ns()
+        output = self._verify(draft, fed, base, resumption, states)
         verified = time.perf_counter_ns()
-        view = RoundView(self._chooser, draft, output.logits, len(self._context.tokens))
+        seen, probed = output.logits[: len(fed)], output.logits[len(fed) :]
+        view = RoundView(self._chooser, draft, seen, len(self._context.tokens))
         verdict = self._verification.verify(draft, view)
         if self._settled:
             verdict = settle(draft, verdict)
@@ -176,20 +194,23 @@ class Rounds:
             self._backend.truncate(base + len(rows))
         else:
             self._backend.keep(base, rows)
-        logits = output.logits
         # A pass over the root alone is the one that plain decoding runs.
-        if self._noise and draft:
-            verdict, logits = self._recheck(verdict, view, fed, base, logits)
+        logits = seen
+        if self._noise and (draft or len(probed)):
+            verdict, logits = self._recheck(verdict, view, fed, base, seen)
         tokens = tuple(draft.guesses[node].token for node in verdict.accepted)
-        round = Round(draft, verdict, (*tokens, verdict.token), fed, logits)
+        round = Round(draft, verdict, (*tokens, verdict.token), fed, logits, probes=len(probed))
+        if logits is seen:  # else another pass has overwritten what the output shows
+            followed = len(probed) > 0 and (verdict.accepted or (-1,))[-1] == spine_tip(draft)
+            round = replace(round, hidden=output.hidden, probed=probed if followed else None)
         self._commit(round)
         ended = time.perf_counter_ns()
         times = RoundTimes((drafted - begun) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
         self.tally.add(round, times, self._governor.guessed_ms)
         if resumption is None:
-            self.tally.pass_ms[len(fed)].append((verified - drafted) / 1e6)
-        if not draft:
-            self._timed((ended - drafted) / 1e6)
+            self.tally.pass_ms[len(output.logits)].append((verified - ready) / 1e6)
+        if len(output.logits) == 1:
+            self._timed((ended - ready) / 1e6)
         return round.committed
 
     def _resumption(self, draft: Draft, base: int) -> Resumption | None:
@@ -202,16 +223,37 @@ class Rounds:
             self._backend.truncate(base)
         return resumption
 
-    def _verify(self, draft: Draft, fed: Ints, base: int, resumption: Resumption | None) -> StepOutput:
-        rows = np.arange(len(fed))
+    def _riders(self, draft: Draft, fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
+        """What enters the first layer of a pass in which a drafter's own rows ride along; None where none do."""
+        prober = self._prober
+        if prober is None or base + len(fed) + prober.probes > self._backend.capacity:
+            return None
+        if not self._governor.lets_ride(prober.name, draft, prober.probes):
+            return None
+        states = prober.embed(fed)
+        if self._backend.length != base:
+            self._backend.truncate(base)
+        return states
+
+    def _verify(
+        self, draft: Draft, fed: Ints, base: int, resumption: Resumption | None, states: Floats | None
+    ) -> StepOutput:
+        rows = np.arange(len(fed) if states is None else len(states))
         if resumption is not None:
             mask, hidden = resumption.layer_mask, resumption.hidden
             return self._backend.forward(fed, rows + base, rows, layer_mask=mask, hidden=hidden)
+        if states is not None:
+            # Their states count, not their tokens.
+            fed = np.pad(fed, (0, len(rows) - len(fed)))
         if draft.is_chain:
-            return self._backend.forward(fed, rows + base, rows)
-        depths = np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
-        tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
-        return self._backend.forward(fed, depths + base, rows, tree=tree)
+            return self._backend.forward(fed, rows + base, rows, hidden=states)
+        depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
+        tree = [-1, *(parent + 1 for parent in draft.parents)]
+        for row in rows[len(tree) :].tolist():
+            above = row - 1 if row > len(draft) + 1 else spine_tip(draft) + 1
+            tree.append(above)
+            depths.append(depths[above] + 1)
+        return self._backend.forward(fed, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
 
     def _recheck(
         self, verdict: Verdict, view: RoundView, fed: Ints, base: int, logits: Floats

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from edgeinfer.runtime.speculation.contracts import Draft, Verdict
 
-__all__ = ["settle", "spine_first"]
+__all__ = ["settle", "spine_first", "spine_tip"]
 
 
 def spine_first(draft: Draft) -> Draft:
@@ -29,6 +29,14 @@ def spine_first(draft: Draft) -> Draft:
         tuple(place[draft.parents[node]] for node in order),
         tuple(draft.sources[node] for node in order),
     )
+
+
+def spine_tip(draft: Draft) -> int:
+    """The last node of a draft's spine, which comes first in it; -1, the root, where it is empty."""
+    length = 0
+    while length < len(draft) and draft.parents[length] == length - 1:
+        length += 1
+    return length - 1
 
 
 def settle(draft: Draft, verdict: Verdict) -> Verdict:

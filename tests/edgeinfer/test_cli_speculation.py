@@ -13,13 +13,12 @@ import pytest
 
 import edgeinfer as package
 from edgeinfer.cli.main import main
-from edgeinfer.config import DRAFTERS
 from edgeinfer.export import export_checkpoint
 from edgeinfer.runtime.speculation import tune
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from tests.cli import edgeinfer, refuses
 from tests.factories import make_checkpoint, make_tokenizer
-from tests.speculation import BUILTIN, PROMPT, needs_builtin
+from tests.speculation import BUILTIN, DENSE, PROMPT, needs_builtin
 
 Capture = pytest.CaptureFixture[str]
 GREEDY = ("run", "-p", PROMPT, "-n", "30")
@@ -297,7 +296,7 @@ def test_what_cannot_be_done_is_one_line(small_bundle: Path, bigrams: Path, name
     refuses(code, says, edgeinfer("run", "-m", bundle, "-p", "Once", "-n", "4", *options.split()))
 
 
-@pytest.mark.parametrize("who", [who for who in DRAFTERS if who not in ("bits", "experts", "resident")])
+@pytest.mark.parametrize("who", [who for who in DENSE if who != "bits"])
 def test_drafts_longer_than_what_is_left(capsys: Capture, small_bundle: Path, short_drafter: Path, who: str) -> None:
     """They are clipped; also by a draft model that holds less than the model."""
     command = ("run", "-m", small_bundle, "-p", "the dog " * 15, "-n", "500", "-c", "80")

@@ -29,6 +29,7 @@ from tests.cli import contents
 from tests.factories import make_checkpoint, make_tokenizer
 from tests.speculation import (
     BUILTIN,
+    DENSE,
     PROMPT,
     check_figures,
     load_eager,
@@ -39,8 +40,6 @@ from tests.speculation import (
     same,
 )
 
-# Of the drafters, those that a model without experts can have.
-DENSE = tuple(who for who in DRAFTERS if who not in ("experts", "resident"))
 WHO = ("auto", *DENSE, "copy,ngram,recycle", "hierarchical,model", "bits,exit,skip,model")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
 WAYS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.bundle import open_bundle
-from edgeinfer.config import DRAFTERS, drafters_in
+from edgeinfer.config import drafters_in
 from edgeinfer.errors import BudgetError, CapabilityError, StorageError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.speculation import device, profile, tune
@@ -25,6 +25,7 @@ from edgeinfer.runtime.speculation.memory import drafting_bytes
 from tests.cli import contents
 from tests.speculation import (
     BUILTIN,
+    DENSE,
     PROMPT,
     check_figures,
     load_eager,
@@ -61,7 +62,7 @@ def test_the_plan_has_terms_for_drafting(small_bundle: Path, short_drafter: Path
     assert both.to_dict()["choice"]["draft_max"] == 15
 
 
-@pytest.mark.parametrize("who", ["auto", *(who for who in DRAFTERS if who not in ("experts", "resident"))])
+@pytest.mark.parametrize("who", ["auto", *DENSE])
 def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, short_drafter: Path, who: str) -> None:
     geometry = open_bundle(small_bundle).manifest.geometry
     if who == "bits":

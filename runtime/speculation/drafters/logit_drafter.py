@@ -45,6 +45,11 @@ class LogitDrafter(ABC):
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         """After context and drafted tokens, valid until the next pass; None where the path does not fit the cache."""
 
+    def _judged(self, path: tuple[int, ...]) -> float | None:
+        """Probability, by a judge of its own, that the token drawn after a path is accepted; None leaves it to the
+        token's probability."""
+        return None
+
     def begin(self, tokens: Sequence[int]) -> None:
         """Forgets the guesses of the last round."""
         self._known.clear()
@@ -73,7 +78,8 @@ class LogitDrafter(ABC):
             found = [*self._known[path]]
         else:
             token, law = context.draw(logits, path)
-            found = [Guess(token, sign(token), law)]
+            judged = self._judged(path)
+            found = [Guess(token, sign(token) if judged is None else bisect_right(_EDGES, judged), law)]
         law = found[0].law
         if law is None:
             others = _likely(logits, width, found[0].token)[len(found) - 1 :]

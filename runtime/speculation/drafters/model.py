@@ -10,10 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.heads import Heads
 from edgeinfer.errors import ModelError
 from edgeinfer.runtime.contracts import Backend, Floats, Ints
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 
@@ -28,23 +30,36 @@ class ModelDrafter(LogitDrafter):
         chunk: most tokens of a pass that catches up.
         vocabulary: V, columns of the target's logits; None is as many as the drafter's. Where the two are padded
             differently, tokens that only one of them has are never proposed.
+        acceptance: the drafter's head that judges its tokens; None leaves that to their probabilities.
     """
 
     name = "model"
     uses_target = False
 
-    def __init__(self, backend: Backend, chunk: int, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, chunk: int, vocabulary: int | None = None, acceptance: Heads | None = None
+    ) -> None:
         own = backend.geometry.vocab_size
         super().__init__(vocabulary or own)
         self._backend = backend
         self._own = own
         self._follower = Follower(backend, self._run, chunk)
+        self._judge = None if acceptance is None or not backend.capabilities.hidden else AcceptanceJudge(acceptance)
+        self._states: Floats | None = None  # of the rows whose logits the last pass gave; a view (R, D)
+        self._row = -1  # of them, whose logits are learnt from now
         # Columns that the drafter lacks stay impossible.
         self._padded = np.full(vocabulary if vocabulary and vocabulary > own else 0, -np.inf, np.float32)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
         # An id of the target's padding means nothing to either model; any other one stands for it here.
-        return self._backend.forward(np.minimum(tokens, self._own - 1), positions, rows).logits
+        output = self._backend.forward(np.minimum(tokens, self._own - 1), positions, rows)
+        if self._judge is not None and output.hidden is not None and len(rows):
+            self._states = output.hidden[rows[0] :]
+        return output.logits
+
+    def _judged(self, path: tuple[int, ...]) -> float | None:
+        """The head's word, where there is one."""
+        return None if self._judge is None or self._states is None else self._judge.accepts(self._states[self._row])
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Forgets the guesses of the last round; what the cache shares with the prompt stays."""
@@ -54,7 +69,14 @@ class ModelDrafter(LogitDrafter):
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if len(context.tokens) + len(drafted) > self._backend.capacity:
             return None
+        self._row = -1
         return self._widened(self._follower.follow(context.tokens, drafted, 1)[0])
+
+    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+        """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
+        if len(tokens) > self._backend.capacity:
+            return None
+        return self._widened(self._follower.follow(tokens, (), 1)[0])
 
     def _widened(self, logits: Floats) -> Floats:  # (V of the drafter,) -> (V,)
         if not len(self._padded):
@@ -77,6 +99,7 @@ class ModelDrafter(LogitDrafter):
         path, proposed = tuple(drafted), proposed[:room]
         rows = self._follower.follow(context.tokens, [*path, *proposed], 1 + len(proposed))  # (R, V)
         for index, logits in enumerate(rows):
+            self._row = index
             first = self._learn(context, path, self._widened(logits), width)[0]
             if index == len(proposed) or first.token != proposed[index]:
                 return
@@ -84,7 +107,8 @@ class ModelDrafter(LogitDrafter):
 
     def nbytes(self) -> int:
         """Bytes that its backend allocated, and its own."""
-        return sum(self._backend.nbytes().values()) + super().nbytes() + self._padded.nbytes
+        judge = 0 if self._judge is None else self._judge.nbytes
+        return sum(self._backend.nbytes().values()) + super().nbytes() + self._padded.nbytes + judge
 
 
 def check_same_vocabulary(target: Bundle, drafter: Bundle) -> None:

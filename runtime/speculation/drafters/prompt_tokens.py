@@ -1,0 +1,120 @@
+"""Drafts with trained prompt tokens that ride along in the target's passes (PPD); knows nothing of training.
+
+Parallel prompt decoding (Chen et al. 2024): behind the last node of a draft the pass has a row for each of a few
+trained embeddings, and what the model says there are its guesses for the places after the next root. They cost rows of
+a pass and no work of their own. All rows of such a pass enter by their embeddings, so those of the tokens are read from
+the model itself, by a pass that runs no layer, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.bundle.heads import Heads
+from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.speculation.contracts import Context, Round
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.drafters.self_drafter import require
+
+__all__ = ["PromptDrafter"]
+
+# Tokens whose embeddings are kept; beyond them all are forgotten, which costs a few short passes.
+_KEPT = 1024
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+class PromptDrafter(LogitDrafter):
+    """Implements `contracts.Drafter` and `contracts.Prober`.
+
+    Args:
+        target: in whose passes the prompt tokens ride.
+        heads: of kind "prompt".
+
+    Raises:
+        CapabilityError: the target cannot take embeddings in place of tokens.
+    """
+
+    name = "prompt"
+    # Its passes are those that the engine lets it run in `embed`; guessing runs none.
+    uses_target = False
+
+    def __init__(self, target: Backend, heads: Heads) -> None:
+        can, size = target.capabilities, target.geometry.hidden_size
+        hint = "Use a natively exported bundle, or another drafter."
+        require(can.hidden and can.layer_skip, target, "take embeddings in place of tokens", hint)
+        super().__init__(target.geometry.vocab_size)
+        self._target = target
+        self._prompts = heads.arrays["embeddings"].astype(np.float32)  # (P, D)
+        self._no_layers = np.zeros(2 * target.geometry.num_layers, np.bool_)
+        self._kept = np.empty((min(_KEPT, target.geometry.vocab_size), size), np.float32)
+        self._rows: dict[int, int] = {}
+        self._states = np.empty((0, size), np.float32)
+        self._said = np.empty((self.probes, target.geometry.vocab_size), np.float32)
+        self._told = False
+
+    @property
+    def probes(self) -> int:
+        """Prompt tokens."""
+        return len(self._prompts)
+
+    @staticmethod
+    def kept_bytes(vocabulary: int, size: int, probes: int) -> int:
+        """What it will hold for a model of these sizes besides the prompt tokens."""
+        return 4 * (min(_KEPT, vocabulary) * size + probes * vocabulary)
+
+    def embed(self, fed: Ints) -> Floats | None:  # (S,) -> (S + P, D)
+        """Embeddings of the tokens, then the prompt tokens'."""
+        tokens, count = fed.tolist(), len(fed)
+        if not self._know(tokens):
+            return None
+        if count + self.probes > len(self._states):
+            self._states = np.empty((count + self.probes, self._kept.shape[1]), np.float32)
+        states = self._states[: count + self.probes]
+        np.take(self._kept, [self._rows[token] for token in tokens], axis=0, out=states[:count])
+        states[count:] = self._prompts
+        return states
+
+    def _know(self, tokens: Sequence[int]) -> bool:
+        """Reads the embeddings that are missing; whether all are there now."""
+        missing = [token for token in dict.fromkeys(tokens) if token not in self._rows]
+        if not missing:
+            return True
+        start, most = self._target.length, len(self._kept)
+        if len(self._rows) + len(missing) > most:
+            self._rows.clear()
+            missing = list(dict.fromkeys(tokens))
+        if len(missing) > min(most, self._target.capacity - start):
+            return False
+        places = np.arange(start, start + len(missing))
+        output = self._target.forward(np.array(missing, np.int64), places, _NO_ROWS, layer_mask=self._no_layers)
+        assert output.hidden is not None, "a backend that takes states in gives them out"
+        first = len(self._rows)
+        self._kept[first : first + len(missing)] = output.hidden
+        self._rows |= {token: first + place for place, token in enumerate(missing)}
+        self._target.truncate(start)
+        return True
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Waits for the first pass with its rows."""
+        super().begin(tokens)
+        self._told = False
+
+    def observe(self, round: Round) -> None:
+        """Takes in what the model said behind its rows, if the text went on where they were."""
+        super().observe(round)
+        self._told = round.probed is not None
+        if round.probed is not None:
+            self._said[:] = round.probed[: self.probes]
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        if not self._told or len(drafted) >= self.probes:
+            return None
+        said: Floats = self._said[len(drafted)]
+        return said
+
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        arrays = (self._prompts, self._kept, self._said, self._states)
+        return super().nbytes() + sum(array.nbytes for array in arrays)

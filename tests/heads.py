@@ -1,0 +1,54 @@
+"""Random heads for tests, and copies of bundles that have them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.heads import Heads, add_heads
+
+__all__ = ["DRAFTING", "random_heads", "with_heads"]
+
+# Kinds that draft.
+DRAFTING = ("medusa", "hydra", "prompt")
+
+
+def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3, seed: int = 0) -> Heads:
+    """Heads of a kind for a bundle's model; those that draft guess its lowest token ids, by its own output rows."""
+    geometry, rng = bundle.manifest.geometry, np.random.default_rng(seed)
+    size, layers = geometry.hidden_size, geometry.num_layers
+
+    def draw(*shape: int) -> NDArray[np.float16]:
+        return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float16)
+
+    arrays: dict[str, NDArray[Any]] = {
+        "norm": np.ones(size, np.float32),
+        "tokens": np.arange(tokens, dtype=np.int32),
+        "rows": draw(tokens, size),
+    }
+    if kind == "medusa":
+        arrays |= {"weight": draw(heads, size, size), "bias": draw(heads, size)}
+    elif kind == "hydra":
+        arrays["embeddings"] = draw(tokens, size)
+        for head in range(heads):
+            arrays |= {f"weight.{head}": draw(2, size, (2 + head) * size), f"bias.{head}": draw(size)}
+    elif kind == "prompt":
+        arrays = {"embeddings": draw(heads, size)}
+    elif kind == "routers":
+        arrays = {"weight": draw(layers, size), "bias": draw(layers)}
+    else:
+        arrays = {"weight": draw(size, size), "bias": draw(size), "out": draw(2, size), "out_bias": draw(2)}
+    return Heads(kind, arrays, {"made": "at random"})
+
+
+def with_heads(source: Path, folder: Path, *kinds: str, **sizes: int) -> Path:
+    """A copy of a bundle with random heads of these kinds."""
+    shutil.copytree(source, folder)
+    for kind in kinds:
+        add_heads(folder, random_heads(open_bundle(folder), kind, **sizes))
+    return folder
