@@ -5,14 +5,27 @@ All of it is lossy, and results say so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["COMPUTES", "ComputeOptions", "ComputeUse"]
+__all__ = ["BASELINES", "COMPUTES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
 
 # Ways of computing less, as options name them; runtime/adaptive has them, a test holds the two equal.
-COMPUTES = ("full",)
+COMPUTES = ("full", "entropy", "unified", "calibrated", "importance", "routers", "exit")
+# What ways are compared with, for benchmarks: taken by options, offered to nobody.
+BASELINES = ("random",)
+# What fills the cache where layers were skipped and are needed after all.
+SKIP_CACHES = ("exact", "below")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -20,19 +33,71 @@ class ComputeOptions:
     """How much of the model each token takes.
 
     Attributes:
-        compute: one of COMPUTES; all but "full" are lossy.
+        compute: one of COMPUTES; all but "full" are lossy. "entropy" has a draft model write where the text is easy to
+            foresee; "unified", "calibrated", "importance" and "routers" skip layers or blocks for the whole reply, all
+            but the first chosen by `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a
+            pass early where the first layers are sure of the token. Prompts are always taken in by the whole model.
+        compute_speedup: of the skipped sets: how many times faster a pass is to be.
+        compute_share: of "entropy": the share of tokens that the large model is to make.
+        entropy_threshold: bits above which it makes them; None finds what gives `compute_share`.
+        entropy_stay: tokens that a model makes at least before the other one takes over.
+        exit_layer: layers after which a pass may be left; None is the bundle's own exit, or what tuning found.
+        exit_confidence: probability of the likeliest token from which on the first layers are believed.
+        skip_cache: one of SKIP_CACHES, of "exit": deeper layers run later for the tokens that they missed, or these
+            take keys and values of the layer below.
+        quality_floor: nats by which the reply's predictions may diverge from the whole model's, mean over its tokens;
+            where sampled passes of the whole model say that they do, nothing more is left out of the reply. None does
+            not look.
     """
 
     compute: str = "full"
+    compute_speedup: float = 1.5
+    compute_share: float = 0.5
+    entropy_threshold: float | None = None
+    entropy_stay: int = 4
+    exit_layer: int | None = None
+    exit_confidence: float = 0.9
+    skip_cache: str = "exact"
+    quality_floor: float | None = None
 
     def check_compute(self) -> None:
-        """Refuses values out of range.
+        """Refuses values of another type or out of range.
 
         Raises:
             UsageError: one is.
         """
-        if self.compute not in COMPUTES:
+        if self.compute not in (*COMPUTES, *BASELINES):
             raise UsageError(f"Unknown way to compute {self.compute!r}.", f"Choose one of {', '.join(COMPUTES)}.")
+        if self.skip_cache not in SKIP_CACHES:
+            raise UsageError(f"Unknown skip_cache {self.skip_cache!r}.", f"Choose one of {', '.join(SKIP_CACHES)}.")
+        if self.skip_cache == "below" and self.compute != "exit":
+            message = "skip_cache='below' fills what early exits leave out."
+            raise UsageError(message, "Use it with compute='exit', or leave it out.")
+        if self.skip_cache == "below" and self.quality_floor is not None:
+            message = "A quality floor compares with the whole model's cache."
+            raise UsageError(message, "Leave skip_cache or quality_floor out.")
+        threshold, floor, layer = self.entropy_threshold, self.quality_floor, self.exit_layer
+        _require(_at_least(self.compute_speedup, 1), "compute_speedup", self.compute_speedup, "a number from 1 on")
+        _require(_between(self.compute_share), "compute_share", self.compute_share, "a number from 0 to 1")
+        _require(threshold is None or _at_least(threshold, 0), "entropy_threshold", threshold, "bits from 0 on")
+        stay = _is_integer(self.entropy_stay) and 1 <= self.entropy_stay <= 1024
+        _require(stay, "entropy_stay", self.entropy_stay, "a whole number from 1 to 1024")
+        _require(layer is None or (_is_integer(layer) and layer >= 1), "exit_layer", layer, "a whole number from 1 on")
+        _require(_between(self.exit_confidence), "exit_confidence", self.exit_confidence, "a number from 0 to 1")
+        _require(floor is None or _at_least(floor, 0), "quality_floor", floor, "nats from 0 on")
+
+
+def _at_least(value: object, least: float) -> bool:
+    return _is_number(value) and value >= least  # type: ignore[operator]
+
+
+def _between(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
 
 
 @dataclass(frozen=True)
@@ -41,8 +106,43 @@ class ComputeUse:
 
     Attributes:
         compute: as it was asked for.
-        lossless: never, as long as anything was left out.
+        lossless: whether every token was made by the whole model after all.
+        tokens: of the reply after its first, which the prompt's pass gives.
+        reduced: of them, made with less than the whole model.
+        layer_mask: attention and MLP blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; empty of "entropy".
+        skipped_share: of all blocks of the tokens after the first, those that did not run for them.
+        large_share: of "entropy": tokens that the large model made, over all.
+        switches: of "entropy": how often the other model took over.
+        caught_up: tokens that were fed later, for the cache of a model or layer that had not seen them.
+        parameter_share: of "entropy": parameters that the tokens went through, over those of the large model for each;
+            catching up left out.
+        decide_ms: deciding what to leave out, after the prompt.
+        predicted_ms: of a reduced pass, by measured costs of blocks; None where these are not known.
+        per_token_ms: measured, all told.
+        plain_ms: of a pass of the whole model over one token; None where that is not known.
+        saved_ms: by the reply as a whole against `plain_ms` for each token; below 0 it cost more.
+        divergence: nats from the whole model's predictions, mean over all tokens, by those sampled; None without any.
+        sampled: tokens that tell it.
+        quality_floor: as it was asked for.
+        stopped_at: tokens after which the floor ended it; None where it did not.
     """
 
     compute: str
     lossless: bool = False
+    tokens: int = 0
+    reduced: int = 0
+    layer_mask: tuple[bool, ...] = ()
+    skipped_share: float = 0.0
+    large_share: float | None = None
+    switches: int = 0
+    caught_up: int = 0
+    parameter_share: float | None = None
+    decide_ms: float = 0.0
+    predicted_ms: float | None = None
+    per_token_ms: float | None = None
+    plain_ms: float | None = None
+    saved_ms: float | None = None
+    divergence: float | None = None
+    sampled: int = 0
+    quality_floor: float | None = None
+    stopped_at: int | None = None

@@ -67,4 +67,7 @@ def make_decoding(
         UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
         CapabilityError: the backend cannot do it.
     """
+    steps = parts.saver.steps(config, chooser)
+    if steps is not None:
+        return Decoding(compute=steps)
     return Decoding(rounds=parts.speculator.rounds(chooser, config))

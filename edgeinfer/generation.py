@@ -19,6 +19,7 @@ from edgeinfer.decoding import make_decoding
 from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
+from edgeinfer.runtime.adaptive.saver import Saver
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.engine import Engine, Prefill, Step
 from edgeinfer.runtime.experts.watched_backend import WatchedBackend
@@ -62,6 +63,7 @@ class ModelParts:
     tensors: tuple[TensorEntry, ...]
     origin: Origin
     speculator: Speculator
+    saver: Saver
     ledger: Ledger
     threads: int
     watched: WatchedBackend | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.results import Result
 from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.speculation.skip_search import Sample
+from edgeinfer.runtime.speculation.skip_samples import Sample
 from edgeinfer.runtime.speculation.tune import TuneResult, tune
 
 __all__ = ["TUNING_PROMPTS", "TuneResult", "tune_by"]

@@ -19,30 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Ints
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.contracts import Backend, Ints
 from edgeinfer.runtime.speculation.drafters.skip import every_second
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.speculation.skip_samples import Sample, SampleTexts
 
-__all__ = ["Sample", "SkipSet", "best_exit", "best_skip_set"]
+__all__ = ["SkipSet", "best_exit", "best_skip_set", "skip_units"]
 
 Mask = NDArray[np.bool_]  # (2 L,)
 Progress = Callable[[int, int], None]
 
-# Tokens of a prompt per pass.
-_CHUNK = 64
 # SWIFT scores 33 tokens; logits of that many rows fit anywhere.
 _WINDOW = 32
 # Of the linear model: spread of a unit's loss before anything was scored, and of what the sum leaves out.
 _SPREAD, _NOISE = 1.0, 0.2
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A text to score by: what the model was given and what it answered, or any two parts of a text; neither empty."""
-
-    prompt: tuple[int, ...]
-    reply: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,48 +61,24 @@ class SkipSet:
 
 
 class _Scorer:
-    """Matchness of any mask; the committed part of a text has the whole model's cache, as it has while drafting."""
+    """Matchness of any mask."""
 
     def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
-        if not backend.capabilities.layer_skip:
-            message = f"The {backend.name} backend cannot skip layers."
-            raise CapabilityError(message, "Use a natively exported bundle.")
-        if not samples or not all(sample.prompt and sample.reply for sample in samples):
-            raise UsageError("There is no text to score by.", "Give samples with a prompt and a reply each.")
-        self._backend = backend
+        self._texts = SampleTexts(backend, samples, window)
         everything = np.ones(2 * backend.geometry.num_layers, np.bool_)
-        self._texts: list[tuple[CacheSnapshot, Ints, Ints]] = []  # cache before, tokens fed (S,), best after each (S,)
-        for sample in samples:
-            self._take_in(sample.prompt[:-1])
-            before = backend.snapshot()
-            fed = np.array([sample.prompt[-1], *sample.reply[: window - 1]], np.int64)
-            self._texts.append((before, fed, self._best(fed, everything)))
+        self._best = self._likeliest(everything)
 
     def __call__(self, layer_mask: Mask) -> float:
         """Share of positions where the blocks that run choose as all blocks do."""
-        right = total = 0
-        for before, fed, best in self._texts:
-            self._backend.restore(before)
-            right += int((self._best(fed, layer_mask) == best).sum())
-            total += len(fed)
-        return right / total
+        return float((self._likeliest(layer_mask) == self._best).mean())
 
-    def _take_in(self, tokens: Sequence[int]) -> None:
-        self._backend.truncate(0)
-        for start in range(0, len(tokens), _CHUNK):
-            ids = np.array(tokens[start : start + _CHUNK], np.int64)
-            self._backend.forward(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64))
-
-    def _best(self, fed: Ints, layer_mask: Mask) -> Ints:  # (S,) -> (S,)
-        rows = np.arange(len(fed))
-        output = self._backend.forward(fed, rows + self._backend.length, rows, layer_mask=layer_mask)
-        best: Ints = output.logits.argmax(axis=1)
-        return best
+    def _likeliest(self, layer_mask: Mask) -> Ints:  # (N,)
+        return np.concatenate([logits.argmax(axis=1) for logits in self._texts.read(layer_mask)])
 
     @property
     def positions(self) -> int:
         """Tokens that a score counts."""
-        return sum(len(fed) for _, fed, _ in self._texts)
+        return self._texts.positions
 
 
 def best_exit(
@@ -172,7 +139,7 @@ def best_skip_set(
     if min(granularity, evaluations) < 1:
         raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers from 1 on.")
     scorer = _Scorer(backend, samples, window)
-    search = _Search(scorer, costs, _units(backend.geometry.num_layers, granularity), np.random.default_rng(seed))
+    search = _Search(scorer, costs, skip_units(backend.geometry.num_layers, granularity), np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)
     while search.scored < most:
         search.step()
@@ -182,7 +149,7 @@ def best_skip_set(
     return search.result()
 
 
-def _units(num_layers: int, granularity: int) -> NDArray[np.bool_]:  # (U, 2 L)
+def skip_units(num_layers: int, granularity: int) -> NDArray[np.bool_]:  # (U, 2 L)
     """What is skipped together: attention blocks of a group of layers, and its MLP blocks."""
     layer, is_mlp = np.arange(2 * num_layers) // 2, np.arange(2 * num_layers) % 2
     groups = range(-(-num_layers // granularity))

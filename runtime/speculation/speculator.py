@@ -92,6 +92,11 @@ class Speculator:
         self._costs.of([self._drafter(name) for name in self._names(self._loaded)])
 
     @property
+    def parts(self) -> DrafterParts:
+        """What drafters are made of now."""
+        return self._parts
+
+    @property
     def plain_ms(self) -> float | None:
         """A plain step, the median of this process's latest; None before the first was timed."""
         return statistics.median(self._plain_ms) if self._plain_ms else None

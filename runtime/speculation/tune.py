@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.speculation.skip_costs import measure_costs
-from edgeinfer.runtime.speculation.skip_search import Sample, SkipSet, best_exit, best_skip_set
+from edgeinfer.runtime.speculation.skip_samples import Sample
+from edgeinfer.runtime.speculation.skip_search import SkipSet, best_exit, best_skip_set
 from edgeinfer.runtime.speculation.tuning import Tuning
 
 __all__ = ["TuneResult", "tune"]

@@ -15,7 +15,8 @@ from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.reference import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
-from edgeinfer.runtime.speculation.skip_search import Sample, best_exit, best_skip_set
+from edgeinfer.runtime.speculation.skip_samples import Sample
+from edgeinfer.runtime.speculation.skip_search import best_exit, best_skip_set
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import EXPORTS, make_backend, take_in
 

@@ -1,0 +1,135 @@
+"""Entropy Adaptive Decoding (Simonds 2025): the large model writes where predictions are unsure; knows no models.
+
+The rolling mean of the active model's entropy is compared with a threshold. Where that is not given, it is a quantile
+of the means seen, those that `edgeinfer tune --entropy` kept among them, at a level that follows the share of tokens
+that the large model really makes: what a text lacks or has too much of is made up for slowly.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import StorageError
+
+__all__ = ["ENTROPY", "Entropies", "EntropyPolicy", "Stay", "rolling_means"]
+
+# Name of its array in a profile.
+ENTROPY = "entropy"
+_WINDOW = 5
+# Rolling means that are remembered.
+_MOST = 2048
+# How far one token moves the level.
+_PULL = 0.01
+
+
+def rolling_means(entropies: Sequence[float]) -> list[float]:
+    """The mean of each and up to four before it."""
+    return [float(np.mean(entropies[max(0, end - _WINDOW) : end])) for end in range(1, len(entropies) + 1)]
+
+
+class Entropies:
+    """Rolling means seen with a pair of models, and the threshold that gives a share; of all replies together."""
+
+    def __init__(self, means: Iterable[float] = ()) -> None:
+        self._means: deque[float] = deque(means, maxlen=_MOST)
+        self._sorted = sorted(self._means)  # asked for at every token
+        self._offsets: dict[float, float] = {}  # by share: what was learnt of the level
+
+    def add(self, mean: float) -> None:
+        """One more."""
+        if len(self._means) == _MOST:
+            del self._sorted[bisect_left(self._sorted, self._means[0])]
+        self._means.append(mean)
+        insort(self._sorted, mean)
+
+    def threshold(self, share: float) -> float:
+        """Bits above which lie as many of the means as are to be the large model's."""
+        level = min(max(1 - share + self._offsets.get(share, 0.0), 0.0), 1.0)
+        if level in (0.0, 1.0):
+            return math.inf if level else -1.0
+        return self._sorted[int(level * len(self._sorted))] if self._sorted else 0.0
+
+    def made(self, share: float, large: bool) -> None:
+        """A token was made where this share was wanted."""
+        offset = self._offsets.get(share, 0.0) + _PULL * (large - share)
+        # Beyond the ends of the scale there is nothing to correct.
+        self._offsets[share] = min(max(offset, share - 1), share)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """As arrays."""
+        return {"means": np.array(self._means, np.float64)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Entropies:
+        """Takes back what `state` gave.
+
+        Raises:
+            StorageError: it is damaged.
+        """
+        if not state:
+            return cls()
+        means = state.get("means")
+        if means is None or means.dtype != np.float64 or means.ndim != 1 or not (np.isfinite(means) & (means >= 0)).all():
+            raise StorageError("What was kept of entropies is damaged.", "Run edgeinfer tune --entropy again.")
+        return cls(means.tolist())
+
+
+class Stay:
+    """Keeps a choice for a while after it changed.
+
+    Args:
+        least: tokens that a model makes before the other one takes over.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._large, self._since = True, least
+
+    def choose(self, large: bool) -> bool:
+        """What is wanted, or what still has to stay."""
+        if large != self._large and self._since >= self._least:
+            self._large, self._since = large, 0
+        self._since += 1
+        return self._large
+
+
+class EntropyPolicy:
+    """Implements `contract.SwitchPolicy`.
+
+    Args:
+        entropies: of this pair of models.
+        share: of tokens wanted from the large model.
+        threshold: in bits; None takes what gives the share.
+        stay: tokens that a model makes at least.
+    """
+
+    def __init__(self, entropies: Entropies, share: float, threshold: float | None, stay: int) -> None:
+        self._entropies = entropies
+        self._share = share
+        self._threshold = threshold
+        self._latest: deque[float] = deque(maxlen=_WINDOW)
+        self._stay = Stay(stay)
+
+    def seen(self, entropy: float) -> None:
+        """Another token was predicted."""
+        self._latest.append(entropy)
+        self._entropies.add(self._mean)
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._latest) / len(self._latest)
+
+    def large(self) -> bool:
+        """Whether the predictions were unsure."""
+        threshold = self._entropies.threshold(self._share) if self._threshold is None else self._threshold
+        large = self._stay.choose(self._mean > threshold)
+        if self._threshold is None:
+            self._entropies.made(self._share, large)
+        return large
