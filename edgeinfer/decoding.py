@@ -10,28 +10,23 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
 from edgeinfer.runtime.engine import Multistep
 from edgeinfer.runtime.sampling import TokenChooser
+from edgeinfer.runtime.search.contract import Search, SearchParts
+from edgeinfer.runtime.search.registry import make_search
 from edgeinfer.runtime.speculation.rounds import Rounds
-from edgeinfer.searching import SearchUse
 
 if TYPE_CHECKING:
     from edgeinfer.generation import ModelParts
 
-__all__ = ["Decoding", "LessCompute", "Search", "make_decoding"]
+__all__ = ["Decoding", "LessCompute", "make_decoding"]
 
 
 class LessCompute(Multistep, Protocol):
     """Decodes with less than the whole model."""
 
     def use(self) -> ComputeUse:
-        """What it did so far."""
-
-
-class Search(Multistep, Protocol):
-    """Decodes by looking at several continuations, or by other scores than the model's own."""
-
-    def use(self) -> SearchUse:
         """What it did so far."""
 
 
@@ -55,19 +50,37 @@ class Decoding:
 
 
 def make_decoding(
-    parts: ModelParts, chooser: TokenChooser, config: GenerationConfig, stop_ids: frozenset[int]
+    parts: ModelParts, chooser: TokenChooser, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
 ) -> Decoding:
     """The way that a reply is decoded.
 
     Args:
         chooser: of the reply's tokens.
         stop_ids: that end it.
+        continues: the reply goes on with the prompt's text.
 
     Raises:
         UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
         CapabilityError: the backend cannot do it.
     """
+    if config.search != "off":
+        return Decoding(search=_search(parts, chooser, config, stop_ids, continues))
     steps = parts.saver.steps(config, chooser)
     if steps is not None:
         return Decoding(compute=steps)
     return Decoding(rounds=parts.speculator.rounds(chooser, config))
+
+
+def _search(
+    parts: ModelParts, chooser: TokenChooser, config: GenerationConfig, stop_ids: frozenset[int], continues: bool
+) -> Search:
+    if config.compute != "full":
+        message = f"search={config.search!r} and compute={config.compute!r} cannot be asked for at once."
+        raise UsageError(message, "Leave one of them out.")
+    if config.speculation not in ("auto", "off"):
+        raise UsageError(f"search={config.search!r} drafts nothing.", "Leave speculation out.")
+    engine = parts.engine
+    made = SearchParts(
+        engine.backend, chooser, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
+    )
+    return make_search(made, forgets=engine.overflow is not None)

@@ -129,7 +129,7 @@ class TokenStream:
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._decoding = make_decoding(parts, self._token_chooser, config, self._stop_ids)
+        self._decoding = make_decoding(parts, self._token_chooser, config, self._stop_ids, continues=continues)
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -179,7 +179,8 @@ class TokenStream:
         It can where the model was loaded with a prefix cache (LoadConfig.prefix_cache), which keeps what the reply
         rests on as far as it has room; what has none is evaluated again.
         """
-        if not self._parts.engine.keeps:
+        # What a search has looked at is in the cache with the reply.
+        if not self._parts.engine.keeps or self._decoding.search is not None:
             return False
         while not (self._between or self._result):
             step = self._step()

@@ -44,6 +44,16 @@ class TokenChooser:
         self.logprobs: list[TokenLogprobs] = []
 
     @property
+    def seed(self) -> int:
+        """The seed every draw is keyed by."""
+        return self._sampler.seed
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a constraint says what may follow."""
+        return self._constraint is not None
+
+    @property
     def follows_paths(self) -> bool:
         """Whether choices depend on the reply's tokens other than by the logits."""
         return self._counts is not None or self._constraint is not None

@@ -1,0 +1,146 @@
+"""Several continuations of one text in one cache, the text itself stored once; knows nothing of why there are several.
+
+One pass feeds any of the live branches. Each row sees the trunk, the rows of its own branch and nothing else, so the
+attention over a shared beginning is exact and its memory is taken once. Rows that no live branch has are moved out of
+the way when there are many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, Visibility
+from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
+
+__all__ = ["Branch", "Branches"]
+
+# Rows of dead branches that are not worth moving others for.
+_FEW = 64
+
+
+@dataclass(eq=False)
+class Branch:
+    """One continuation.
+
+    Attributes:
+        sees: rows of the cache that it is made of, the trunk's too if it is a continuation of that. (C,)
+        place: the position of its next token.
+    """
+
+    sees: NDArray[np.bool_]
+    place: int
+
+
+class Branches:
+    """The branches that begin where the cache ends now.
+
+    Args:
+        parts: of the way.
+        tally: counts passes, rows and branches.
+    """
+
+    def __init__(self, parts: SearchParts, tally: Tally) -> None:
+        self._backend, self._tally = parts.backend, tally
+        self._passes = Passes(parts, tally)
+        self._trunk = parts.backend.length
+        self._places: Ints = np.arange(parts.backend.capacity)
+        self._live: list[Branch] = []
+
+    @property
+    def live(self) -> tuple[Branch, ...]:
+        """The branches that were not dropped."""
+        return tuple(self._live)
+
+    @property
+    def room(self) -> int:
+        """Rows that can still be fed."""
+        return self._backend.capacity - self._trunk - int(self._used().sum())
+
+    def begin(self, *, apart: bool = False, rows: Sequence[CacheSnapshot] = ()) -> Branch:
+        """A new branch of the trunk and of rows that are copied in; or `apart`, a text that begins at position 0."""
+        sees = np.zeros(self._backend.capacity, np.bool_)
+        sees[: 0 if apart else self._trunk] = True
+        branch = Branch(sees, 0 if apart else self._trunk)
+        for piece in rows:
+            start = self._backend.length
+            self._backend.append(piece)
+            branch.sees[start : start + piece.length] = True
+            self._places[start : start + piece.length] = branch.place + np.arange(piece.length)
+            branch.place += piece.length
+        self._live.append(branch)
+        self._tally.branches += 1
+        return branch
+
+    def fork(self, branch: Branch) -> Branch:
+        """A branch that goes on from where another is now, whose rows both have."""
+        forked = Branch(branch.sees.copy(), branch.place)
+        self._live.append(forked)
+        self._tally.branches += 1
+        return forked
+
+    def drop(self, branch: Branch) -> None:
+        """The branch is needed no more."""
+        self._live.remove(branch)
+
+    def end(self) -> None:
+        """Leaves nothing but the trunk, and no branch."""
+        self._live.clear()
+        self._backend.truncate(self._trunk)
+
+    def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Floats:  # (B, V)
+        """Feeds tokens of several branches in one pass, and gives the logits behind the last one of each.
+
+        Logits are a view that the next pass overwrites.
+
+        Raises:
+            BackendError: the pass failed, was cancelled or does not fit; every branch is as it was.
+        """
+        self._passes.check()
+        tokens = np.array([token for _, part in fed for token in part], np.int64)
+        self._make_room(len(tokens))
+        start, size = self._backend.length, len(tokens)
+        sees = np.zeros((size, start + size), np.bool_)
+        row, ends = 0, []
+        for branch, part in fed:
+            sees[row : row + len(part), :start] = branch.sees[:start]
+            sees[row : row + len(part), start + row : start + row + len(part)] = np.tri(len(part), dtype=np.bool_)
+            self._places[start + row : start + row + len(part)] = branch.place + np.arange(len(part))
+            row += len(part)
+            ends.append(row - 1)
+        visibility = Visibility(sees, self._places[: start + size])
+        positions = self._places[start : start + size].copy()
+        output = self._backend.forward(tokens, positions, np.array(ends), sees=visibility)
+        for (branch, part), end in zip(fed, ends, strict=True):
+            branch.sees[start + end + 1 - len(part) : start + end + 1] = True
+            branch.place += len(part)
+        self._tally.passes += 1
+        self._tally.rows += size
+        return output.logits
+
+    def _used(self) -> NDArray[np.bool_]:
+        """Which rows behind the trunk a live branch has."""
+        used = np.zeros(self._backend.length - self._trunk, np.bool_)
+        for branch in self._live:
+            used |= branch.sees[self._trunk : self._backend.length]
+        return used
+
+    def _make_room(self, rows: int) -> None:
+        """Moves the rows of live branches together where others take up room, or make every pass look at them."""
+        length = self._backend.length
+        full = length + rows > self._backend.capacity
+        if not full and length - self._trunk < _FEW:
+            return
+        used = self._used()
+        kept, count = np.flatnonzero(used), int(used.sum())
+        if count == len(used) or not (full or len(used) - count > max(_FEW, count)):
+            return
+        self._backend.keep(self._trunk, kept.tolist())
+        end = self._trunk + count
+        self._places[self._trunk : end] = self._places[self._trunk + kept]
+        for branch in self._live:
+            branch.sees[self._trunk : end] = branch.sees[self._trunk + kept]
+            branch.sees[end:] = False

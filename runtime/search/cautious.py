@@ -1,0 +1,96 @@
+"""Cautious next tokens (CNTP): the less certain the next token, the more continuations are tried before going on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.contract import SearchParts
+from edgeinfer.runtime.search.scores import entropy
+from edgeinfer.runtime.search.way import Way
+
+__all__ = ["Cautious", "trials_for"]
+
+_LOWEST, _HIGHEST, _MOST_TRIALS = 0.01, 1.5, 10
+_ENDS = frozenset(".,\n?!:;)]}")
+# Tokens of a trial that meets no punctuation.
+_LONGEST = 48
+
+
+def trials_for(uncertainty: float) -> int:
+    """How many continuations an entropy in nats is worth: 1 to 10."""
+    share = (uncertainty - _LOWEST) / (_HIGHEST - _LOWEST)
+    return int(1 + (_MOST_TRIALS - 1) * min(max(share, 0.0), 1.0))
+
+
+@dataclass
+class _Trial:
+    branch: Branch
+    tokens: list[int] = field(default_factory=list)
+    surprise: float = 0.0
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / len(self.tokens))
+
+
+class Cautious(Way):
+    """Trials are drawn up to the next punctuation, and the one of the lowest perplexity per token joins the reply.
+
+    Entropy and perplexity are those of the distribution that tokens are drawn from: after temperature and truncation.
+    """
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._ends: dict[int, bool] = {}
+        self._length = 0  # tokens of the text
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The first piece of the reply."""
+        self._length = len(prompt)
+        return self._piece(logits, room)
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """Its next piece."""
+        return self._piece(self._passes.feed(self._root), room)
+
+    def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        chooser, begun = self._parts.chooser, logits.copy()
+        law = chooser.law(begun)
+        count = trials_for(entropy(law))
+        longest = min(room, _LONGEST, 1 + (self._backend.capacity - self._backend.length) // count)
+        self._settled = self._backend.length
+        branches = Branches(self._parts, self._tally)
+        trials = [_Trial(branches.begin()) for _ in range(count)]
+        for stream, trial in enumerate(trials):
+            self._draw(trial, law, stream)
+        for _ in range(1, longest):
+            live = [(stream, trial) for stream, trial in enumerate(trials) if not self._ended(trial)]
+            if not live:
+                break
+            rows = branches.feed([(trial.branch, trial.tokens[-1:]) for _, trial in live])
+            for (stream, trial), row in zip(live, rows, strict=True):
+                self._draw(trial, chooser.law(row, trial.tokens), stream)
+        branches.end()
+        self._settled = None
+        best = min(trials, key=lambda trial: trial.perplexity)
+        self._tally.trials += count
+        self._length += len(best.tokens)
+        return self._take(best.tokens, begun)
+
+    def _draw(self, trial: _Trial, law: np.typing.NDArray[np.float64], stream: int) -> None:  # (V,)
+        token = self._parts.chooser.draw(law, self._length + len(trial.tokens), stream)
+        trial.tokens.append(token)
+        trial.surprise -= math.log(law[token])
+
+    def _ended(self, trial: _Trial) -> bool:
+        token = trial.tokens[-1]
+        if token not in self._ends:
+            text = self._parts.tokenizer.decode([token])
+            self._ends[token] = token in self._parts.stop_ids or not _ENDS.isdisjoint(text)
+        return self._ends[token]

@@ -1,0 +1,85 @@
+"""USCD: where the next token is uncertain, the reply moves away from what the model would say to a worse prompt.
+
+The worse prompt and the reply behind it lie in the same cache, and one pass feeds both texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.contract import MOST_ROWS, SearchParts
+from edgeinfer.runtime.search.scores import entropy, log_probabilities
+from edgeinfer.runtime.search.way import Way
+
+__all__ = ["Contrast", "contrasted"]
+
+# Tokens less likely than this share of the likeliest are not raised by contrast, however unlikely they are elsewhere.
+_PLAUSIBLE = 0.1
+
+
+def contrasted(logits: Floats, lame: Floats, strength: float) -> Floats:  # (V,), (V,) -> (V,)
+    """z + strength * (z - z_lame) of the plausible tokens, of the others -inf."""
+    moved = logits + np.float32(strength) * (logits - lame)
+    plausible = logits >= logits.max() + np.log(np.float32(_PLAUSIBLE))
+    return np.where(plausible, moved, np.float32(-np.inf)).astype(np.float32)
+
+
+class Contrast(Way):
+    """Chooses as asked, greedily or by sampling, but of contrasted logits where the model's own are uncertain."""
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._lame = parts.tokenizer.encode(self._config.lame_prompt or "")
+        self._pair: tuple[Branch, Branch] | None = None  # the reply, and the reply behind the worse prompt
+        self._branches: Branches | None = None
+        self._tokens: list[int] = []
+        self._prompt = 0
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+        """The token after both prompts.
+
+        Raises:
+            UsageError: the worse prompt is empty, or the context has no room for both.
+        """
+        limit = self._config.max_tokens
+        wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
+        if not self._lame:
+            raise UsageError("The lame prompt holds no tokens.", "Give a text.")
+        if self._backend.length + wanted > self._backend.capacity:
+            message = "The context has no room for the lame prompt and the reply behind either prompt."
+            raise UsageError(message, "Ask for a shorter reply, or load the model with a larger context (-c).")
+        self._settled = self._prompt = self._backend.length
+        own = logits.copy()
+        self._branches = Branches(self._parts, self._tally)
+        self._pair = self._branches.begin(), self._branches.begin(apart=True)
+        for begin in range(0, len(self._lame), MOST_ROWS):
+            (lame,) = self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])
+        return self._choose(own, lame)
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        """The token after that; where there is no room for two texts any more, plain decoding's."""
+        if self._branches is None or self._pair is None:
+            return self._plain()
+        if self._branches.room < 2:
+            self._branches.end()
+            self._branches = self._pair = self._settled = None
+            # What follows rests on passes of the reply's own text.
+            for _ in self._passes.chain(self._tokens[:-1]):
+                pass
+            return self._plain()
+        own, lame = self._branches.feed([(branch, [self._root]) for branch in self._pair])
+        return self._choose(own, lame)
+
+    def _choose(self, own: Floats, lame: Floats) -> tuple[int]:  # (V,), (V,)
+        chooser, place = self._parts.chooser, self._prompt + len(self._tokens)
+        uncertain = entropy(np.exp(log_probabilities(own))) > self._config.uncertainty
+        plain = chooser.token(own, place)
+        token = chooser.token(contrasted(own, lame, self._config.contrast_strength), place) if uncertain else plain
+        self._tally.trials += token != plain
+        self._tokens.append(token)
+        return self._accept(token, own)

@@ -1,0 +1,70 @@
+"""AdaDec: where the next token is uncertain, each likely one is judged by what would follow it; else the likeliest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.contract import SearchParts
+from edgeinfer.runtime.search.scores import entropy, likeliest, log_probabilities
+from edgeinfer.runtime.search.way import Way
+
+__all__ = ["Lookahead"]
+
+_CANDIDATES = 3
+
+
+class Lookahead(Way):
+    """A candidate's score is the mean log-probability of itself and of the tokens that greedily follow it."""
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._count = min(self._config.candidates or _CANDIDATES, self._backend.geometry.vocab_size)
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+        """The token after the prompt."""
+        return self._choose(logits, room)
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        """The token after that."""
+        return self._choose(self._passes.feed(self._root), room)
+
+    def _choose(self, logits: Floats, room: int) -> tuple[int]:  # (V,)
+        known = log_probabilities(logits)
+        candidates = likeliest(known, self._count).tolist()
+        free = (self._backend.capacity - self._backend.length) // self._count
+        ahead = min(self._config.look_ahead, room - 1, free)
+        if ahead < 1 or entropy(np.exp(known)) <= self._config.uncertainty:
+            return self._accept(candidates[0], logits)
+        logits = logits.copy()
+        followed = self._follow(candidates, ahead)
+        pairs = zip(candidates, followed, strict=True)
+        scores = [(known[token] + sum(more)) / (1 + len(more)) for token, more in pairs]
+        self._tally.trials += 1
+        return self._accept(candidates[int(np.argmax(scores))], logits)
+
+    def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
+        """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
+        self._settled, stop_ids = self._backend.length, self._parts.stop_ids
+        branches, found = Branches(self._parts, self._tally), [list[float]() for _ in candidates]
+        live: list[tuple[int, Branch, int]] = [
+            (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
+        ]
+        for _ in range(ahead):
+            if not live:
+                break
+            rows = branches.feed([(branch, [token]) for _, branch, token in live])
+            longer = []
+            for row, (index, branch, _) in zip(rows, live, strict=True):
+                known = log_probabilities(row)
+                token = int(known.argmax())
+                found[index].append(float(known[token]))
+                if token not in stop_ids:
+                    longer.append((index, branch, token))
+            live = longer
+        branches.end()
+        self._settled = None
+        return found

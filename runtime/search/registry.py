@@ -1,0 +1,88 @@
+"""Which way of searching a name stands for, and what it goes together with; knows nothing of how any of them works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.search.beam import Beam
+from edgeinfer.runtime.search.cautious import Cautious
+from edgeinfer.runtime.search.contract import Search, SearchParts
+from edgeinfer.runtime.search.contrast import Contrast
+from edgeinfer.runtime.search.first_finish import FirstFinish
+from edgeinfer.runtime.search.lookahead import Lookahead
+from edgeinfer.runtime.search.momentum import Momentum
+from edgeinfer.runtime.search.samples import Samples
+from edgeinfer.runtime.search.vote import Vote
+
+__all__ = ["WAYS", "make_search"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a way is made.
+
+    Attributes:
+        draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
+            leave no place for the options of sampling, else "either".
+        branches: whether it keeps several texts in one cache.
+        constrained: whether it follows a grammar or a list of choices.
+    """
+
+    make: Callable[[SearchParts], Search]
+    draws: Literal["always", "never", "either"]
+    branches: bool = True
+    constrained: bool = False
+
+
+WAYS: Mapping[str, Kind] = {
+    "samples": Kind(Samples, "always"),
+    "first-finish": Kind(FirstFinish, "always"),
+    "vote": Kind(Vote, "always"),
+    "cautious": Kind(Cautious, "always", constrained=True),
+    "lookahead": Kind(Lookahead, "never"),
+    "contrast": Kind(Contrast, "either", constrained=True),
+    "momentum": Kind(Momentum, "never", branches=False),
+    "beam": Kind(Beam, "never"),
+}
+
+
+def make_search(parts: SearchParts, *, forgets: bool) -> Search:
+    """The way that the options ask for.
+
+    Args:
+        forgets: the context is made to hold more than it has room for, by an overflow policy.
+
+    Raises:
+        UsageError: it does not go together with another option.
+        CapabilityError: the backend cannot keep several texts in one cache.
+    """
+    name = parts.config.search
+    kind = WAYS[name]
+    _check_sampling(name, kind, parts.config)
+    if parts.chooser.constrained and not kind.constrained:
+        others = ", ".join(other for other, k in WAYS.items() if k.constrained)
+        message = f"search={name!r} follows no grammar, schema or list of choices."
+        raise UsageError(message, f"Leave that out, or search by one of {others}.")
+    if kind.branches and forgets:
+        message = f"search={name!r} needs a context that forgets nothing."
+        raise UsageError(message, "Load the model with overflow='stop'.")
+    if kind.branches and not parts.backend.capabilities.branches:
+        message = f"The {parts.backend.name} backend cannot keep several texts in one cache, as search={name!r} does."
+        raise CapabilityError(message, "Use a natively exported bundle, or search='momentum'.")
+    return kind.make(parts)
+
+
+def _check_sampling(name: str, kind: Kind, config: GenerationConfig) -> None:
+    if kind.draws == "always" and config.greedy:
+        message = f"search={name!r} draws several texts, and without sampling all are the same."
+        raise UsageError(message, "Set a temperature above 0 (--temp 0.7), and leave out top_k=1.")
+    plain = GenerationConfig()
+    options = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
+    asked = [option for option in options if getattr(config, option) != getattr(plain, option)]
+    if kind.draws == "never" and asked:
+        message = f"search={name!r} chooses tokens by a rule of its own, without {' and '.join(asked)}."
+        raise UsageError(message, "Leave that out.")

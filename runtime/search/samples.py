@@ -1,0 +1,174 @@
+"""Parallel samples: several replies drawn side by side, each the very text that drawing it alone gives.
+
+Stretch by stretch, a pass draws the next token of every reply, the beginning they share being in the cache once. A row
+that has others' rows in between is right up to rounding only, which now and then decides a draw. So these stretches
+are taken as guesses: each is fed again behind its own text, many tokens to a pass, and what is drawn there is kept,
+with its rows. Where a guess was wrong, the reply goes on from what was drawn instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats
+from edgeinfer.runtime.sampling import TokenChooser
+from edgeinfer.runtime.search.branches import Branches
+from edgeinfer.runtime.search.contract import Reader, SearchParts
+from edgeinfer.runtime.search.scores import logprob
+from edgeinfer.runtime.search.way import Way
+from edgeinfer.searching import SearchUse
+
+__all__ = ["Samples"]
+
+# Tokens of a stretch, at first few as somebody waits for them, then more as every stretch copies all rows.
+_FIRST, _LONGEST = 8, 64
+
+
+@dataclass
+class _Reply:
+    """One of the replies.
+
+    Attributes:
+        most: tokens it may have.
+        rows: of its tokens but the last, by the stretches they were fed in.
+        guessed: tokens that were drawn side by side with others and not yet alone.
+        score: sum of its tokens' log-probabilities.
+    """
+
+    chooser: TokenChooser
+    reader: Reader
+    most: int
+    rows: list[CacheSnapshot] = field(default_factory=list)
+    guessed: list[int] = field(default_factory=list)
+    score: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.reader.tokens
+
+    @property
+    def over(self) -> bool:
+        return self.reader.ended or len(self.tokens) >= self.most
+
+    def draw(self, logits: Floats, prompt: int) -> int:  # (V,)
+        """Its next token."""
+        token = self.chooser.token(logits, prompt + len(self.tokens))
+        self.chooser.accept(token, logits)
+        self.score += logprob(logits, token)
+        self.reader.push(token)
+        return token
+
+
+class Samples(Way):
+    """Answers with reply 0; the others are told at the end."""
+
+    lossless = True
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._replies: list[_Reply] = []
+        self._prompt = 0  # its tokens
+        self._given = 0  # tokens of reply 0
+        self._stretch = _FIRST
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The first tokens of reply 0."""
+        count, parts = self._config.samples, self._parts
+        share = self._share(count, room)
+        self._prompt = self._backend.length
+        choosers = [parts.chooser, *(parts.another_chooser(prompt, index) for index in range(1, count))]
+        self._replies = [_Reply(chooser, parts.reader(prompt), share) for chooser in choosers]
+        self._tally.trials = count
+        for reply in self._replies:
+            reply.draw(logits, self._prompt)
+        return self._give(room)
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """The next tokens of reply 0."""
+        return self._give(self._given + room)
+
+    def use(self) -> SearchUse:
+        """What was done so far; replies that were cut off are told as far as they came."""
+        self._texts = tuple(self._told(reply.reader, reply.score) for reply in self._replies)
+        return super().use()
+
+    def _give(self, most: int) -> Sequence[int]:
+        """What is certain of reply 0, of which its caller ends: its last token waits for the other replies.
+
+        Args:
+            most: tokens that reply 0 may have; as many as others only where others are done.
+        """
+        reply, others = self._replies[0], self._replies[1:]
+        while True:
+            fresh, ended = reply.tokens[self._given :], reply.reader.ended or len(reply.tokens) >= most
+            waits = ended and not all(other.over for other in others)
+            if fresh and waits:
+                fresh = fresh[:-1]
+            if fresh:
+                self._given += len(fresh)
+                self._restore(self._given - 1)
+                return fresh
+            self._settled = self._prompt
+            if all(other.over for other in others):
+                reply.most = most
+            self._advance([r for r in self._replies if not r.over])
+
+    def _advance(self, live: Sequence[_Reply]) -> None:
+        """Draws a stretch of each of these replies."""
+        held = sum(len(reply.tokens) - 1 for reply in live)
+        size = min(self._stretch, (self._backend.capacity - self._prompt - held) // len(live))
+        self._stretch = min(2 * self._stretch, _LONGEST)
+        if len(live) > 1 and size > 1:
+            self._guess(live, size)
+        for reply in live:
+            self._settle(reply, size)
+
+    def _guess(self, live: Sequence[_Reply], size: int) -> None:
+        """Draws tokens of these replies side by side, none of them for certain."""
+        self._backend.truncate(self._prompt)
+        branches = Branches(self._parts, self._tally)
+        going = [(branches.begin(rows=reply.rows), reply) for reply in live]
+        for _ in range(size):
+            rows = branches.feed([(branch, [*reply.tokens, *reply.guessed][-1:]) for branch, reply in going])
+            for (_, reply), row in zip(going, rows, strict=True):
+                place = self._prompt + len(reply.tokens) + len(reply.guessed)
+                reply.guessed.append(reply.chooser.token(row, place, reply.guessed))
+            going = [(branch, reply) for branch, reply in going if self._guesses_on(reply)]
+            if not going:
+                break
+        branches.end()
+
+    def _guesses_on(self, reply: _Reply) -> bool:
+        ended = reply.guessed[-1] in self._parts.stop_ids
+        return not ended and len(reply.tokens) + len(reply.guessed) < reply.most
+
+    def _settle(self, reply: _Reply, size: int) -> None:
+        """Draws a stretch of one reply as it is drawn alone, in passes over what was guessed."""
+        self._load(reply)
+        start = self._backend.length
+        if reply.guessed:
+            fed = [reply.tokens[-1], *reply.guessed[:-1]]
+            for row, guess in zip(self._passes.chain(fed), reply.guessed, strict=True):
+                if reply.draw(row, self._prompt) != guess or reply.over:
+                    break
+            reply.guessed.clear()
+        else:
+            for _ in range(size):
+                reply.draw(self._passes.feed(reply.tokens[-1]), self._prompt)
+                if reply.over:
+                    break
+        self._backend.truncate(self._prompt + len(reply.tokens) - 1)
+        reply.rows.append(self._backend.snapshot(start))
+
+    def _load(self, reply: _Reply) -> None:
+        """Puts a reply's rows behind the prompt's."""
+        self._backend.truncate(self._prompt)
+        for piece in reply.rows:
+            self._backend.append(piece)
+
+    def _restore(self, rows: int) -> None:
+        """Leaves so many rows of reply 0 behind the prompt's."""
+        self._load(self._replies[0])
+        self._backend.truncate(self._prompt + rows)
+        self._settled = None
