@@ -8,10 +8,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["cross_entropy", "divergence", "in_pieces"]
+__all__ = ["cross_entropy", "divergence", "in_pieces", "taught_divergence"]
 
 # Logits in memory at a time: 64 MB in float32, and as much again for what is derived from them.
 _MOST_LOGITS = 1 << 24
+# What is left to tokens that are not known one by one, at least.
+_TINY = 1e-6
 
 
 def in_pieces(
@@ -27,6 +29,8 @@ def in_pieces(
     """
     count = len(rows[0])
     size = max(1, most // vocabulary)
+    if size >= count:
+        return loss(*rows) / count
     total = torch.zeros((), device=rows[0].device)
     for start in range(0, count, size):
         part = [each[start : start + size] for each in rows]
@@ -59,3 +63,21 @@ def divergence(
         return F.kl_div(guessed, wanted, reduction="sum", log_target=True)
 
     return in_pieces(piece, known, hidden, teacher)
+
+
+def taught_divergence(
+    hidden: torch.Tensor, head: torch.Tensor, likeliest: torch.Tensor, logs: torch.Tensor
+) -> torch.Tensor:
+    """As `divergence`, of laws whose likeliest tokens are known one by one and the others together.
+
+    hidden (N, D), head (V, D), likeliest (N, K), logs (N, K)
+    """
+
+    def piece(states: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = states @ head.T  # (n, V)
+        guessed = logits.gather(-1, tokens) - torch.logsumexp(logits, -1, keepdim=True)  # (n, K)
+        known = wanted.exp()
+        rest, guessed_rest = ((1 - part.sum(-1)).clamp(min=_TINY) for part in (known, guessed.exp()))
+        return (known * (wanted - guessed)).sum() + (rest * (rest / guessed_rest).log()).sum()
+
+    return in_pieces(piece, len(head), hidden, likeliest, logs)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from edgeinfer.export.training.options import Progress, require
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tokens import Tokens, open_tokens, write_tokens
 
-__all__ = ["SampleOptions", "sample"]
+__all__ = ["Replier", "SampleOptions", "TorchReplier", "sample"]
 
 Ints = NDArray[np.int64]
 _TOKENS, _RECORD = "samples.u32", "samples.json"
@@ -52,13 +52,36 @@ class SampleOptions:
         require(fits, "temperatures", self.temperatures, "one or more, from 0 to 10")
 
 
+class Replier(Protocol):
+    """Draws replies of a target.
+
+    Attributes:
+        name: of the way, as a record of the samples tells it.
+        context: most tokens of a prompt and its reply.
+    """
+
+    name: str
+    context: int
+
+    def replies(
+        self, prompts: Sequence[Ints], temperatures: Sequence[float], most: int, seed: int
+    ) -> Sequence[Sequence[int]]:
+        """A reply to each prompt, its end included; the same seed gives the same."""
+
+
 def sample(
-    target: Target, prompts: Sequence[Ints], options: SampleOptions, folder: Path, progress: Progress | None = None
+    replier: Replier,
+    prompts: Sequence[Ints],
+    options: SampleOptions,
+    folder: Path,
+    digest: str,
+    progress: Progress | None = None,
 ) -> Tokens:
-    """Replies of the target to prompts, each behind its prompt, in a file of the folder; goes on where it was stopped.
+    """Replies of a target to prompts, each behind its prompt, in a file of the folder; goes on where it was stopped.
 
     Args:
         prompts: token ids; they take turns until there are tokens enough. (n,) each
+        digest: of the target.
 
     Raises:
         UsageError: there are no prompts, or the folder holds samples of another configuration.
@@ -66,7 +89,7 @@ def sample(
     """
     if not prompts:
         raise UsageError("There are no prompts to sample from.", "Give more text.")
-    record = {"target": target.digest, "prompts": _digest(prompts)} | asdict(options)
+    record = {"target": digest, "by": replier.name, "prompts": _digest(prompts)} | asdict(options)
     record["temperatures"] = list(options.temperatures)
     _claim(folder, record)
     path = folder / _TOKENS
@@ -75,7 +98,7 @@ def sample(
     done, batch, written = 0, 0, []
     while done < options.tokens:
         file = folder / f"batch-{batch}.u32"
-        tokens = open_tokens(file) if file.exists() else write_tokens(file, _batch(target, prompts, options, batch))
+        tokens = open_tokens(file) if file.exists() else write_tokens(file, _batch(replier, prompts, options, batch))
         written.append(file)
         done, batch = done + len(tokens), batch + 1
         if progress is not None:
@@ -106,16 +129,32 @@ def _digest(prompts: Sequence[Ints]) -> str:
     return digest.hexdigest()
 
 
-def _batch(target: Target, prompts: Sequence[Ints], options: SampleOptions, batch: int) -> Iterator[Ints]:
-    """Prompts of one length or nearly so with their replies, in the order of the prompts."""
-    chosen = [prompts[(batch * options.rows + row) % len(prompts)] for row in range(min(options.rows, len(prompts)))]
-    room = int(target.config.max_position_embeddings) - 1
-    chosen = [prompt[:room] for prompt in chosen]
-    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + batch)
-    heat = torch.tensor([options.temperatures[(batch + row) % len(options.temperatures)] for row in range(len(chosen))])
-    most = min(options.length, room + 1 - max(map(len, chosen)))
-    replies = _Replies(target, chosen, heat, generator).draw(most)
+def _batch(replier: Replier, prompts: Sequence[Ints], options: SampleOptions, batch: int) -> Iterator[Ints]:
+    """Prompts with their replies."""
+    count = min(options.rows, len(prompts))
+    chosen = [prompts[(batch * count + row) % len(prompts)][: replier.context - 1] for row in range(count)]
+    heat = [options.temperatures[(batch + row) % len(options.temperatures)] for row in range(count)]
+    replies = replier.replies(chosen, heat, options.length, options.seed * 1_000_003 + batch)
     return (np.concatenate([p, np.array(reply, np.int64)]) for p, reply in zip(chosen, replies, strict=True))
+
+
+@dataclass(frozen=True)
+class TorchReplier:
+    """Draws many replies at a time with a target's float weights. Implements `Replier`."""
+
+    target: Target
+    name: str = "torch"
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its reply."""
+        return int(self.target.config.max_position_embeddings)
+
+    def replies(self, prompts: Sequence[Ints], temperatures: Sequence[float], most: int, seed: int) -> list[list[int]]:
+        """As `Replier.replies`."""
+        generator = torch.Generator().manual_seed(seed)
+        room = self.context - max(map(len, prompts))
+        return _Replies(self.target, prompts, torch.tensor(temperatures), generator).draw(min(most, room))
 
 
 class _Replies:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,29 +71,25 @@ class TextSource:
 
     def prompts(self, most: int) -> list[NDArray[np.int64]]:  # (n,) each
         """Beginnings of documents and of replies, spread over the files, `most` at most."""
-        found: list[NDArray[np.int64]] = []
-        for file in self.files:
-            for document in _read(file):
-                found += self._prompts(document)
+        found = [place for document in self._read() for place in _openings(document)]
         step = max(1, len(found) // most)
-        return found[::step][:most]
+        texts = [
+            place[: 16 * _OPENING] if isinstance(place, str) else self._render(place, True)
+            for place in found[::step][:most]
+        ]
+        encodings = self.target.tokenizer.encode_batch(texts, add_special_tokens=False)
+        pairs = zip(found[::step], map(self._with_begin, encodings), strict=False)
+        return [ids[: _OPENING + 1] if isinstance(place, str) else ids for place, ids in pairs]
+
+    def _read(self) -> Iterator[str | list[Any]]:
+        for file in self.files:
+            yield from _read(file)
 
     def _documents(self) -> Iterator[NDArray[np.int64]]:
-        for file in self.files:
-            stream = _read(file)
-            while documents := list(islice(stream, _AT_ONCE)):
-                texts = [d if isinstance(d, str) else self._render(d, False) for d in documents]
-                yield from map(self._with_begin, self.target.tokenizer.encode_batch(texts, add_special_tokens=False))
-
-    def _prompts(self, document: str | list[Any]) -> Iterator[NDArray[np.int64]]:
-        if isinstance(document, str):
-            encoding = self.target.tokenizer.encode(document[: 16 * _OPENING], add_special_tokens=False)
-            yield self._with_begin(encoding)[: _OPENING + 1]
-            return
-        for index, message in enumerate(document):
-            if isinstance(message, dict) and message.get("role") == "user":
-                text = self._render(document[: index + 1], True)
-                yield self._with_begin(self.target.tokenizer.encode(text, add_special_tokens=False))
+        stream = self._read()
+        while documents := list(islice(stream, _AT_ONCE)):
+            texts = [d if isinstance(d, str) else self._render(d, False) for d in documents]
+            yield from map(self._with_begin, self.target.tokenizer.encode_batch(texts, add_special_tokens=False))
 
     def _with_begin(self, encoding: Any) -> NDArray[np.int64]:
         begin = self.target.begin
@@ -100,14 +97,30 @@ class TextSource:
         return np.array(ids if begin is None or ids[:1] == [begin] else [begin, *ids], np.int64)
 
     def _render(self, messages: Sequence[Any], replying: bool) -> str:
+        try:
+            return str(self._template.render(messages=list(messages), add_generation_prompt=replying))
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise TemplateError(f"The chat template cannot write a dialogue: {error}.", _HINT) from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
         if self.target.template is None:
             raise TemplateError("The model has no chat template.", 'Give lines with "text" instead of "messages".')
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         try:
-            template = environment.from_string(self.target.template)
-            return str(template.render(messages=list(messages), add_generation_prompt=replying))
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise TemplateError(f"The chat template cannot write a dialogue: {error}.", _HINT) from error
+            return environment.from_string(self.target.template)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"The chat template is malformed: {error}.", "Correct it.") from error
+
+
+def _openings(document: str | list[Any]) -> Iterator[str | list[Any]]:
+    """What a document is continued from: itself, or a dialogue up to each request."""
+    if isinstance(document, str):
+        yield document
+        return
+    for index, message in enumerate(document):
+        if isinstance(message, dict) and message.get("role") == "user":
+            yield document[: index + 1]
 
 
 @contextlib.contextmanager

@@ -42,6 +42,11 @@ class Tokens:
         if len(self) < count:
             raise UsageError(f"{what} has {len(self)} tokens, and {count} are needed.", "Give more text.")
 
+    def split(self, share: float) -> tuple[Tokens, Tokens]:
+        """The first tokens, and the last of so large a share, which are kept for measuring."""
+        at = len(self) - int(len(self) * share)
+        return Tokens(self.ids[:at], f"{self.digest}[:{at}]"), Tokens(self.ids[at:], f"{self.digest}[{at}:]")
+
     def batch(self, seed: int, step: int, rows: int, length: int) -> Ints:
         """Windows from random places, which the seed and the step decide. (rows, length)"""
         starts = np.random.default_rng((seed, step)).integers(0, len(self) - length + 1, rows)

@@ -1,0 +1,121 @@
+"""Runs loaded models for what trains their drafters: replies to learn from, and what a drafter brings.
+
+Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.api import Model, load
+from edgeinfer.errors import UsageError
+
+__all__ = ["DraftFigures", "ModelReplier", "measure_drafter"]
+
+Progress = Callable[[str, int, int], None]
+
+# What is compared takes turns so many times, as other programs may want the processor too.
+_TURNS = 3
+
+
+@dataclass(frozen=True)
+class ModelReplier:
+    """Draws replies of a loaded model, one after the other."""
+
+    model: Model
+    name: str = "edgeinfer"
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its reply."""
+        return self.model.context
+
+    def replies(
+        self, prompts: Sequence[NDArray[np.int64]], temperatures: Sequence[float], most: int, seed: int
+    ) -> list[list[int]]:
+        """A reply to each prompt, its end included; the same seed gives the same."""
+        found = []
+        for index, (prompt, heat) in enumerate(zip(prompts, temperatures, strict=True)):
+            room = min(most, self.context - len(prompt))
+            drawn = self.model.generate(
+                prompt.tolist(), max_tokens=room, temperature=heat, seed=seed * 4096 + index, speculation="off"
+            )
+            ends = self.model.end_ids[:1] if drawn.finish_reason == "stop" else []
+            found.append([*drawn.token_ids, *ends])
+        return found
+
+
+@dataclass(frozen=True)
+class DraftFigures:
+    """What drafting did to greedy replies.
+
+    Attributes:
+        acceptance_rate: accepted tokens by drafted ones, of the drafter alone.
+        mean_accepted_length: tokens committed per pass of the target, of the drafter alone.
+        tokens_per_second: of replies that it alone drafted, as the governor lets it.
+        plain_tokens_per_second: without drafting.
+        speedup: median over prompts of how many times faster it was.
+    """
+
+    acceptance_rate: float
+    mean_accepted_length: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: float
+
+
+def measure_drafter(
+    target: str | Path | None,
+    drafter: str | Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int = 96,
+    progress: Progress | None = None,
+    **options: Any,
+) -> DraftFigures:
+    """Lets a drafter draft for a target beside plain decoding of the same replies, in turns.
+
+    Args:
+        target, drafter: as `edgeinfer.load` takes them.
+        prompts: token ids.
+        tokens: of a reply at most.
+        options: fields of LoadConfig.
+
+    Raises:
+        ModelError: as `edgeinfer.load`.
+        UsageError: there are no prompts.
+    """
+    if not prompts:
+        raise UsageError("There are no prompts to measure with.", "Give more text.")
+    drafted = accepted = rounds = made = 0
+    speeds: list[tuple[float, float]] = []
+    kept = {"remember": False} | options
+    with load(target, draft_model=drafter, speculation="model", **kept) as model:
+        for index, prompt in enumerate(prompts):
+            if progress is not None:
+                progress("measuring", index, len(prompts))
+            pair = []
+            for who in ("off", "model"):
+                times = []
+                for _ in range(_TURNS):
+                    result = model.generate(prompt, max_tokens=tokens, temperature=0.0, speculation=who)
+                    times.append(result.timings.tokens_per_second)
+                pair.append(max(times))
+            use = result.speculation
+            drafted, accepted, rounds = drafted + use.drafted, accepted + use.accepted, rounds + use.rounds
+            made += len(result.token_ids)
+            speeds.append((pair[0], pair[1]))
+    return DraftFigures(
+        accepted / drafted if drafted else 0.0,
+        made / rounds if rounds else 1.0,
+        median(fast for _, fast in speeds),
+        median(plain for plain, _ in speeds),
+        median(fast / plain for plain, fast in speeds),
+    )

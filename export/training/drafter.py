@@ -1,0 +1,244 @@
+"""Makes a tiny drafter for a target: reads given text, then learns the target's laws; knows nothing of engines.
+
+FastDraft's recipe (Zafrir et al. 2024): a shallow decoder with the target's tokens reads text, then learns from what
+the target itself writes, token by token and with the target's law at each (sequence and logit level).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import write_file
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.acceptance import Acceptance, measure_acceptance
+from edgeinfer.export.training.laws import teach
+from edgeinfer.export.training.options import Progress, TrainOptions, require
+from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
+from edgeinfer.export.training.sizing import StudentSize
+from edgeinfer.export.training.student import hidden_states, make_student, save_checkpoint
+from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask
+from edgeinfer.export.training.text import TextSource
+from edgeinfer.export.training.tokens import Tokens, open_tokens
+from edgeinfer.export.training.trainer import Task, Trained, Trainer
+
+__all__ = ["DrafterOptions", "DrafterTraining", "train_drafter"]
+
+# Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
+_SHARES = (0.25, 0.3, 0.45)
+# Steps that tell what one costs.
+_TRIED = 4
+# Of the samples, what is kept for measuring; and windows that are read for it.
+_HELD_OUT, _WINDOWS = 0.04, 48
+_PROMPTS = 4000
+_SCHEDULE = "schedule.json"
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """How a drafter is made.
+
+    Attributes:
+        steps: of the two trainings together, a third of which read text; None goes by `minutes`.
+        minutes: that all may take, where `steps` is None.
+        samples: tokens that the target writes; None is 16 windows' worth for each ten steps, or by `minutes`.
+        rows, length: windows of a step and their tokens.
+        learning_rate: at its highest.
+        device, threads: as TrainOptions.
+    """
+
+    size: StudentSize
+    steps: int | None = None
+    minutes: float | None = 20.0
+    samples: int | None = None
+    rows: int = 16
+    length: int = 256
+    learning_rate: float = 4e-3
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    sampling: SampleOptions = field(default_factory=lambda: SampleOptions(tokens=1))
+
+    def __post_init__(self) -> None:
+        require(self.steps is None or self.steps >= 2, "steps", self.steps, "2 or more")
+        if self.steps is None:
+            fits = self.minutes is not None and 0 < self.minutes <= 100_000
+            require(fits, "minutes", self.minutes, "more than 0")
+        for name, least in (("rows", 1), ("length", 8)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+        require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
+
+    def training(self, steps: int, seed: int) -> TrainOptions:
+        """Of one of the two."""
+        warmup = min(50, max(1, steps // 10))
+        rate = self.learning_rate
+        return TrainOptions(steps, rate, warmup=warmup, seed=seed, device=self.device, threads=self.threads)
+
+
+@dataclass(frozen=True)
+class DrafterTraining:
+    """A trained drafter.
+
+    Attributes:
+        checkpoint: its folder.
+        untrained, read, distilled: acceptance before anything, after reading text, and at the end, on replies of the
+            target that were kept for measuring.
+        reading, distilling: losses and times.
+        seconds: in all, since it was last begun.
+        prompts: that were not sampled from, for measuring. (n,) each
+    """
+
+    checkpoint: Path
+    size: StudentSize
+    untrained: Acceptance
+    read: Acceptance
+    distilled: Acceptance
+    reading: Trained
+    distilling: Trained
+    seconds: float
+    prompts: Sequence[NDArray[Any]]
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says."""
+        curves = {"reading": self.reading.losses, "distilling": self.distilling.losses}
+        stages = {"untrained": self.untrained, "after_reading": self.read, "after_distilling": self.distilled}
+        return {
+            "size": asdict(self.size),
+            "acceptance": {name: asdict(each) for name, each in stages.items()},
+            "steps": {name: len(losses) for name, losses in curves.items()},
+            "resumed_at": {"reading": self.reading.resumed_at, "distilling": self.distilling.resumed_at},
+            "seconds": round(self.seconds, 1),
+            "losses": {name: list(losses) for name, losses in curves.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps and tokens of the stages, which a resumed run takes over."""
+
+    reading: int
+    distilling: int
+    samples: int
+
+
+def train_drafter(
+    target: Target,
+    text: TextSource,
+    options: DrafterOptions,
+    work: Path,
+    replier: Replier | None = None,
+    progress: Progress | None = None,
+) -> DrafterTraining:
+    """Trains a drafter in a working folder, or goes on with one that was interrupted there.
+
+    Args:
+        replier: draws the target's replies; None draws them in torch.
+
+    Raises:
+        UsageError: there is too little text, or the folder holds a training of another configuration.
+        StorageError: the folder cannot be written, or the disk is full.
+    """
+    begun = time.monotonic()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with storage_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    tokens = _text_tokens(text, work)
+    tokens.require(4 * options.length, "The text")
+    replier = replier or TorchReplier(target)
+    # Every twentieth is kept for measuring with the engine.
+    prompts = text.prompts(_PROMPTS)
+    asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
+    student = make_student(options.size, target, options.seed)
+    batches, facts = Batches(options.seed, options.rows, options.length), {"size": asdict(options.size)}
+    reading = TextTask(student, tokens, batches, facts)
+    schedule = _schedule(options, work, lambda: _measured(target, tokens, batches, options, replier, asked))
+    sampling = {"tokens": schedule.samples, "seed": options.seed}
+    drawn = SampleOptions(**asdict(options.sampling) | sampling)
+    samples = sample(replier, asked, drawn, work / "samples", target.digest, progress)
+    learnt, held_out = samples.split(_HELD_OUT)
+    held_out.require(options.length, "What is kept for measuring")
+    windows = held_out.windows(options.length, _WINDOWS)
+    untrained = measure_acceptance(student, target.model, windows)
+    first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
+    read = measure_acceptance(student, target.model, windows)
+    laws = teach(target, learnt, options.length, work / "laws", progress)
+    task = TeacherTask(student, laws, options.seed, options.rows, facts | {"after": schedule.reading})
+    second = Trainer(task, options.training(schedule.distilling, options.seed + 1), work / "distilling").run(progress)
+    distilled = measure_acceptance(student, target.model, windows)
+    checkpoint = work / "checkpoint"
+    save_checkpoint(student, target, checkpoint)
+    seconds = time.monotonic() - begun
+    return DrafterTraining(
+        checkpoint, options.size, untrained, read, distilled, first, second, seconds, kept or prompts
+    )
+
+
+def _text_tokens(text: TextSource, work: Path) -> Tokens:
+    """The text's tokens, made once for a text and a tokenizer."""
+    path = work / f"text-{text.digest()[:16]}.u32"
+    return open_tokens(path) if path.exists() else text.tokenise(path)
+
+
+def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedule]) -> Schedule:
+    if options.steps is not None:
+        reading = max(1, options.steps // 3)
+        distilling = options.steps - reading
+        samples = options.samples or distilling * options.rows * options.length // 10
+        return Schedule(reading, distilling, max(samples, 40 * options.length))
+    file = work / _SCHEDULE
+    if file.exists():
+        kept = json.loads(file.read_text("utf-8"))
+        if kept.pop("minutes") != options.minutes:
+            hint = "Give another working folder, or remove this one to begin anew."
+            raise UsageError(f"{work} holds a training of other minutes.", hint)
+        return Schedule(**kept)
+    found = measure()
+    write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())
+    return found
+
+
+def _measured(
+    target: Target,
+    tokens: Tokens,
+    batches: Batches,
+    options: DrafterOptions,
+    replier: Replier,
+    prompts: Sequence[NDArray[Any]],
+) -> Schedule:
+    """What fits the minutes, by what a few steps and replies take here."""
+    assert options.minutes is not None, "there are steps otherwise"
+    # Learning from laws takes what reading takes.
+    step = _step_seconds(TextTask(make_student(options.size, target, options.seed), tokens, batches, {}))
+    few = max(1, options.sampling.rows // 8)
+    begun = time.perf_counter()
+    heat = [options.sampling.temperatures[i % len(options.sampling.temperatures)] for i in range(len(prompts[:few]))]
+    replies = replier.replies(prompts[:few], heat, options.sampling.length, 0)
+    drawn = sum(map(len, replies)) + sum(map(len, prompts[:few]))
+    window = torch.from_numpy(tokens.windows(options.length, 4)).to(target.device)
+    per_token = (time.perf_counter() - begun) / drawn
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        target.model.lm_head(hidden_states(target.model, window))
+    per_token += (time.perf_counter() - begun) / window.numel()
+    seconds = [60 * options.minutes * share for share in _SHARES]
+    samples = options.samples or int(seconds[1] / per_token)
+    return Schedule(max(1, int(seconds[0] / step)), max(1, int(seconds[2] / step)), max(samples, 40 * options.length))
+
+
+def _step_seconds(task: Task) -> float:
+    """Of a training step, the first apart."""
+    task.loss(0).backward()
+    begun = time.perf_counter()
+    for step in range(_TRIED):
+        task.loss(step).backward()
+    return (time.perf_counter() - begun) / _TRIED

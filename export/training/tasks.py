@@ -1,0 +1,91 @@
+"""What a drafter learns: the next token of given text, then the laws of its target; knows nothing of steps or files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from edgeinfer.export.training.laws import Laws
+from edgeinfer.export.training.losses import cross_entropy, taught_divergence
+from edgeinfer.export.training.student import hidden_states
+from edgeinfer.export.training.tokens import Tokens
+
+__all__ = ["Batches", "TeacherTask", "TextTask"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Windows of tokens that steps draw.
+
+    Attributes:
+        rows: windows of a step.
+        length: tokens of a window.
+    """
+
+    seed: int
+    rows: int
+    length: int
+
+    def draw(self, tokens: Tokens, step: int, extra: int, device: torch.device) -> torch.Tensor:
+        """The windows of a step, with `extra` more tokens each. (rows, length + extra)"""
+        return torch.from_numpy(tokens.batch(self.seed, step, self.rows, self.length + extra)).to(device)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the result depends on."""
+        return {"rows": self.rows, "length": self.length}
+
+
+class TextTask:
+    """Next tokens of given text. Implements `trainer.Task`."""
+
+    name = "reading"
+
+    def __init__(self, student: Any, tokens: Tokens, batches: Batches, facts: Mapping[str, Any]) -> None:
+        tokens.require(batches.length + 1, "The text")
+        self._student, self._tokens, self._batches = student, tokens, batches
+        self._facts = {"text": tokens.digest} | batches.facts | dict(facts)
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        return self._facts
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """All of the student's."""
+        return dict(self._student.named_parameters())
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Mean of -log p of the tokens of a batch."""
+        batch = self._batches.draw(self._tokens, step, 1, self._student.device)  # (B, S + 1)
+        states = hidden_states(self._student, batch[:, :-1])  # (B * S, D)
+        return cross_entropy(states, self._student.lm_head.weight, batch[:, 1:].flatten())
+
+
+class TeacherTask:
+    """A target's laws at every token of its own replies. Implements `trainer.Task`."""
+
+    name = "distilling"
+
+    def __init__(self, student: Any, laws: Laws, seed: int, rows: int, facts: Mapping[str, Any]) -> None:
+        self._student, self._laws, self._seed, self._rows = student, laws, seed, rows
+        self._facts = {"laws": laws.digest, "rows": rows} | dict(facts)
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        return self._facts
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """All of the student's."""
+        return dict(self._student.named_parameters())
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Mean divergence from the target over the tokens of a batch."""
+        device = self._student.device
+        tokens, likeliest, logs = (part.to(device) for part in self._laws.batch(self._seed, step, self._rows))
+        states = hidden_states(self._student, tokens)  # (B * S, D)
+        return taught_divergence(states, self._student.lm_head.weight, likeliest.flatten(0, 1), logs.flatten(0, 1))
