@@ -1,17 +1,23 @@
-"""What can be measured of a loaded model, and had from its drafters; knows nothing of requests and replies."""
+"""What can be measured of a loaded model, found out for it, and had from its drafters; knows nothing of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
+from edgeinfer.config import GenerationConfig
 from edgeinfer.generation import ModelParts
 from edgeinfer.residence import Residence
-from edgeinfer.results import PassWork
+from edgeinfer.results import PassWork, Result
 from edgeinfer.runtime import measure
+from edgeinfer.runtime.adaptive.reading import ReplyReading, read_reply
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
+from edgeinfer.runtime.speculation.skip_samples import Sample
+from edgeinfer.tuning import SKIP_TOKENS, TUNING_PROMPTS, EntropyFacts, SkipLevel, own_texts
 
 __all__ = ["Measured"]
 
@@ -20,6 +26,14 @@ class Measured:
     """A model while it answers nobody. What is measured empties the cache."""
 
     _residence: Residence
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        raise NotImplementedError
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        """Continues a prompt."""
+        raise NotImplementedError
 
     def _require_idle(self) -> None:
         """Ends a reply that was left unfinished.
@@ -97,6 +111,72 @@ class Measured:
         """What passes with fewer experts would have guessed along a text, and what they cost; empties the cache."""
         with self._idle() as parts:
             return compare_fewer_experts(parts.engine, tokens, count)
+
+    def read_reply(self, prompt: Sequence[int], reply: Sequence[int], **options: Any) -> ReplyReading:
+        """How a reply of given tokens is predicted in a way of computing less, against the whole model; empties the
+        cache.
+
+        Args:
+            options: fields of ComputeOptions.
+
+        Raises:
+            UsageError: no prompt, a reply of fewer than two tokens, or an option that is unknown or out of range.
+            CapabilityError: the backend cannot compute so.
+        """
+        asked = GenerationConfig().replace(**options)
+        with self._idle() as parts:
+            return read_reply(parts.engine, prompt, reply, lambda chooser: parts.saver.steps(asked, chooser))
+
+    def tune_skips(
+        self,
+        prompts: Sequence[str | Sequence[int]] | None = None,
+        *,
+        granularity: int = 1,
+        evaluations: int = 400,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[SkipLevel, ...]:
+        """Finds the blocks that answers can skip at the least harm (compute="calibrated"), for every speed-up that is
+        to be had; they are kept, and used from now on.
+
+        Args:
+            prompts: texts or token ids whose replies tell the harm; None takes a few of edgeinfer's own.
+            granularity: consecutive layers that are skipped together.
+            evaluations: sets to try at most.
+            progress: called with sets tried and to try.
+
+        Raises:
+            CapabilityError: the backend cannot skip layers.
+            UsageError: a prompt has no reply to score by, or the context is too small.
+        """
+        samples = self._own_texts(prompts)
+        with self._idle() as parts:
+            ladder, costs = parts.saver.calibrate_skips(
+                samples, granularity=granularity, evaluations=evaluations, progress=progress
+            )
+        whole = costs.ms(np.ones(ladder.masks.shape[1], np.bool_))
+        each = [(mask, float(loss), costs.ms(mask)) for mask, loss in zip(ladder.masks, ladder.losses, strict=True)]
+        return tuple(SkipLevel(tuple(mask.tolist()), loss, ms, whole / ms) for mask, loss, ms in each)
+
+    def tune_entropy(self, prompts: Sequence[str | Sequence[int]] | None = None) -> EntropyFacts:
+        """Finds how unsure the draft model is of this model's replies, by which compute="entropy" begins to share them
+        out; it is kept, and used from now on.
+
+        Args:
+            prompts: as `tune_skips`.
+
+        Raises:
+            UsageError: there is no draft model.
+        """
+        samples = self._own_texts(prompts)
+        with self._idle() as parts:
+            entropies = parts.saver.calibrate_entropy(samples)
+        shares = (0.1, 0.25, 0.5, 0.75, 0.9)
+        return EntropyFacts(len(entropies), {share: entropies.threshold(share) for share in shares})
+
+    def _own_texts(self, prompts: Sequence[str | Sequence[int]] | None) -> list[Sample]:
+        given = TUNING_PROMPTS if prompts is None else prompts
+        ids = [self.tokenize(each) if isinstance(each, str) else list(each) for each in given]
+        return own_texts(ids, self.generate, SKIP_TOKENS)
 
     def drafting_state(self) -> dict[str, Any]:
         """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""

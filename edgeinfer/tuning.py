@@ -1,8 +1,10 @@
-"""Tuning of a loaded model: texts of its own in, layers that draft out; knows nothing of how they are searched."""
+"""Tuning of a loaded model: texts of its own in; out come layers that draft, blocks that answers can skip, and how
+unsure a draft model is. Knows nothing of how they are searched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.results import Result
@@ -10,7 +12,7 @@ from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.speculation.skip_samples import Sample
 from edgeinfer.runtime.speculation.tune import TuneResult, tune
 
-__all__ = ["TUNING_PROMPTS", "TuneResult", "tune_by"]
+__all__ = ["SKIP_TOKENS", "TUNING_PROMPTS", "EntropyFacts", "SkipLevel", "TuneResult", "own_texts", "tune_by"]
 
 # What a model is tuned by where its user has nothing better: openings that any model goes on with.
 TUNING_PROMPTS = (
@@ -19,16 +21,51 @@ TUNING_PROMPTS = (
     "def main(arguments):",
     "Dear Sir or Madam, I am writing to you because",
 )
-# As many as a score looks at.
-_TOKENS = 33
+# As many as a score looks at, of layers that draft and of blocks that answers skip.
+_TOKENS, SKIP_TOKENS = 33, 48
 
 
 def tune_by(
     prompts: Iterable[list[int]], generate: Callable[..., Result], backend: Backend, **options: Any
 ) -> TuneResult:
     """Lets the model answer and searches by the answers; options and errors as `runtime.speculation.tune.tune`."""
+    return tune(backend, own_texts(prompts, generate, _TOKENS), **options)
+
+
+def own_texts(prompts: Iterable[list[int]], generate: Callable[..., Result], tokens: int) -> list[Sample]:
+    """What the model answers, so many tokens each."""
     samples = []
     for ids in prompts:
-        reply = generate(ids, max_tokens=_TOKENS, speculation="off", ignore_eos=True)
+        reply = generate(ids, max_tokens=tokens, speculation="off", ignore_eos=True)
         samples.append(Sample(tuple(ids), reply.token_ids))
-    return tune(backend, samples, **options)
+    return samples
+
+
+@dataclass(frozen=True)
+class SkipLevel:
+    """One set of blocks that answers can skip.
+
+    Attributes:
+        layer_mask: blocks that run, [2i] attention and [2i+1] MLP of layer i.
+        divergence: nats from the whole model's predictions on the texts of the search, mean over tokens.
+        ms: of a pass, predicted by measured costs.
+        speedup: over the whole model's.
+    """
+
+    layer_mask: tuple[bool, ...]
+    divergence: float
+    ms: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class EntropyFacts:
+    """How unsure a draft model is of replies of its target.
+
+    Attributes:
+        tokens: that tell it.
+        thresholds: bits above which the large model takes over, by the share of tokens that this leaves it.
+    """
+
+    tokens: int
+    thresholds: dict[float, float]

@@ -101,10 +101,21 @@ def _write(stream: TokenStream, after: str) -> None:
         sys.stdout.flush()
 
 
+def _lossy(result: Result) -> str:
+    """What was left out of the reply, if anything."""
+    use = result.compute
+    if use is None or use.lossless:
+        return ""
+    what = f"{use.reduced / use.tokens:.0%} of them by {use.compute}"
+    measured = "" if use.divergence is None else f", {use.divergence:.3f} nats from the whole model"
+    return f", lossy ({what}{measured})"
+
+
 def _summary(result: Result) -> str:
     drafting = result.speculation
+    lossy = _lossy(result)
     drafts = f", {drafting.mean_accepted_length:.1f} tokens per pass" if drafting.rounds else ""
     return (
-        f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s{drafts}, "
+        f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s{drafts}{lossy}, "
         f"first token after {result.timings.ttft_ms:.0f} ms, peak memory {format_size(result.memory.peak_rss_bytes)}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import edgeinfer
 from edgeinfer.cli.loading import load_model
 from edgeinfer.cli.options import add_command, add_json_option, add_load_options, load_options, read_text
 from edgeinfer.cli.output import print_json, print_note, print_table, progress_bar
-from edgeinfer.cli.tune_table import device_facts, layer_facts, print_device, print_layers
+from edgeinfer.cli.tune_table import device_facts, layer_facts, print_compute, print_device, print_layers
 from edgeinfer.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ Measure a model on this device once, and keep what makes it faster than the usua
 their processors, tokens of a prompt per pass, where the weights are, layers that can be skipped while drafting. Where
 the bundle brings no scales for int8 and int4 caches, find these too. What is given here, such as -t, is not tuned.
 
-example:
+examples:
   edgeinfer tune -m my-bundle --text prompts.txt
+  edgeinfer tune -m my-bundle --draft-model my-small-bundle --skip --entropy
 """
 
 
@@ -40,7 +42,12 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--out", type=Path, metavar="FILE", help=text)
     text = "drop the settings that were kept of this model, and do nothing else"
     group.add_argument("--forget", action="store_true", help=text)
-    group = parser.add_argument_group("layers that draft")
+    group = parser.add_argument_group("answers that take less compute (lossy); only what is named here is tuned then")
+    text = "find the blocks that answers can skip at the least harm, for --compute calibrated"
+    group.add_argument("--skip", action="store_true", help=text)
+    text = "find how unsure --draft-model is of this model's replies, for --compute entropy"
+    group.add_argument("--entropy", action="store_true", help=text)
+    group = parser.add_argument_group("layers that draft, or that answers skip")
     text = "prompts to tune by, one per line of a UTF-8 file (default: a few of edgeinfer's own)"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
     text = "consecutive layers that are skipped together (default: 1)"
@@ -57,6 +64,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.forget:
         return _forget(args, options)
     prompts = _prompts(args)
+    if args.skip or args.entropy:
+        return _tune_compute(args, options, prompts)
     device = _tune_device(args, options)
     layers = _tune_layers(args, options, prompts, device)
     with progress_bar() as bar:
@@ -83,6 +92,27 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
         print_json({"forgotten": forgotten})
     else:
         print_note("Forgot the settings of this model." if forgotten else "No settings of this model were kept.")
+    return 0
+
+
+def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
+    """What answers may leave out, and when a draft model may write them."""
+    if args.entropy and "draft_model" not in options:
+        raise UsageError("There is no second model whose entropy could be looked at.", "Name one with --draft-model.")
+    found: dict[str, Any] = {}
+    with load_model(args.model, options) as model, progress_bar() as bar:
+        if args.skip:
+            told = None if bar is None else (lambda done, total: bar("sets of blocks", done, total))
+            levels = model.tune_skips(
+                prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=told
+            )
+            found["skip"] = [asdict(level) for level in levels]
+        if args.entropy:
+            found["entropy"] = asdict(model.tune_entropy(prompts))
+    if args.json:
+        print_json(found)
+    else:
+        print_compute(found)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from edgeinfer.cli.output import print_table
 if TYPE_CHECKING:
     from edgeinfer import DeviceTuning, TuneResult
 
-__all__ = ["device_facts", "layer_facts", "print_device", "print_layers"]
+__all__ = ["device_facts", "layer_facts", "print_compute", "print_device", "print_layers"]
 
 # Threads of other programs that disturb what is measured.
 _BUSY = 1.0
@@ -101,6 +102,27 @@ def print_layers(result: TuneResult) -> None:
 
 def _gain(speedup: float, kept: bool) -> str:
     return f"{speedup:.2f}x, {'kept for auto' if kept else 'does not pay'}"
+
+
+def print_compute(found: Mapping[str, Any]) -> None:
+    """What answers can leave out, as data of `edgeinfer tune --json`."""
+    if "skip" in found:
+        rows = [
+            (f"{level['speedup']:.2f}x", f"{level['divergence']:.4f}", _blocks(level["layer_mask"]))
+            for level in found["skip"]
+        ]
+        header = ("faster", "divergence, nats", "layers (# whole, a attention only, m MLP only, . none)")
+        print_table(rows, title="blocks that answers can skip, for --compute calibrated", header=header)
+    if "entropy" in found:
+        rows = [(f"{share:.0%}", f"{bits:.2f}") for share, bits in found["entropy"]["thresholds"].items()]
+        title = "thresholds of --compute entropy to begin with"
+        print_table(rows, title=title, header=("large model's share", "bits"))
+
+
+def _blocks(mask: Sequence[bool]) -> str:
+    """A letter for each layer."""
+    names = {(True, True): "#", (True, False): "a", (False, True): "m", (False, False): "."}
+    return "".join(names[pair] for pair in zip(mask[::2], mask[1::2], strict=True))
 
 
 def layer_facts(result: TuneResult) -> dict[str, Any]:

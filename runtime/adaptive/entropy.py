@@ -42,6 +42,9 @@ class Entropies:
         self._sorted = sorted(self._means)  # asked for at every token
         self._offsets: dict[float, float] = {}  # by share: what was learnt of the level
 
+    def __len__(self) -> int:
+        return len(self._means)
+
     def add(self, mean: float) -> None:
         """One more."""
         if len(self._means) == _MOST:
