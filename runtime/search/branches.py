@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.errors import BackendError
 from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, Visibility
 from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
 
@@ -102,6 +103,9 @@ class Branches:
         self._passes.check()
         tokens = np.array([token for _, part in fed for token in part], np.int64)
         self._make_room(len(tokens))
+        if self._backend.length + len(tokens) > self._backend.capacity:
+            message = f"A pass of {len(tokens)} tokens of several texts does not fit: there is room for {self.room}."
+            raise BackendError(message)
         start, size = self._backend.length, len(tokens)
         sees = np.zeros((size, start + size), np.bool_)
         row, ends = 0, []

@@ -1,0 +1,169 @@
+"""A model of a few letters that looks at whole texts, so that a row that sees one token too many or too few says so."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, Visibility, check_pass
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.search.contract import Search, SearchParts
+from edgeinfer.runtime.search.registry import make_search
+from tests.runtime.test_engine import TableBackend
+
+LETTERS = "abcdefgh.,"
+V = len(LETTERS)
+END = 7
+PROMPT = [1, 2, 0]
+
+
+def letters_logits(text: Sequence[int]) -> Floats:  # (V,)
+    """What follows a text, every token of it counting."""
+    chance = np.random.default_rng(zlib.crc32(bytes(text)))
+    return chance.normal(0, 1.5, V).astype(np.float32)
+
+
+class LettersBackend(TableBackend):
+    """Implements the contract over `letters_logits`, for texts side by side too.
+
+    Args:
+        noise: of the logits of rows that have other texts' rows in the cache.
+    """
+
+    name = "letters"
+    geometry = Geometry(V, 1, 1, 1, 1, 1000)
+    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False, branches=True)
+
+    def __init__(self, capacity: int = 200, noise: float = 0.0) -> None:
+        super().__init__()
+        self.capacity = capacity  # type: ignore[misc]
+        self.places: list[int] = []
+        self.noise = noise
+        self.most_held = 0
+
+    def forward(
+        self, tokens: Ints, positions: Ints, rows: Ints, *, sees: Visibility | None = None, **options: Any
+    ) -> StepOutput:
+        check_pass(self, tokens, positions, rows, None, None, None, sees=sees)
+        self._wait()
+        start, size = self.length, len(tokens)
+        self.held += tokens.tolist()
+        self.places += positions.tolist()
+        self.passes.append(size)
+        self.most_held = max(self.most_held, self.length)
+        if sees is None:
+            seen = np.tri(size, start + size, start, dtype=np.bool_)
+        else:
+            seen = sees.sees
+            assert sees.places.tolist() == self.places
+        texts = [self._text(np.flatnonzero(seen[row])) for row in rows]
+        logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
+        if sees is not None:
+            logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
+        return StepOutput(logits, None)
+
+    def _text(self, rows: NDArray[np.int64]) -> list[int]:
+        found = sorted((self.places[row], self.held[row]) for row in rows)
+        assert [place for place, _ in found] == list(range(len(found))), "the rows of a text are one for each place"
+        return [token for _, token in found]
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        del self.places[length:]
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        assert list(rows) == sorted(set(rows))
+        self.places[start:] = [self.places[start + row] for row in rows]
+        super().keep(start, rows)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        arrays = [np.array(a[start:stop], np.float32).reshape(1, -1, 1) for a in (self.held, self.places)]
+        return CacheSnapshot(arrays[0].shape[1], (arrays[0],), (arrays[1],))
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        if self.length + snapshot.length > self.capacity:
+            raise BackendError("Full.")
+        self.held += snapshot.keys[0][0, :, 0].astype(int).tolist()
+        self.places += snapshot.values[0][0, :, 0].astype(int).tolist()
+
+
+class Letters:
+    """A tokenizer of one letter a token; the end has no text."""
+
+    vocab_size = V
+    special_ids = frozenset({END})
+    decoder_types = ("ByteLevel",)
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(LETTERS[i] for i in ids if i != END)
+
+    def token_to_id(self, text: str) -> int | None:
+        return LETTERS.index(text)
+
+    def id_to_token(self, id_: int) -> str | None:
+        return LETTERS[id_]
+
+    def rest(self) -> None:
+        pass
+
+
+class Trial:
+    """One reply of the letters' model, searched for as options say."""
+
+    def __init__(
+        self,
+        backend: LettersBackend,
+        *,
+        stop_ids: frozenset[int] = frozenset({END}),
+        prompt: Sequence[int] = PROMPT,
+        forgets: bool = False,
+        **options: Any,
+    ) -> None:
+        self.config = GenerationConfig(**({"max_tokens": 12, "seed": 5} | options))
+        self.engine = Engine(backend, 4)
+        self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
+        self.chooser = TokenChooser(Sampler(self.config, V, self.config.seed or 0), prompt)
+        parts = SearchParts(
+            backend, self.chooser, self.config, stop_ids, Letters(), lambda: self.engine.cancelled, continues=False
+        )
+        self.way: Search = make_search(parts, forgets=forgets)
+
+    def tokens(self, watch: Callable[[int], None] = lambda token: None) -> list[int]:
+        """The reply."""
+        found, most = list[int](), self.config.max_tokens
+        steps = self.engine.generate(
+            self.prompt, self.chooser, max_tokens=most, stop_ids=self.stop_ids, rounds=self.way
+        )
+        for step in steps:
+            found.append(step.token)
+            watch(step.token)
+        self.check_cache(found)
+        return found
+
+    def check_cache(self, found: Sequence[int]) -> None:
+        """The cache holds the text, or a beginning of it, and nothing else."""
+        text = [*self.prompt, *found]
+        assert self.backend.held == text[: self.backend.length]
+        assert self.backend.places == list(range(self.backend.length))
+        assert self.engine.held == tuple(self.backend.held)
+        assert self.backend.length >= len(self.prompt)
+
+
+def alone(seed: int, *, stop_ids: frozenset[int] = frozenset({END}), **options: Any) -> list[int]:
+    """A reply drawn by itself."""
+    config = GenerationConfig(**({"max_tokens": 12} | options | {"seed": seed}))
+    backend = LettersBackend()
+    chooser = TokenChooser(Sampler(config, V, seed), PROMPT)
+    steps = Engine(backend, 4).generate(PROMPT, chooser, max_tokens=config.max_tokens, stop_ids=stop_ids)
+    return [step.token for step in steps]

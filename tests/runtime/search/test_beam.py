@@ -1,0 +1,101 @@
+"""Beam search against every reply there is, and groups of beams against their definition written out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.runtime.search.scores import log_probabilities
+from tests.runtime.search.fakes import END, PROMPT, LettersBackend, Trial, V, alone, letters_logits
+
+NOBODY: frozenset[int] = frozenset()
+
+
+def total(reply: tuple[int, ...]) -> float:
+    return sum(float(log_probabilities(letters_logits([*PROMPT, *reply[:i]]))[token]) for i, token in enumerate(reply))
+
+
+def every_reply(most: int) -> list[tuple[int, ...]]:
+    """Those that end, and those of `most` tokens."""
+    going = [t for t in range(V) if t != END]
+    found = [(*start, END) for length in range(most) for start in product(going, repeat=length)]
+    return found + list(product(going, repeat=most))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("prompt", [PROMPT, [4], [0, 6, 6, 1]])
+def test_enough_beams_find_the_best_of_all_replies(penalty: float, prompt: list[int]) -> None:
+    """Of two tokens: nine beginnings are all that do not end."""
+    trial = Trial(LettersBackend(), search="beam", beams=10, max_tokens=2, length_penalty=penalty, prompt=prompt)
+
+    def score(reply: tuple[int, ...]) -> float:
+        logs = [log_probabilities(letters_logits([*prompt, *reply[:i]]))[t] for i, t in enumerate(reply)]
+        return float(sum(logs)) / len(reply) ** penalty
+
+    assert tuple(trial.tokens()) == max(every_reply(2), key=score)
+
+
+def test_one_beam_is_greedy() -> None:
+    assert Trial(LettersBackend(), search="beam", beams=1, stop_ids=NOBODY).tokens() == alone(0, stop_ids=NOBODY)
+
+
+def test_more_beams_find_better_replies() -> None:
+    found = dict.fromkeys((1, 4, 16), 0.0)
+    for beams, token in product(found, range(8)):
+        prompt = [*PROMPT, token]
+        trial = Trial(LettersBackend(500), search="beam", beams=beams, max_tokens=8, stop_ids=NOBODY, prompt=prompt)
+        trial.tokens()
+        texts = trial.way.use().texts
+        assert len(texts) == beams == len({text.token_ids for text in texts})
+        assert texts[0].score * 8 == pytest.approx(total((token, *texts[0].token_ids)) - total((token,)))
+        assert [text.score for text in texts] == sorted((text.score for text in texts), reverse=True)
+        found[beams] += texts[0].score
+    assert found[1] < found[4] < found[16]
+
+
+def grouped(beams: int, groups: int, diversity: float, most: int) -> set[tuple[int, ...]]:
+    """Diverse beam search without an end, written out."""
+    kept: list[list[tuple[int, ...]]] = [[()] for _ in range(groups)]
+    for _ in range(most):
+        chosen: Counter[int] = Counter()
+        for group in range(groups):
+            longer = [(*start, token) for start in kept[group] for token in range(V)]
+            judged = sorted(longer, key=lambda reply: diversity * chosen[reply[-1]] - total(reply))
+            kept[group] = judged[: beams // groups]
+            chosen.update(reply[-1] for reply in kept[group])
+    return {reply for group in kept for reply in group}
+
+
+@pytest.mark.parametrize(("beams", "groups", "diversity"), [(4, 1, 0.5), (6, 3, 0.6), (4, 4, 2.0), (4, 2, 0.0)])
+def test_groups_avoid_each_other(beams: int, groups: int, diversity: float) -> None:
+    options: dict[str, Any] = {"beams": beams, "beam_groups": groups, "diversity": diversity, "max_tokens": 5}
+    trial = Trial(LettersBackend(), search="beam", stop_ids=NOBODY, **options)
+    found = tuple(trial.tokens())
+    expected = grouped(beams, groups, diversity, 5)
+    assert {text.token_ids for text in trial.way.use().texts} == expected
+    assert found == max(expected, key=total)
+
+
+def test_beams_share_rows() -> None:
+    """Every pass feeds one token of each beam, whatever they have in common."""
+    trial = Trial(LettersBackend(500), search="beam", beams=4, max_tokens=20, stop_ids=NOBODY)
+    trial.tokens()
+    use = trial.way.use()
+    assert (use.passes, use.rows) == (19 + 2, 19 * 4 + 19)
+
+
+def test_a_reply_that_ended_wins_over_worse_ones() -> None:
+    """Over many texts some replies end, and none is found that another found reply beats."""
+    ended = 0
+    for token in range(V):
+        trial = Trial(LettersBackend(), search="beam", beams=4, max_tokens=10, prompt=[token, 3])
+        tokens, texts = trial.tokens(), trial.way.use().texts
+        assert list(texts[0].token_ids) == tokens
+        assert all(END not in text.token_ids[:-1] for text in texts)
+        ended += texts[0].finish_reason == "stop"
+        assert texts[0].score == pytest.approx(np.max([text.score for text in texts]))
+    assert ended > 0

@@ -1,0 +1,201 @@
+"""Momentum, look-ahead, contrast and cautious tokens, each against its definition written out over whole texts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.search.cautious import trials_for
+from edgeinfer.runtime.search.contrast import contrasted
+from edgeinfer.runtime.search.momentum import Runs
+from edgeinfer.runtime.search.scores import entropy, likeliest, log_probabilities, logprob
+from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
+
+NOBODY: frozenset[int] = frozenset()
+Law = NDArray[np.float64]
+
+
+def law_of(text: list[int]) -> Law:  # (V,)
+    logits = letters_logits(text).astype(np.float64)
+    weights: Law = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def uncertainty(law: Law) -> float:
+    return -sum(p * math.log(p) for p in law.tolist() if p > 0)
+
+
+def test_scores() -> None:
+    logits = letters_logits([3])
+    law = law_of([3])
+    np.testing.assert_allclose(np.exp(log_probabilities(logits)), law, rtol=1e-12)
+    assert logprob(logits, 4) == pytest.approx(math.log(law[4]), abs=1e-6)
+    assert entropy(law) == pytest.approx(uncertainty(law))
+    assert entropy(np.array([0.0, 1.0])) == 0
+    assert likeliest(np.array([1.0, 3.0, 3.0, 0.0, 3.0]), 2).tolist() == [1, 2]
+    assert likeliest(np.array([1.0, 3.0, 2.0]), 3).tolist() == [1, 2, 0]
+
+
+def closed(text: list[int], token: int, most: int) -> int:
+    """Length of the longest run, `token` the last of it, that the text holds already."""
+    longer = [*text, token]
+    for length in range(most, 0, -1):
+        run = longer[len(longer) - length :]
+        if length <= len(longer) and any(text[i : i + length] == run for i in range(len(text) - length + 1)):
+            return length
+    return 0
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 2), st.integers(1, 6))
+def test_runs_that_a_token_closes(text: list[int], token: int, most: int) -> None:
+    assert Runs(text, most).closed(token) == closed(text, token, most)
+
+
+@pytest.mark.parametrize("resistance", [(0.0, 0.0, 0.0, 5.0), (1.0, 2.0, 3.0, 4.0, 5.0), (0.1,)])
+def test_momentum_takes_the_least_resisted(resistance: tuple[float, ...]) -> None:
+    trial = Trial(LettersBackend(), search="momentum", max_tokens=60, stop_ids=NOBODY, resistance=resistance)
+    text, changed = list(PROMPT), 0
+    for _ in range(60):
+        law = law_of(text)
+        best, score = -1, -math.inf
+        for token in sorted(range(V), key=lambda t: -law[t])[:5]:
+            run = closed(text, token, len(resistance) + 1)
+            cost = (0.0, *resistance, math.inf)[run]
+            if best < 0 or law[token] - 0.2 * cost > score:
+                best, score = token, law[token] - 0.2 * cost
+        changed += best != int(law.argmax())
+        text.append(best)
+    assert trial.tokens() == text[len(PROMPT) :]
+    assert trial.way.use().trials == changed
+    assert changed > 0 or resistance[0] == 0
+
+
+@pytest.mark.parametrize(("count", "ahead", "above"), [(3, 5, 1.0), (2, 1, 0.0), (4, 3, 1.5), (3, 5, 9.0)])
+def test_lookahead_takes_the_token_that_is_followed_best(count: int, ahead: int, above: float) -> None:
+    for stop_ids in (NOBODY, frozenset({END, 2})):
+        options: dict[str, Any] = {"candidates": count, "look_ahead": ahead, "uncertainty": above, "max_tokens": 12}
+        trial = Trial(LettersBackend(), search="lookahead", stop_ids=stop_ids, **options)
+        text, looked = list(PROMPT), 0
+        for place in range(12):
+            law = law_of(text)
+            token = int(law.argmax())
+            left = min(ahead, 12 - place - 1)
+            if uncertainty(law) > above and left:
+                looked += 1
+                scores = {}
+                for candidate in sorted(range(V), key=lambda t: -law[t])[:count]:
+                    longer, found = [*text, candidate], [math.log(law[candidate])]
+                    while len(found) <= left and longer[-1] not in stop_ids:
+                        behind = law_of(longer)
+                        longer.append(int(behind.argmax()))
+                        found.append(math.log(behind.max()))
+                    scores[candidate] = sum(found) / len(found)
+                token = max(scores, key=lambda t: scores[t])
+            text.append(token)
+            if token in stop_ids:
+                break
+        assert trial.tokens() == text[len(PROMPT) :]
+        assert trial.way.use().trials == looked
+        if above == 9:
+            assert looked == 0 and trial.way.use().branches == 0
+
+
+def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
+    trial = Trial(LettersBackend(12), search="lookahead", uncertainty=0.0, max_tokens=None, stop_ids=NOBODY)
+    assert len(trial.tokens()) == 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("above", [0.0, 1.4])
+def test_contrast_moves_away_from_the_worse_prompt(temperature: float, above: float) -> None:
+    lame = "gabcaf.a,bd" * 2
+    options: dict[str, Any] = {"temperature": temperature, "uncertainty": above, "max_tokens": 15}
+    trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=0.7, **options)
+    config = GenerationConfig(temperature=temperature)
+    chooser, said, changed = TokenChooser(Sampler(config, V, 5), PROMPT), list[int](), 0
+    worse = [LETTERS.index(letter) for letter in lame]
+    while len(said) < 15 and END not in said:
+        own, other = letters_logits([*PROMPT, *said]), letters_logits([*worse, *said])
+        law, place = law_of([*PROMPT, *said]), len(PROMPT) + len(said)
+        plain = token = chooser.token(own, place)
+        if uncertainty(law) > above:
+            moved = np.where(law >= 0.1 * law.max(), own + np.float32(0.7) * (own - other), np.float32(-np.inf))
+            token = chooser.token(moved.astype(np.float32), place)
+        changed += token != plain
+        said.append(token)
+    assert trial.tokens() == said
+    assert trial.way.use().trials == changed
+    assert changed > 0 or above
+    # Both texts go on in one pass each.
+    assert trial.way.use().passes == math.ceil(len(worse) / 16) + len(said) - 1
+
+
+def test_contrast_leaves_what_is_implausible() -> None:
+    own, lame = np.array([5.0, 4.0, -5.0], np.float32), np.array([5.0, 0.0, -50.0], np.float32)
+    moved = contrasted(own, lame, 1.0)
+    assert moved.tolist() == [5.0, 8.0, -math.inf]
+
+
+def test_contrast_goes_on_plainly_where_the_context_ends() -> None:
+    trial = Trial(LettersBackend(20), search="contrast", lame_prompt="gab", max_tokens=None, stop_ids=NOBODY)
+    found = trial.tokens()
+    assert len(found) == 18
+    text = [*PROMPT, *found]
+    assert text[-1] == int(letters_logits(text[:-1]).argmax())
+    for lame, capacity, most in (("", 50, 4), ("gab", 5, None), ("gab", 20, 15)):
+        trial = Trial(LettersBackend(capacity), search="contrast", lame_prompt=lame, max_tokens=most)
+        with pytest.raises(UsageError, match=r"no room|no tokens"):
+            trial.tokens()
+
+
+def test_trials_by_entropy() -> None:
+    assert [trials_for(h) for h in (0.0, 0.01, 0.17, 0.18, 1.49, 1.5, 9.0)] == [1, 1, 1, 2, 9, 10, 10]
+
+
+def pieces(config: GenerationConfig, most: int) -> list[int]:
+    """Cautious next tokens written out: every trial by itself."""
+    chooser, said = TokenChooser(Sampler(config, V, 5), PROMPT), list[int]()
+    while len(said) < most and END not in said:
+        law = chooser.law(letters_logits([*PROMPT, *said]))
+        trials = []
+        for stream in range(trials_for(uncertainty(law))):
+            longer, surprise = list[int](), 0.0
+            while True:
+                text = [*PROMPT, *said, *longer]
+                behind = chooser.law(letters_logits(text), longer)
+                longer.append(chooser.draw(behind, len(text), stream))
+                surprise -= math.log(behind[longer[-1]])
+                letter = Letters().decode(longer[-1:])
+                if longer[-1] == END or letter in (".", ",") or len(said) + len(longer) == most:
+                    break
+            trials.append((surprise / len(longer), stream, longer))
+        chosen = min(trials)[2]
+        for token in chosen:
+            chooser.accept(token, letters_logits([]))
+        said += chosen
+    return said
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.3, "repetition_penalty": 1.2}]
+)
+def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any]) -> None:
+    trial = Trial(LettersBackend(900), search="cautious", max_tokens=30, **options)
+    assert trial.tokens() == pieces(GenerationConfig(**options), 30)
+    use = trial.way.use()
+    assert use.trials == use.branches > 1 and not use.lossless
+
+
+def test_a_sure_model_is_tried_once() -> None:
+    trial = Trial(LettersBackend(), search="cautious", temperature=0.01, max_tokens=12)
+    assert trial.tokens() == alone(5, max_tokens=12)
+    assert trial.backend.passes.count(1) >= 4

@@ -1,0 +1,129 @@
+"""Every way by its name, and what it does not go together with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
+from edgeinfer.runtime.search.contract import SearchParts
+from edgeinfer.runtime.search.registry import WAYS, make_search
+from edgeinfer.searching import SEARCHES, SearchOptions
+from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, V
+from tests.runtime.test_engine import TableBackend
+
+DRAWING = [name for name, kind in WAYS.items() if kind.draws == "always"]
+RULED = [name for name, kind in WAYS.items() if kind.draws == "never"]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    warm = {"temperature": 0.7} if name in DRAWING else {}
+    return {"search": name} | warm | ({"lame_prompt": "ab"} if name == "contrast" else {})
+
+
+def test_names_are_the_options() -> None:
+    assert ("off", *WAYS) == SEARCHES
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_tells_what_it_did(name: str) -> None:
+    trial = Trial(LettersBackend(400), **options_of(name))
+    found, use = trial.tokens(), trial.way.use()
+    assert 1 <= len(found) <= 12
+    assert (use.search, use.lossless) == (name, name == "samples")
+    assert use.passes > 0 and use.rows >= use.passes
+    assert (use.branches == 0) == (name == "momentum")
+    if use.texts:
+        assert list(use.texts[use.chosen].token_ids) == found
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_drawing_needs_a_temperature(name: str) -> None:
+    for greedy in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}):
+        with pytest.raises(UsageError, match="temperature above 0"):
+            Trial(LettersBackend(), search=name, **greedy)
+
+
+@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize(
+    "option", [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 2.0}}, {"presence_penalty": 1.0}]
+)
+def test_rules_of_its_own_leave_no_place_for_others(name: str, option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(option))):
+        Trial(LettersBackend(), search=name, **option)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_only_some_follow_a_constraint(name: str) -> None:
+    choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
+    config = GenerationConfig(**options_of(name), max_tokens=8)
+    chooser = TokenChooser(Sampler(config, V, 1), PROMPT, ChoiceConstraint(choices, [END]))
+    backend = LettersBackend()
+    parts = SearchParts(backend, chooser, config, frozenset({END}), Letters(), lambda: False, continues=False)
+    if not WAYS[name].constrained:
+        with pytest.raises(UsageError, match="follows no grammar"):
+            make_search(parts, forgets=False)
+        return
+    trial = Trial(backend, **options_of(name))
+    trial.chooser, trial.way = chooser, make_search(parts, forgets=False)
+    assert trial.tokens() in [[*choice, END] for choice in choices]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_branches_need_a_backend_that_can_and_a_context_that_keeps(name: str) -> None:
+    class Single(LettersBackend):
+        capabilities = TableBackend.capabilities
+
+    if name == "momentum":
+        assert len(Trial(Single(), forgets=True, max_tokens=5, stop_ids=frozenset(), **options_of(name)).tokens()) == 5
+        return
+    with pytest.raises(CapabilityError, match=r"several texts in one cache.*momentum"):
+        Trial(Single(), **options_of(name))
+    with pytest.raises(UsageError, match="forgets nothing"):
+        Trial(LettersBackend(), forgets=True, **options_of(name))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"search": "magic"},
+        {"search": 3},
+        {"search": ["vote"]},
+        {"answer": "yes"},
+        {"samples": 1},
+        {"samples": 17},
+        {"samples": 2.0},
+        {"samples": True},
+        {"beams": 0},
+        {"beams": 4, "beam_groups": 3},
+        {"beam_groups": "2"},
+        {"look_ahead": 0},
+        {"candidates": 1},
+        {"candidates": "3"},
+        {"uncertainty": -1},
+        {"uncertainty": float("nan")},
+        {"diversity": float("inf")},
+        {"length_penalty": None},
+        {"contrast_strength": "much"},
+        {"resistance": ()},
+        {"resistance": (1, -1)},
+        {"resistance": (float("nan"),)},
+        {"resistance": "1,2"},
+        {"resistance_weight": False},
+        {"search": "contrast"},
+        {"lame_prompt": "ab"},
+        {"search": "contrast", "lame_prompt": 3},
+    ],
+)
+def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        GenerationConfig(**wrong)
+    assert caught.value.hint
+
+
+def test_defaults_are_right() -> None:
+    SearchOptions().check_search()
+    assert GenerationConfig(resistance=[1, 2]).resistance == (1.0, 2.0)  # type: ignore[arg-type]
