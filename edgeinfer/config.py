@@ -21,6 +21,7 @@ __all__ = [
     "DRAFTERS",
     "GGUF_KV_TYPES",
     "KV_TYPES",
+    "NO_DRAFT_MODEL",
     "ONNX_KV_TYPES",
     "OVERFLOWS",
     "VERIFICATIONS",
@@ -55,6 +56,8 @@ OVERFLOWS = ("stop", "window", "merge", "cluster")
 WEIGHTS_MODES = ("packed", "mapped", "experts", "streamed")
 # Which pages count against a budget: all that are resident, or those without a file behind them.
 COUNTED = ("resident", "anonymous")
+# As a draft model: none, not even the one that a bundle brings.
+NO_DRAFT_MODEL = "off"
 # Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
 MOST_DRAFTED = 15
 
@@ -138,7 +141,8 @@ class LoadConfig:
         native: whether the native kernel multiplies: None where it works and the bundle stores its layout, False never,
             True always, converting the weights if need be.
         speculation: who may draft: "auto" for all that pay, "off", or names of DRAFTERS separated by commas.
-        draft_model: bundle directory, GGUF file or hub id of a small model with the same tokenizer that drafts.
+        draft_model: bundle directory, GGUF file or hub id of a small model with the same tokenizer that drafts; None
+            takes the one that the bundle brings, if any and where the budget has room for it, and "off" none.
         draft_max: tokens in a draft at most, for which memory is planned; None takes 15, or fewer where the budget
             needs it and `speculation` is "auto".
         draft_experts: experts of a layer that a token of a draft uses where the model itself drafts with fewer, or a

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import read_heads
+from edgeinfer.bundle.nesting import nested_drafter
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import LoadConfig
+from edgeinfer.config import NO_DRAFT_MODEL, LoadConfig, drafters_in
 from edgeinfer.errors import DeviceError, StorageError
 from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
@@ -81,11 +82,22 @@ class Bundles:
             ModelError: one is missing or damaged, or their tokens are not the same.
         """
         target = open_bundle(resolve(model))
-        drafter = None
-        if config.draft_model is not None:
-            drafter = open_bundle(resolve(config.draft_model))
+        given = config.draft_model not in (None, NO_DRAFT_MODEL)
+        drafter = open_bundle(resolve(config.draft_model)) if given else None
+        if config.draft_model is None and "model" in drafters_in(config.speculation):
+            drafter = nested_drafter(target)
+        if drafter is not None:
             check_same_vocabulary(target, drafter)
-        return cls(target, drafter, settings_for(target, config))
+        bundles = cls(target, drafter, settings_for(target, config))
+        return bundles if drafter is None or given else bundles._within_budget(config)
+
+    def _within_budget(self, config: LoadConfig) -> Bundles:
+        """Without the drafter of the bundle's own where something would have to be given up for it."""
+        if config.memory is None:
+            return self
+        alone = dataclasses.replace(self, drafter=None)
+        with_it = self.plan(config)
+        return self if with_it.fits and with_it.given_up == alone.plan(config).given_up else alone
 
     def subject(self, config: LoadConfig) -> Subject:
         """What there is to plan; errors as `run_layout`."""

@@ -152,7 +152,7 @@ def add_drafting_options(parser: Parser) -> None:
         f"auto: draft tokens ahead where that is faster; off; or drafters such as copy,recycle: {', '.join(DRAFTERS)}"
     )
     group.add_argument("--spec", dest="speculation", metavar="WHO", help=text)
-    text = "a small model with the same tokenizer that drafts: bundle directory or hub id"
+    text = "a small model with the same tokenizer that drafts: bundle directory or hub id; off: not the model's own"
     group.add_argument("--draft-model", metavar="MODEL", help=text)
     text = "tokens in a draft at most (default: 15, or fewer where memory is short)"
     group.add_argument("--spec-draft-n-max", dest="draft_max", type=int, metavar="N", help=text)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from edgeinfer.bundle import Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import DRAFTERS, MOST_DRAFTED, LoadConfig, drafters_in, format_size
+from edgeinfer.config import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, LoadConfig, drafters_in, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.planning.configuration import Configuration, Keeping
@@ -189,7 +189,8 @@ def _drafts(config: LoadConfig) -> tuple[tuple[tuple[str, ...], int], ...]:
         return ((names, config.draft_max or MOST_DRAFTED),)
     lengths = (config.draft_max,) if config.draft_max else _LENGTHS
     # A draft model was given to be used.
-    model = ("model", "hierarchical") if config.draft_model else ()
+    given = config.draft_model not in (None, NO_DRAFT_MODEL)
+    model = ("model", "hierarchical") if given else ()
     sets = (names, _SMALL_TABLES, (*_WITHOUT_TABLES, *model))
     drafts = tuple((each, length) for each in sets for length in lengths)
-    return drafts if config.draft_max or config.draft_model else (*drafts, ((), 0))
+    return drafts if config.draft_max or given else (*drafts, ((), 0))

@@ -1,0 +1,70 @@
+"""Puts a drafter into a copy of its target's bundle; knows nothing of what drafts or how well."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import model_name
+from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle
+from edgeinfer.errors import UsageError
+
+__all__ = ["NESTED", "nest_drafter", "nested_drafter"]
+
+# The folder of the drafter that a target loads with.
+NESTED = "drafter"
+_SCALES = "kv_scales.json"
+
+
+def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bool = False) -> Bundle:
+    """Writes a copy of the target's bundle with the drafter in it, in the place of any that it had.
+
+    Left out is what a drafter does not use: its graphs for other caches than float32.
+
+    Args:
+        out: the bundle to make; the target itself only with `replace_existing`, and then it is whole at every moment.
+
+    Raises:
+        BundleError: either is damaged.
+        UsageError: one is a GGUF file, or the drafter has a drafter itself.
+        StorageError: `out` exists, or cannot be written.
+    """
+    ours, theirs = open_bundle(target), open_bundle(drafter)
+    for bundle in (ours, theirs):
+        if bundle.header is not None:
+            hint = "Give it with --draft-model when the model is loaded."
+            raise UsageError(f"{bundle.path} is a GGUF model, which takes no drafter in and goes in none.", hint)
+    if theirs.manifest.drafters:
+        raise UsageError(f"{drafter} has a drafter itself.", "Give the one that it was made from.")
+    with write_bundle(out, replace_existing=replace_existing) as work:
+        for name in ours.manifest.files:
+            if not name.startswith(f"{NESTED}/"):
+                _copy(ours, name, work)
+        for name in theirs.manifest.files.keys() - _unused(theirs):
+            _copy(theirs, name, work / NESTED)
+        seal(work / NESTED, theirs.manifest)
+        drafters = tuple(dict.fromkeys((*ours.manifest.drafters, NESTED)))
+        seal(work, replace(ours.manifest, drafters=drafters))
+    return open_bundle(out)
+
+
+def nested_drafter(target: Bundle) -> Bundle | None:
+    """The drafter inside of a bundle; None where there is none. Errors as `open_bundle`."""
+    names = target.manifest.drafters
+    return open_bundle(target.path / names[0]) if names else None
+
+
+def _unused(drafter: Bundle) -> set[str]:
+    stored = drafter.manifest.layout
+    graphs = {
+        model_name(stored, layout, kv) for layout in drafter.layouts for kv in drafter.kv_types(layout) if kv != FLOAT32
+    }
+    return graphs | {_SCALES}
+
+
+def _copy(bundle: Bundle, name: str, folder: Path) -> None:
+    assert name != MANIFEST, "a manifest does not list itself"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(bundle.path / name, folder / name)
