@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.speculation.drafters.states import silu
 
@@ -26,7 +26,8 @@ class AcceptanceJudge:
         self._weight, self._bias, self._out, self._out_bias = (heads.arrays[n].astype(np.float32) for n in names)
 
     def accepts(self, state: Floats) -> float:  # (D,)
-        """Probability that the token that the model draws from this state is accepted."""
+        """Probability that the token that the model draws from this state, before its final norm, is accepted."""
+        state = state / np.sqrt(np.dot(state, state) / len(state) + STATE_EPS)
         for _ in range(_TIMES):
             state = state + silu(self._weight @ state + self._bias)
         rejected, accepted = (self._out @ state + self._out_bias).tolist()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, Layout, open_bundle
+from edgeinfer.bundle.heads import add_heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
@@ -26,6 +27,7 @@ from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.tuning import Tuning
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.factories import make_checkpoint
+from tests.heads import DRAFTING, random_heads
 from tests.kernel import require_kernel
 from tests.runtime.speculation.prices import FLAT, Prices
 
@@ -49,6 +51,10 @@ DRAFTERS = (
     ("exit",),
     ("skip",),
     ("bits",),
+    ("medusa",),
+    ("hydra",),
+    ("prompt",),
+    ("copy", "model", "hydra", "prompt"),
     ("copy", "ngram", "recycle", "model", "exit", "bits"),
 )
 # A random model rambles; among three tokens it repeats itself often enough for tables to draft, and to be wrong.
@@ -98,7 +104,8 @@ def chooser_of(config: GenerationConfig, vocabulary: int, constraint: ChoiceCons
 class Subject:
     """A model that decodes plainly or in rounds, with costs under which drafting always pays."""
 
-    def __init__(self, backend: Backend, model: Callable[[], Backend] | None) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, model: Callable[[], Backend] | None) -> None:
+        self.bundle = bundle
         self.backend = backend
         self.model = model
         self.engine = Engine(backend, 8)
@@ -124,7 +131,7 @@ class Subject:
         self, chooser: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
     ) -> Rounds:
         verification = find_verification(config.verification)
-        parts = DrafterParts(self.backend, self.model() if self.model else None, 8, Tuning())
+        parts = DrafterParts(self.backend, self.model() if self.model else None, 8, Tuning(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
             if not names:
@@ -144,11 +151,13 @@ class Subject:
 
 
 def bundles(folder: Path, export: str, layout: Layout) -> tuple[Bundle, Bundle]:
-    """A target and a smaller drafter with the same tokenizer."""
+    """A target with heads, and a smaller drafter with the same tokenizer."""
     make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
     make_checkpoint(folder / "small", "qwen2", seed=0, **(SIZES | {"num_hidden_layers": 2}))
     config = replace(EXPORTS[export], layout=layout)
     target = open_bundle(export_checkpoint(folder / "checkpoint", folder / "target", config))
+    for kind in DRAFTING:
+        target = add_heads(target.path, random_heads(target, kind))
     return target, open_bundle(export_checkpoint(folder / "small", folder / "drafter", ExportConfig(32)))
 
 
@@ -166,14 +175,14 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         require_kernel()
     target, drafter = bundles(tmp_path_factory.mktemp("rounds"), export, layout)
     backend = OnnxBackend(target, 64, threads=threads)
-    yield Subject(backend, lambda: OnnxBackend(drafter, 64, exact=False))
+    yield Subject(target, backend, lambda: OnnxBackend(drafter, 64, exact=False))
     backend.close()
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     target, drafter = bundles(tmp_path_factory.mktemp("rounds"), "8-bit-32", "portable")
-    return Subject(ReferenceBackend(target, 64), lambda: ReferenceBackend(drafter, 64))
+    return Subject(target, ReferenceBackend(target, 64), lambda: ReferenceBackend(drafter, 64))
 
 
 def assert_same(actual: Text, expected: Text) -> None:
@@ -197,7 +206,7 @@ def test_the_text_is_that_of_plain_decoding_bit_for_bit(
     assert_same(drafted, plain)
 
 
-@pytest.mark.parametrize("drafters", [("recycle",), ("model",)], ids="+".join)
+@pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("hydra", "prompt")], ids="+".join)
 def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, drafters: tuple[str, ...]) -> None:
     plain = subject.decode(SAMPLED)
     drafted = subject.decode(SAMPLED, drafters, width=3)
@@ -208,7 +217,7 @@ def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, 
 
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("config", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("copy", "ngram", "recycle")], ids="+".join)
+@pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("medusa",), ("copy", "ngram", "recycle")], ids="+".join)
 def test_trees_give_the_text_of_plain_decoding(
     reference: Subject, drafters: tuple[str, ...], config: GenerationConfig, width: int
 ) -> None:

@@ -1,0 +1,107 @@
+"""Trains routers that tell from a prompt which layers its reply needs (FiRST); knows nothing of who skips them.
+
+The model is frozen and runs the prompt whole. Router i reads the mean over the prompt of the states that enter layer i;
+its gate, the layer's share in every row of the reply, is 0 or 1 forwards and soft backwards. The loss is the reply's
+divergence from the whole model, plus a penalty for each layer that is kept beyond the share that is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from edgeinfer.bundle.heads import Heads
+from edgeinfer.export.training.heads_task import final_states
+from edgeinfer.export.training.losses import divergence
+from edgeinfer.export.training.options import require
+from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.tasks import Batches
+from edgeinfer.export.training.tokens import Tokens
+
+__all__ = ["RoutersTask"]
+
+# Routers set out sure that their layers are needed, by so much.
+_SURE = 2.0
+# What a kept layer costs whatever the share, and one beyond the share.
+_PENALTY, _BEYOND = 0.01, 4.0
+_WINDOWS, _WINDOW = 24, 128
+
+
+class RoutersTask:
+    """A router for each layer. Implements `trainer.Task`.
+
+    Args:
+        sources: what the target said and other text; they take turns. The first half of a window is the prompt.
+        keep: share of the layers that replies should run with on average.
+    """
+
+    name = "routers"
+    kind = "routers"
+
+    def __init__(self, target: Target, sources: tuple[Tokens, ...], batches: Batches, keep: float = 0.75) -> None:
+        require(0 < keep <= 1, "keep", keep, "above 0 and at most 1")
+        for tokens in sources:
+            tokens.require(batches.length, "The text")
+        self._target, self._sources, self._batches, self._keep = target, sources, batches, keep
+        layers, size = target.config.num_hidden_layers, target.config.hidden_size
+        device = target.device
+        self._weight = torch.nn.Parameter(torch.zeros(layers, size, device=device))
+        self._bias = torch.nn.Parameter(torch.full((layers,), _SURE, device=device))
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        digests = {"target": self._target.digest, "sources": [tokens.digest for tokens in self._sources]}
+        return digests | self._batches.facts | {"keep": self._keep}
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """Those of all routers."""
+        return {"weight": self._weight, "bias": self._bias}
+
+    def loss(self, step: int) -> torch.Tensor:
+        """The reply's divergence from the whole model, and the penalties."""
+        batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
+        lost, soft, _ = self._run(batch)
+        kept = soft.mean()
+        return lost + _PENALTY * kept + _BEYOND * torch.relu(kept - self._keep)
+
+    def _run(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Divergence of the replies of a batch (B, S), and the gates, soft and hard (B, L)."""
+        model, prompt = self._target.model.model, batch.shape[1] // 2
+        taught = final_states(self._target.model, batch)[:, prompt:]
+        states = model.embed_tokens(batch)
+        positions = torch.arange(batch.shape[1], device=batch.device)[None]
+        rotation = model.rotary_emb(states, positions)
+        length = batch.shape[1]
+        mask = torch.full((length, length), torch.finfo(states.dtype).min, device=batch.device).triu(1)[None, None]
+        soft, hard = list[torch.Tensor](), list[torch.Tensor]()
+        for number, layer in enumerate(model.layers):
+            mean = states[:, :prompt].mean(1)  # (B, D)
+            gate = torch.sigmoid(mean @ self._weight[number] + self._bias[number])  # (B,)
+            chosen = (gate > 0.5).to(gate) + gate - gate.detach()
+            made = layer(states, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
+            made = made[0] if isinstance(made, tuple) else made
+            reply = states[:, prompt:] + chosen[:, None, None] * (made[:, prompt:] - states[:, prompt:])
+            states = torch.cat([made[:, :prompt], reply], 1)
+            soft.append(gate)
+            hard.append(chosen.detach())
+        rows = self._target.model.lm_head.weight
+        said = model.norm(states[:, prompt:])
+        lost = divergence(said.flatten(0, 1), rows, taught.flatten(0, 1), rows)
+        return lost, torch.stack(soft, 1), torch.stack(hard, 1)
+
+    def heads(self, notes: Mapping[str, str]) -> Heads:
+        """What was trained, as a bundle keeps it."""
+        return Heads(self.kind, {name: p.detach().cpu().numpy() for name, p in self.parameters().items()}, notes)
+
+    @torch.no_grad()
+    def figures(self, held_out: Tokens) -> tuple[float, float]:
+        """Mean divergence of replies in nats, and the share of layers kept, on text that was not trained on."""
+        lost, kept = list[float](), list[float]()
+        for window in held_out.windows(_WINDOW, _WINDOWS):
+            divergent, _, hard = self._run(torch.from_numpy(window)[None].to(self._target.device))
+            lost.append(float(divergent))
+            kept.append(float(hard.mean()))
+        return sum(lost) / len(lost), sum(kept) / len(kept)
