@@ -118,6 +118,7 @@ class ComputeUse:
             catching up left out.
         decide_ms: deciding what to leave out, after the prompt.
         predicted_ms: of a reduced pass, by measured costs of blocks; None where these are not known.
+        predicted_speedup: of such a pass over the whole model's, by the same costs.
         per_token_ms: measured, all told.
         plain_ms: of a pass of the whole model over one token; None where that is not known.
         saved_ms: by the reply as a whole against `plain_ms` for each token; below 0 it cost more.
@@ -139,6 +140,7 @@ class ComputeUse:
     parameter_share: float | None = None
     decide_ms: float = 0.0
     predicted_ms: float | None = None
+    predicted_speedup: float | None = None
     per_token_ms: float | None = None
     plain_ms: float | None = None
     saved_ms: float | None = None

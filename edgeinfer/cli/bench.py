@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.cli.bench_compute import add_compute_parser
 from edgeinfer.cli.bench_curve import add_curve_parser
 from edgeinfer.cli.bench_files import names, require_place, write_results
 from edgeinfer.cli.bench_memory import add_memory_parsers
@@ -63,6 +64,7 @@ def add_parser(commands: Subparsers) -> None:
     add_speed_parser(kinds)
     add_curve_parser(kinds)
     add_quality_parser(kinds)
+    add_compute_parser(kinds)
     add_peers_parser(kinds)
     add_report_parser(kinds)
 

@@ -7,16 +7,17 @@ that wait in one pass, so that keys and values are those of the whole model.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.adaptive.contract import feed
 from edgeinfer.runtime.adaptive.predictions import likeliest
 from edgeinfer.runtime.adaptive.steps import Steps, Surroundings
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
@@ -33,7 +34,7 @@ class Exiting(Steps):
     Args:
         given: what it works with.
         exit_layer: E, layers that run for every token.
-        costs: of blocks here; None where they are not known.
+        costs: of blocks here.
 
     Raises:
         CapabilityError: the backend cannot leave a pass and resume it, or cannot copy its cache where that is to be
@@ -41,7 +42,7 @@ class Exiting(Steps):
         UsageError: there is no such exit.
     """
 
-    def __init__(self, given: Surroundings, exit_layer: int, costs: BlockCosts | None = None) -> None:
+    def __init__(self, given: Surroundings, exit_layer: int, costs: BlockCosts) -> None:
         backend, layers = given.backend, given.backend.geometry.num_layers
         can, hint = backend.capabilities, "Use a natively exported bundle, or compute in full."
         require(can.layer_skip and can.hidden, backend, "leave a pass early and resume it", hint)
@@ -62,6 +63,18 @@ class Exiting(Steps):
 
     def _begin(self, logits: Floats) -> None:
         self._whole = self._backend.capacity
+        if not self._books.tokens:
+            self._try(1.0)
+
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
+            return self._backend.forward(ids, places, rows, layer_mask=self._first).logits
+
+        said = feed(run, tokens, start, wanted, self._chunk)
+        return {index: logits.copy() for index, logits in said if self._sure(logits)}
+
+    def _sure(self, logits: Floats) -> bool:  # (V,)
+        return likeliest(logits)[1] >= self._options.exit_confidence
 
     def _logits(self, lost: int) -> Floats:  # (V,)
         place = self._backend.length
@@ -71,8 +84,7 @@ class Exiting(Steps):
         self._waiting.append(self._tokens[-1])
         self._hidden[len(self._waiting) - 1] = output.hidden[0]
         full = len(self._waiting) == self._most or self._backend.length == self._backend.capacity
-        sure = not full and not self._floor.stopped
-        if sure and likeliest(output.logits[0])[1] >= self._options.exit_confidence:
+        if not (full or self._floor.stopped) and self._sure(output.logits[0]):
             if self._floor.watching and len(self._kept) < self._samples:
                 self._kept[len(self._waiting) - 1] = output.logits[0].copy()
             self._books.reduced += 1
@@ -116,8 +128,7 @@ class Exiting(Steps):
 
     def use(self) -> ComputeUse:
         """What happened so far."""
-        predicted = None if self._costs is None else self._costs.ms(self._first)
-        return dataclasses.replace(super().use(), layer_mask=tuple(self._first.tolist()), predicted_ms=predicted)
+        return self._predicted(self._first, self._costs)
 
 
 def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:

@@ -63,7 +63,7 @@ class Floor:
         spread = math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0))
         return mean + max(spread, mean) / math.sqrt(self.sampled)
 
-    def check(self, reduced: int, tokens: int) -> bool:
+    def check(self, reduced: float, tokens: int) -> bool:
         """Whether the reply may go on as it does, `reduced` of whose tokens were made with less.
 
         Args:

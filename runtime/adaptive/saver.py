@@ -38,8 +38,9 @@ T = TypeVar("T")
 _log = logging.getLogger("edgeinfer")
 
 _COSTS = "blocks"
-# Passes of each kind that tell what blocks cost, and rows in the cache behind which they are timed.
-_REPEATS, _PAST = 5, 64
+# Fewest and most passes of each kind that tell what blocks cost, how long all of a kind may take, and rows in the cache
+# behind which they are timed.
+_REPEATS, _MEASURED_MS, _PAST = (3, 60), 200.0, 64
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ class Saver:
         engine = self._parts.engine
         past = min(_PAST, engine.backend.capacity // 2)
         engine.forget()
-        costs = measure_costs(engine.backend, longest=1, repeats=_REPEATS, past=past)
+        once = measure_costs(engine.backend, longest=1, repeats=1, past=past).whole[0]
+        repeats = min(max(int(_MEASURED_MS / max(once, 1e-3)), _REPEATS[0]), _REPEATS[1])
+        costs = measure_costs(engine.backend, longest=1, repeats=repeats, past=past)
         arrays = {"fixed": [costs.fixed], "blocks": costs.blocks, "whole": costs.whole}
         self._profile.save_arrays(_COSTS, {name: np.array(values, np.float64) for name, values in arrays.items()})
         return costs
@@ -155,9 +158,7 @@ class Saver:
         self, samples: Sequence[Sample], *, granularity: int, evaluations: int, progress: Progress | None
     ) -> tuple[Ladder, BlockCosts]:
         """Searches the sets of blocks of "calibrated", keeps and uses them; errors as `search_ladder`."""
-        costs = self._measure()
-        self._costs = costs
-        engine = self._parts.engine
+        costs, engine = self._block_costs(), self._parts.engine
         try:
             self._ladder = search_ladder(
                 engine.backend, samples, costs, granularity=granularity, evaluations=evaluations, progress=progress

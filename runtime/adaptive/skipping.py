@@ -7,16 +7,15 @@ which gives its predictions for many tokens at once and makes their rows whole.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.adaptive.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
-from edgeinfer.runtime.adaptive.floor import Floor
 from edgeinfer.runtime.adaptive.states import PromptStates
 from edgeinfer.runtime.adaptive.steps import Steps, Surroundings
-from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.contracts import Floats, Ints
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
@@ -25,8 +24,6 @@ __all__ = ["Skipping"]
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
-# Tokens of the prompt that are tried before anything is skipped.
-_TRIED = 32
 
 
 class Skipping(Steps):
@@ -58,32 +55,14 @@ class Skipping(Steps):
         if self._mask is None:  # else the reply goes on after a pause
             states = PromptStates(self._backend, self._tokens[:-1], self._chunk)
             self._mask = self._policy.mask(states, self._wanted)
-            if self._floor.watching and not self._mask.all():
-                self._try()
+            if not self._mask.all():
+                self._try(1.0)
 
-    def _try(self) -> None:
-        """Reads the prompt's last tokens with the blocks left out, then whole again: where that already diverges too
-        far, nothing is skipped."""
-        mask, end = self._mask, self._backend.length
-        size = min(_TRIED, end - 1, len(self._tokens) - 2)
-        if size < 1:
-            return
-        tokens, start = self._tokens[-1 - size : -1], end - size
-        wanted = _spread(size, self._samples)
-        self._backend.truncate(start)
-        reduced = {
-            index: logits.copy()
-            for index, logits in feed(
-                lambda ids, places, rows: self._backend.forward(ids, places, rows, layer_mask=mask).logits,
-                tokens, start, wanted, self._chunk,
-            )
-        }  # fmt: skip
-        self._backend.truncate(start)
-        trial = Floor(self._floor.nats)
-        for index, logits in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
-            trial.add(logits, reduced[index])
-        if not trial.check(1, 1):
-            self._floor.refuse()
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
+            return self._backend.forward(ids, places, rows, layer_mask=self._mask).logits
+
+        return {index: logits.copy() for index, logits in feed(run, tokens, start, wanted, self._chunk)}
 
     def _logits(self, lost: int) -> Floats:  # (V,)
         assert self._mask is not None, "first comes first"
@@ -132,10 +111,4 @@ class Skipping(Steps):
         """What happened so far."""
         if self._mask is None:
             return super().use()
-        predicted = self._wanted.costs.ms(self._mask)
-        return dataclasses.replace(super().use(), layer_mask=tuple(self._mask.tolist()), predicted_ms=predicted)
-
-
-def _spread(size: int, most: int) -> list[int]:
-    """Up to `most` indices below `size`, evenly spaced, the last among them."""
-    return sorted({size - 1 - index * size // most for index in range(most) if index * size // most < size})
+        return self._predicted(self._mask, self._wanted.costs)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
-from edgeinfer.runtime.adaptive.contract import Chooser
+from edgeinfer.runtime.adaptive.contract import Chooser, Mask, feed, whole_pass
 from edgeinfer.runtime.adaptive.floor import Floor
 from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
 __all__ = ["Steps", "Surroundings"]
+
+# Tokens of the prompt that are tried before anything is left out.
+_TRIED = 32
 
 
 @dataclass(frozen=True)
@@ -96,12 +103,45 @@ class Steps(ABC):
     def _begin(self, logits: Floats) -> None:  # (V,)
         """Decides what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
 
+    def _try(self, share: float) -> None:
+        """Reads the prompt's last tokens in both ways, where a floor is to be kept: if what is left out diverges too
+        far there already, nothing is left out of the reply.
+
+        Args:
+            share: of the reply's tokens that are expected to be made with less.
+        """
+        end = self._backend.length
+        size = min(_TRIED, end - 1, len(self._tokens) - 2)
+        if not self._floor.watching or size < 1:
+            return
+        tokens, start = self._tokens[-1 - size : -1], end - size
+        wanted = sorted({size - 1 - index * size // self._samples for index in range(min(size, self._samples))})
+        self._backend.truncate(start)
+        reduced = self._reduced(tokens, start, wanted)
+        self._backend.truncate(start)
+        trial = Floor(self._floor.nats)
+        for index, whole in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
+            trial.add(whole, reduced.get(index, whole))
+        if not trial.check(share, 1):
+            self._floor.refuse()
+
+    @abstractmethod
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        """Copies of what is said behind these of the prompt's last tokens with less; those that would be made in full
+        all the same are left out. The cache holds what is before them, and may be written to."""
+
     @abstractmethod
     def _logits(self, lost: int) -> Floats:  # (V,)
         """After the text's last token; a view that the next pass overwrites."""
 
     def _chosen(self, logits: Floats) -> None:  # (V,)
         """A token was chosen from these logits and joined the text, so that passes may run again."""
+
+    def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
+        """What happened so far where reduced tokens run these blocks."""
+        ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
+        use, mask = Steps.use(self), tuple(layer_mask.tolist())
+        return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
     def use(self) -> ComputeUse:
         """What happened so far."""

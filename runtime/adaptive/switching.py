@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -21,8 +22,9 @@ from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["Switching"]
 
-# Tokens that the small model may write before the large one looks at them, where a floor has to be kept.
-_MOST_UNSEEN = 32
+# Tokens that the small model may write before the large one looks at them, where a floor has to be kept: at first few,
+# as nothing is known yet.
+_FIRST, _LONGEST = 8, 32
 
 
 class Switching(Steps):
@@ -43,18 +45,27 @@ class Switching(Steps):
         self._active_large = True
         self._switches = 0
         self._kept: dict[int, Floats] = {}  # of tokens the large model has not fed: index into the text, said behind it
+        self._window = _FIRST
         self._large_ms: list[float] = []  # of its passes over one token
 
     def _begin(self, logits: Floats) -> None:
         self._kept.clear()
         self._small.begin(self._tokens)
         self._policy.seen(entropy_bits(logits))
+        if not self._books.tokens:
+            options = self._options
+            self._try(1 - options.compute_share if options.entropy_threshold is None else 1.0)
+
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        # The last ones, in one pass: the small model keeps what it has read.
+        said = self._small.behind(self._tokens[:-1], len(wanted)) or []
+        return {len(tokens) - len(said) + place: logits for place, logits in enumerate(said)}
 
     def _logits(self, lost: int) -> Floats:  # (V,)
         held = self._backend.length + lost  # tokens that the large model has seen
         unseen = len(self._tokens) - held
         large = self._policy.large() or self._floor.stopped
-        if self._floor.watching and unseen >= _MOST_UNSEEN:
+        if self._floor.watching and unseen > self._window:
             large = True
         # All that is unseen must fit its cache.
         large = large or self._backend.length + unseen >= self._backend.capacity
@@ -64,7 +75,7 @@ class Switching(Steps):
             logits = self._of_large(held, unseen)
         else:
             self._books.reduced += 1
-            if self._floor.watching and (unseen - 1) % -(-_MOST_UNSEEN // self._samples) == 0:
+            if self._floor.watching and (unseen - 1) % -(-self._window // self._samples) == 0:
                 self._kept[len(self._tokens) - 1] = logits.copy()
         self._switches += large != self._active_large
         self._active_large = large
@@ -86,6 +97,8 @@ class Switching(Steps):
         self._kept.clear()
         self._books.caught_up += unseen - 1
         self._floor.check(self._books.reduced, self._books.tokens)
+        if self._floor.easy:
+            self._window = min(2 * self._window, _LONGEST)
         return last
 
     def _chosen(self, logits: Floats) -> None:

@@ -78,6 +78,12 @@ class ModelDrafter(LogitDrafter):
             return None
         return self._widened(self._follower.follow(tokens, (), 1)[0])
 
+    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+        """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
+        if len(tokens) > self._backend.capacity:
+            return None
+        return [self._widened(row).copy() for row in self._follower.follow(tokens, (), count)]
+
     def _widened(self, logits: Floats) -> Floats:  # (V of the drafter,) -> (V,)
         if not len(self._padded):
             return logits[: len(self._powers)]

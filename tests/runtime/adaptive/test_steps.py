@@ -166,7 +166,7 @@ def test_a_tight_floor_skips_nothing(engine: Engine) -> None:
 
 
 def test_a_floor_ends_skipping_within_the_reply(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Skipping, "_try", lambda self: None)
+    monkeypatch.setattr(Skipping, "_try", lambda self, share: None)
     chooser = Greedy()
     steps = Skipping(given(engine.backend, chooser, quality_floor=1e-4), Fixed(SKIPS), COSTS)
     made = reply(engine, steps, chooser)
@@ -194,7 +194,7 @@ def test_a_full_cache_ends_a_reply(engine: Engine) -> None:
 def test_sure_of_nothing_is_plain(engine: Engine, most: int) -> None:
     expected, logits = plain(engine, most)
     chooser = Greedy()
-    steps = Exiting(given(engine.backend, chooser, exit_confidence=1.0), 2)
+    steps = Exiting(given(engine.backend, chooser, exit_confidence=1.0), 2, COSTS)
     assert reply(engine, steps, chooser, most) == expected
     assert all(map(np.array_equal, chooser.logits, logits))
     assert steps.use().lossless
@@ -203,7 +203,7 @@ def test_sure_of_nothing_is_plain(engine: Engine, most: int) -> None:
 def test_exits_follow_their_confidence(engine: Engine) -> None:
     """Token by token, the first layers where they are sure, else the whole model, both with whole rows before them."""
     backend, chooser, first = engine.backend, Greedy(), np.arange(2 * LAYERS) < 4
-    steps = Exiting(given(backend, chooser, exit_confidence=0.05), 2)
+    steps = Exiting(given(backend, chooser, exit_confidence=0.05), 2, COSTS)
     made = reply(engine, steps, chooser, 40)
     left = waiting = 0
     engine.forget()
@@ -227,7 +227,7 @@ def test_exits_follow_their_confidence(engine: Engine) -> None:
 
 def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> None:
     backend, chooser = engine.backend, Greedy()
-    steps = Exiting(given(backend, chooser, exit_confidence=0.0, skip_cache="below"), 2)
+    steps = Exiting(given(backend, chooser, exit_confidence=0.0, skip_cache="below"), 2, COSTS)
     seen: list[Any] = []
     forward = backend.forward
 
@@ -252,9 +252,10 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
     assert steps.use().caught_up == 0
 
 
-def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine) -> None:
+def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exiting, "_try", lambda self, share: None)
     chooser = Greedy()
-    steps = Exiting(given(engine.backend, chooser, exit_confidence=0.0, quality_floor=1e-4), 2)
+    steps = Exiting(given(engine.backend, chooser, exit_confidence=0.0, quality_floor=1e-4), 2, COSTS)
     reply(engine, steps, chooser)
     use = steps.use()
     assert use.reduced == use.sampled == use.stopped_at == 7
@@ -264,7 +265,7 @@ def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine) -> None:
 @pytest.mark.parametrize("layer", [0, LAYERS, LAYERS + 3])
 def test_there_is_no_such_exit(backend: Backend, layer: int) -> None:
     with pytest.raises(UsageError, match="no exit"):
-        Exiting(given(backend, Greedy()), layer)
+        Exiting(given(backend, Greedy()), layer, COSTS)
 
 
 def test_states_are_those_between_the_layers(engine: Engine) -> None:
@@ -317,14 +318,29 @@ def test_a_large_model_alone_is_plain(engine: Engine, other: Backend) -> None:
     assert steps.use().lossless
 
 
-def test_a_floor_gives_the_text_to_the_large_model(engine: Engine, other: Backend) -> None:
+@pytest.mark.parametrize("way", ["exit", "entropy"])
+def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backend, way: str) -> None:
+    """As `test_a_tight_floor_skips_nothing`, where tokens rather than blocks are left out."""
+    expected, logits = plain(engine)
+    chooser, drafter = Greedy(), ModelDrafter(other, 4)
+    parts = given(engine.backend, chooser, exit_confidence=0.0, quality_floor=1e-4)
+    steps = Exiting(parts, 2, COSTS) if way == "exit" else Switching(parts, drafter, Script([False] * 50), 0.25)
+    assert reply(engine, steps, chooser) == expected
+    assert all(map(np.array_equal, chooser.logits, logits))
+    assert steps.use().stopped_at == 0 and steps.use().lossless
+
+
+def test_a_floor_gives_the_text_to_the_large_model(
+    engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Switching, "_try", lambda self, share: None)
     chooser = Greedy()
     parts = given(engine.backend, chooser, quality_floor=1e-3)
     steps = Switching(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
     reply(engine, steps, chooser, 45)
     use = steps.use()
-    # It looks after 31 tokens at the latest, and stays.
-    assert use.reduced == 31 and use.stopped_at == 31 and use.switches == 2
+    # It looks after eight tokens, and stays.
+    assert use.reduced == 8 and use.stopped_at == 8 and use.switches == 2
     assert use.sampled == 8 and use.divergence is not None and use.divergence > 1e-3
 
 
@@ -343,7 +359,7 @@ def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.
     monkeypatch.setattr(engine.backend, "capabilities", can)
     for make in (
         lambda: Skipping(given(engine.backend, Greedy()), Fixed(SKIPS), COSTS),
-        lambda: Exiting(given(engine.backend, Greedy()), 2),
+        lambda: Exiting(given(engine.backend, Greedy()), 2, COSTS),
     ):
         with pytest.raises(CapabilityError, match="cannot"):
             make()
