@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import UsageError
 from edgeinfer.runtime.engine import Multistep
 from edgeinfer.runtime.sampling import TokenChooser
 from edgeinfer.runtime.search.contract import Search, SearchParts
@@ -74,11 +73,6 @@ def make_decoding(
 def _search(
     parts: ModelParts, chooser: TokenChooser, config: GenerationConfig, stop_ids: frozenset[int], continues: bool
 ) -> Search:
-    if config.compute != "full":
-        message = f"search={config.search!r} and compute={config.compute!r} cannot be asked for at once."
-        raise UsageError(message, "Leave one of them out.")
-    if config.speculation not in ("auto", "off"):
-        raise UsageError(f"search={config.search!r} drafts nothing.", "Leave speculation out.")
     engine = parts.engine
     made = SearchParts(
         engine.backend, chooser, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues

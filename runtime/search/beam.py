@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Beam(Way):
         return self._plain()
 
     def _score(self, beginning: _Beginning) -> float:
-        return beginning.total / float(len(beginning.tokens)) ** self._config.length_penalty
+        return beginning.total / math.pow(len(beginning.tokens), self._config.length_penalty)
 
     def _lengthen(self, group: _Group, chosen: Counter[int], size: int) -> None:
         """Replaces a group's beginnings by the best that are one token longer, and counts their tokens."""

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Capabilities
+from edgeinfer.bundle import Bundle, Capabilities, open_bundle
 from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.static.options import StaticOptions
 from edgeinfer.runtime.contracts import Backend, Visibility
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.static_backend import StaticBackend
 from tests.runtime.test_engine import TableBackend
 
 if TYPE_CHECKING:
@@ -31,13 +34,25 @@ def some_family(request: pytest.FixtureRequest, make_family: Callable[..., Famil
     return make_family(request.param)
 
 
-@pytest.fixture(params=["onnx-exact", "onnx-plain", "reference"])
+def make_static(bundle: Bundle, capacity: int) -> StaticBackend:
+    folder = bundle.path.parent
+    if not (folder / "static").is_dir():
+        config = ExportConfig(bits=32, static=StaticOptions(context=48, chunk=12, widths=(1, 2, 4)))
+        export_checkpoint(folder / "checkpoint", folder / "static", config)
+    return StaticBackend(open_bundle(folder / "static"), capacity)
+
+
+MAKERS: dict[str, Callable[[Bundle, int], Backend]] = {
+    "onnx-exact": OnnxBackend,
+    "onnx-plain": lambda bundle, capacity: OnnxBackend(bundle, capacity, exact=False),
+    "reference": ReferenceBackend,
+    "static": make_static,
+}
+
+
+@pytest.fixture(params=list(MAKERS))
 def backend(request: pytest.FixtureRequest, some_family: Family) -> Iterator[Backend]:
-    made: Backend = (
-        ReferenceBackend(some_family.bundle, CAPACITY)
-        if request.param == "reference"
-        else OnnxBackend(some_family.bundle, CAPACITY, exact=request.param == "onnx-exact")
-    )
+    made = MAKERS[request.param](some_family.bundle, CAPACITY)
     yield made
     made.close()
 

@@ -1,0 +1,172 @@
+"""Replies that are searched for, as a caller meets them: on the built-in model, a portable bundle and the CLI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.cli.main import main
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.results import Result
+from edgeinfer.searching import SEARCHES
+from tests.factories import make_checkpoint
+from tests.speculation import BUILTIN, PROMPT, needs_builtin
+
+WARM: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "samples": WARM,
+    "first-finish": WARM,
+    "vote": WARM,
+    "cautious": WARM,
+    "lookahead": {},
+    "contrast": {"lame_prompt": "A dog. The"},
+    "momentum": {},
+    "beam": {"beams": 4, "beam_groups": 2},
+}
+
+
+@pytest.fixture(scope="module", params=["builtin", "portable"])
+def model(request: pytest.FixtureRequest, small_bundle: Path) -> Iterator[edgeinfer.Model]:
+    if request.param == "builtin" and not (BUILTIN / "edgeinfer.json").is_file():
+        pytest.skip("the built-in model has not been made")
+    bundle = None if request.param == "builtin" else small_bundle
+    with edgeinfer.load(bundle, threads=1, context=400, remember=False, speculation="off") as loaded:
+        yield loaded
+
+
+def fresh(model: edgeinfer.Model, prompt: str | list[int] = PROMPT, **options: Any) -> Result:
+    """A reply of an empty cache."""
+    model.score([5, 6])
+    return model.generate(prompt, **options)
+
+
+def test_every_way_is_tried_here() -> None:
+    assert ("off", *OPTIONS) == SEARCHES
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"stop": ("was", " a")}])
+def test_samples_are_separate_replies_bit_for_bit(model: edgeinfer.Model, count: int, options: dict[str, Any]) -> None:
+    asked = WARM | {"max_tokens": 50} | options
+    found = fresh(model, search="samples", samples=count, **asked)
+    assert found.search is not None and found.search.lossless and found.search.branches > 0
+    assert len(found.search.texts) == count
+    for index, text in enumerate(found.search.texts):
+        alone = fresh(model, **asked | {"seed": 7 + index})
+        assert (text.text, text.finish_reason) == (alone.text, alone.finish_reason)
+        # A stop string may end inside a token that is not told then.
+        assert text.token_ids == alone.token_ids
+        if index == 0:
+            assert (found.text, found.token_ids) == (alone.text, alone.token_ids)
+
+
+@pytest.mark.parametrize("search", OPTIONS)
+def test_the_next_turn_rests_on_the_same_bits(model: edgeinfer.Model, search: str) -> None:
+    """Log-probabilities behind a reply that was searched for are those of an empty cache."""
+    found = fresh(model, search=search, max_tokens=24, **OPTIONS[search])
+    assert found.search is not None and found.search.search == search
+    assert 1 <= len(found.token_ids) <= 24
+    text = [*model.tokenize(PROMPT), *found.token_ids, 9, 8]
+    ends: dict[str, Any] = {"max_tokens": 6, "logprobs": 2}
+    behind = [chunk.logprobs for chunk in model.stream(text, **ends)]
+    assert model.stream(text, **ends).complete().timings.cached_prompt_tokens > len(text) - 4
+    model.score([5, 6])
+    assert [chunk.logprobs for chunk in model.stream(text, **ends)] == behind
+
+
+@pytest.mark.parametrize("search", OPTIONS)
+def test_the_same_is_found_again(model: edgeinfer.Model, search: str) -> None:
+    asked: dict[str, Any] = {"search": search, "max_tokens": 20} | OPTIONS[search]
+    one, two = fresh(model, **asked), model.generate(PROMPT, **asked)
+    assert (one.text, one.token_ids, one.search) == (two.text, two.token_ids, two.search)
+    streamed = "".join(chunk.text for chunk in model.stream(PROMPT, **asked))
+    assert streamed == one.text
+
+
+@pytest.mark.parametrize("search", OPTIONS)
+def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: str) -> None:
+    found = list(model.stream(PROMPT, search=search, max_tokens=10, logprobs=0, **OPTIONS[search]))
+    told = [entry for chunk in found for entry in chunk.logprobs]
+    ids = [token for chunk in found for token in chunk.token_ids]
+    assert [entry.token_id for entry in told] == ids
+    prompt = model.tokenize(PROMPT)
+    scored = model.score([*prompt, *ids])
+    assert scored.logprobs[-len(ids) :] == pytest.approx([entry.logprob for entry in told], abs=1e-4)
+
+
+@pytest.mark.parametrize("search", [name for name in OPTIONS if name != "momentum"])
+def test_a_cancelled_search_leaves_the_model_ready(model: edgeinfer.Model, search: str) -> None:
+    wanted = fresh(model, max_tokens=8)
+    stream = model.stream(PROMPT, search=search, max_tokens=60, **OPTIONS[search])
+    next(stream)
+    stream.cancel()
+    stream.complete()
+    assert stream.result.finish_reason in ("cancelled", "stop", "length")
+    assert model.generate(PROMPT, max_tokens=8).token_ids == wanted.token_ids
+
+
+def test_a_search_is_not_paused(small_bundle: Path) -> None:
+    options: dict[str, Any] = {"threads": 1, "remember": False, "prefix_cache": "20MB"}
+    with edgeinfer.load(small_bundle, **options) as model:
+        stream = model.stream(PROMPT, search="samples", max_tokens=20, **WARM)
+        next(stream)
+        assert not stream.pause()
+        assert len(stream.complete().token_ids) == 20
+        assert model.stream(PROMPT, max_tokens=20).pause()
+
+
+def test_what_excludes_each_other(model: edgeinfer.Model) -> None:
+    for wrong, match in (
+        ({"speculation": "copy"}, "at once"),
+        ({"compute": "unified"}, "at once"),
+        ({"regex": "a+"}, "grammar"),
+        ({"choices": ("one", "two")}, "grammar"),
+        ({"max_tokens": 300}, "do not fit"),
+        ({"temperature": 0}, "temperature above 0"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            model.generate(PROMPT, **{"search": "vote", "max_tokens": 10} | WARM | wrong)
+    assert len(model.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+def test_a_backend_for_chains_only_resists_repetition(bigrams: Path) -> None:
+    with edgeinfer.load(bigrams, threads=1, remember=False) as model:
+        with pytest.raises(CapabilityError, match="several texts in one cache"):
+            model.generate([3, 4], search="beam", max_tokens=10)
+        plain = model.generate([3, 4], max_tokens=60, ignore_eos=True).token_ids
+        found = model.generate([3, 4], search="momentum", max_tokens=60, ignore_eos=True)
+    # A bigram's greedy text runs in a circle.
+    runs = [found.token_ids[i : i + 5] for i in range(56)]
+    assert len(set(runs)) == len(runs) > len({plain[i : i + 5] for i in range(56)})
+    assert found.search is not None and found.search.trials > 0
+
+
+def test_the_reference_backend_branches_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "llama")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(bits=32))
+    with edgeinfer.load(tmp_path / "plain", threads=1, backend="reference", remember=False) as model:
+        asked: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True} | WARM
+        found = model.generate(PROMPT, search="samples", samples=3, **asked)
+        assert found.search is not None
+        separate = [model.generate(PROMPT, **asked | {"seed": 7 + i}).token_ids for i in range(3)]
+        assert [text.token_ids for text in found.search.texts] == separate
+
+
+@needs_builtin
+def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["run", "-p", PROMPT, "-n", "12", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1", "--json"]
+    assert main([*line, "--search", "vote", "--samples", "3", "--answer", "line"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
+    assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
+    line = ["run", "-p", PROMPT, "-n", "12", "--no-remember", "-t", "1", "--json", "--search", "momentum"]
+    assert main([*line, "--resistance", "1,2,3", "--resistance-weight", "0.4", "--candidates", "8"]) == 0
+    assert json.loads(capsys.readouterr().out)["search"]["search"] == "momentum"
+    assert main([*line, "--resistance", "1,x"]) == 2
+    assert "resistance" in capsys.readouterr().err
