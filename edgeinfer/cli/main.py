@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 import edgeinfer
-from edgeinfer.cli import bench, chat, convert, devices, eval, export, inspect, plan, pull, run, serve, tune
+from edgeinfer.cli import bench, chat, convert, devices, distill, eval, export, inspect, plan, pull, run, serve, tune
 from edgeinfer.cli.options import Parser
 from edgeinfer.cli.output import print_error
 from edgeinfer.errors import EdgeInferError, StorageError
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
     parser = Parser("edgeinfer", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"edgeinfer {edgeinfer.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, chat, serve, export, convert, inspect, plan, pull, bench, eval, tune, devices):
+    for command in (run, chat, serve, export, convert, inspect, plan, pull, bench, eval, tune, distill, devices):
         command.add_parser(commands)
     return parser
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edgeinfer.export.training.depths import layer_states
 from edgeinfer.export.training.student import hidden_states
 
 __all__ = ["Acceptance", "measure_acceptance", "run_lengths"]
@@ -36,15 +37,18 @@ class Acceptance:
 
 
 @torch.inference_mode()
-def measure_acceptance(student: Any, target: Any, windows: NDArray[np.int64]) -> Acceptance:  # (n, S)
-    """Reads windows with both."""
+def measure_acceptance(
+    student: Any, target: Any, windows: NDArray[np.int64], depth: int | None = None
+) -> Acceptance:  # (n, S)
+    """Reads windows with both; with so many layers of the student, or all."""
     device = target.device
     agreed: list[NDArray[np.bool_]] = []
     overlaps, divergences = [], []
     for start in range(0, len(windows), _ROWS):
         tokens = torch.from_numpy(windows[start : start + _ROWS]).to(device)  # (b, S)
         theirs = torch.log_softmax(target.lm_head(hidden_states(target, tokens)).float(), -1)  # (b * S, V)
-        ours = torch.log_softmax(student.lm_head(hidden_states(student, tokens)).float(), -1)
+        states = hidden_states(student, tokens) if depth is None else layer_states(student, tokens)[depth - 1]
+        ours = torch.log_softmax(student.lm_head(states).float(), -1)
         agreed.append((ours.argmax(-1) == theirs.argmax(-1)).reshape(tokens.shape).cpu().numpy())
         overlaps.append(float(torch.minimum(ours, theirs).exp().sum(-1).mean()))
         divergences.append(float((theirs.exp() * (theirs - ours)).sum(-1).mean()))

@@ -28,7 +28,7 @@ from edgeinfer.export.training.student import hidden_states, make_student, save_
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask
 from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.tokens import Tokens, open_tokens
+from edgeinfer.export.training.tokens import Tokens
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
 
 __all__ = ["DrafterOptions", "DrafterTraining", "train_drafter"]
@@ -54,6 +54,7 @@ class DrafterOptions:
         rows, length: windows of a step and their tokens.
         learning_rate: at its highest.
         device, threads: as TrainOptions.
+        nested: every depth learns to guess, for a drafter that goes as deep as a token needs (S2D).
     """
 
     size: StudentSize
@@ -66,6 +67,7 @@ class DrafterOptions:
     seed: int = 0
     device: str = "auto"
     threads: int | None = None
+    nested: bool = False
     sampling: SampleOptions = field(default_factory=lambda: SampleOptions(tokens=1))
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class DrafterOptions:
             require(fits, "minutes", self.minutes, "more than 0")
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+        if self.nested and self.size.layers < 2:
+            raise UsageError("A drafter of one layer has no depths.", "Give a size of two layers or more, as 128x3.")
         require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
 
     def training(self, steps: int, seed: int) -> TrainOptions:
@@ -92,6 +96,7 @@ class DrafterTraining:
         checkpoint: its folder.
         untrained, read, distilled: acceptance before anything, after reading text, and at the end, on replies of the
             target that were kept for measuring.
+        depths: acceptance after so many layers, of a nested drafter.
         reading, distilling: losses and times.
         seconds: in all, since it was last begun.
         prompts: that were not sampled from, for measuring. (n,) each
@@ -102,6 +107,7 @@ class DrafterTraining:
     untrained: Acceptance
     read: Acceptance
     distilled: Acceptance
+    depths: dict[int, Acceptance]
     reading: Trained
     distilling: Trained
     seconds: float
@@ -111,6 +117,7 @@ class DrafterTraining:
         """What a report says."""
         curves = {"reading": self.reading.losses, "distilling": self.distilling.losses}
         stages = {"untrained": self.untrained, "after_reading": self.read, "after_distilling": self.distilled}
+        stages |= {f"after_{depth}_layers": each for depth, each in self.depths.items()}
         return {
             "size": asdict(self.size),
             "acceptance": {name: asdict(each) for name, each in stages.items()},
@@ -152,7 +159,7 @@ def train_drafter(
         torch.set_num_threads(options.threads)
     with storage_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-    tokens = _text_tokens(text, work)
+    tokens = text.tokens(work)
     tokens.require(4 * options.length, "The text")
     replier = replier or TorchReplier(target)
     # Every twentieth is kept for measuring with the engine.
@@ -160,7 +167,8 @@ def train_drafter(
     asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
     student = make_student(options.size, target, options.seed)
     batches, facts = Batches(options.seed, options.rows, options.length), {"size": asdict(options.size)}
-    reading = TextTask(student, tokens, batches, facts)
+    facts |= {"nested": True} if options.nested else {}
+    reading = TextTask(student, tokens, batches, facts, nested=options.nested)
     schedule = _schedule(options, work, lambda: _measured(target, tokens, batches, options, replier, asked))
     sampling = {"tokens": schedule.samples, "seed": options.seed}
     drawn = SampleOptions(**asdict(options.sampling) | sampling)
@@ -172,21 +180,20 @@ def train_drafter(
     first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
     read = measure_acceptance(student, target.model, windows)
     laws = teach(target, learnt, options.length, work / "laws", progress)
-    task = TeacherTask(student, laws, options.seed, options.rows, facts | {"after": schedule.reading})
+    after = facts | {"after": schedule.reading}
+    task = TeacherTask(student, laws, options.seed, options.rows, after, nested=options.nested)
     second = Trainer(task, options.training(schedule.distilling, options.seed + 1), work / "distilling").run(progress)
     distilled = measure_acceptance(student, target.model, windows)
     checkpoint = work / "checkpoint"
     save_checkpoint(student, target, checkpoint)
+    stages = untrained, read, distilled
+    depths = {n: measure_acceptance(student, target.model, windows, n) for n in _depths(options)}
     seconds = time.monotonic() - begun
-    return DrafterTraining(
-        checkpoint, options.size, untrained, read, distilled, first, second, seconds, kept or prompts
-    )
+    return DrafterTraining(checkpoint, options.size, *stages, depths, first, second, seconds, kept or prompts)
 
 
-def _text_tokens(text: TextSource, work: Path) -> Tokens:
-    """The text's tokens, made once for a text and a tokenizer."""
-    path = work / f"text-{text.digest()[:16]}.u32"
-    return open_tokens(path) if path.exists() else text.tokenise(path)
+def _depths(options: DrafterOptions) -> range:
+    return range(1, options.size.layers) if options.nested else range(0)
 
 
 def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedule]) -> Schedule:

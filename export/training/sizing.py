@@ -86,8 +86,8 @@ class DeviceCosts:
     target_ms: Mapping[int, float]
     target_weights: int
     target_layers: int
-    call_ms: float = 0.03
-    layer_ms: float = 0.01
+    call_ms: float = 0.06
+    layer_ms: float = 0.025
 
     def __post_init__(self) -> None:
         if 1 not in self.target_ms or not all(0 < ms < math.inf for ms in self.target_ms.values()):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import StorageError
@@ -70,22 +72,33 @@ def hidden_states(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # (B, S) -
 def save_checkpoint(model: Any, target: Target, out: Path) -> None:
     """Writes a model with the target's small files as a checkpoint folder that `edgeinfer export` takes.
 
+    An older one there stays until this one is whole.
+
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
     """
     with storage_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
         try:
-            model.save_pretrained(out)
-        except OSError:
-            raise
-        except Exception as error:  # the library's own type, by which it says that a disk is full
-            raise StorageError(f"Cannot write {out}: {error}.", "Free some space.") from error
-        for name in _SMALL:
-            if (target.folder / name).is_file():
-                shutil.copyfile(target.folder / name, out / name)
-        if target.template is not None:
-            (out / "chat_template.jinja").write_text(target.template, "utf-8")
-        special = target.folder / "special_tokens.json"
-        if special.is_file() and not (out / "tokenizer_config.json").is_file():
-            shutil.copyfile(special, out / "tokenizer_config.json")
+            _fill(model, target, scratch / "new")
+            if out.exists():
+                out.rename(scratch / "old")
+            (scratch / "new").rename(out)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(model: Any, target: Target, folder: Path) -> None:
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # the library's own word for a full disk
+        raise StorageError(f"Cannot write {folder}: {error}.", "Free some space.") from error
+    for name in _SMALL:
+        if (target.folder / name).is_file():
+            shutil.copyfile(target.folder / name, folder / name)
+    if target.template is not None:
+        (folder / "chat_template.jinja").write_text(target.template, "utf-8")
+    special = target.folder / "special_tokens.json"
+    if special.is_file() and not (folder / "tokenizer_config.json").is_file():
+        shutil.copyfile(special, folder / "tokenizer_config.json")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from edgeinfer.export.training.depths import layer_states
 from edgeinfer.export.training.laws import Laws
 from edgeinfer.export.training.losses import cross_entropy, taught_divergence
 from edgeinfer.export.training.student import hidden_states
@@ -40,13 +41,19 @@ class Batches:
 
 
 class TextTask:
-    """Next tokens of given text. Implements `trainer.Task`."""
+    """Next tokens of given text. Implements `trainer.Task`.
+
+    Args:
+        nested: every depth of the student learns, and not the whole alone (S2D's sorted training).
+    """
 
     name = "reading"
 
-    def __init__(self, student: Any, tokens: Tokens, batches: Batches, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, student: Any, tokens: Tokens, batches: Batches, facts: Mapping[str, Any], *, nested: bool = False
+    ) -> None:
         tokens.require(batches.length + 1, "The text")
-        self._student, self._tokens, self._batches = student, tokens, batches
+        self._student, self._tokens, self._batches, self._nested = student, tokens, batches, nested
         self._facts = {"text": tokens.digest} | batches.facts | dict(facts)
 
     @property
@@ -61,17 +68,20 @@ class TextTask:
     def loss(self, step: int) -> torch.Tensor:
         """Mean of -log p of the tokens of a batch."""
         batch = self._batches.draw(self._tokens, step, 1, self._student.device)  # (B, S + 1)
-        states = hidden_states(self._student, batch[:, :-1])  # (B * S, D)
-        return cross_entropy(states, self._student.lm_head.weight, batch[:, 1:].flatten())
+        found = _states(self._student, batch[:, :-1], self._nested)
+        losses = [cross_entropy(states, self._student.lm_head.weight, batch[:, 1:].flatten()) for states in found]
+        return torch.stack(losses).mean()
 
 
 class TeacherTask:
-    """A target's laws at every token of its own replies. Implements `trainer.Task`."""
+    """A target's laws at every token of its own replies. Implements `trainer.Task`; `nested` as in TextTask."""
 
     name = "distilling"
 
-    def __init__(self, student: Any, laws: Laws, seed: int, rows: int, facts: Mapping[str, Any]) -> None:
-        self._student, self._laws, self._seed, self._rows = student, laws, seed, rows
+    def __init__(
+        self, student: Any, laws: Laws, seed: int, rows: int, facts: Mapping[str, Any], *, nested: bool = False
+    ) -> None:
+        self._student, self._laws, self._seed, self._rows, self._nested = student, laws, seed, rows, nested
         self._facts = {"laws": laws.digest, "rows": rows} | dict(facts)
 
     @property
@@ -87,5 +97,11 @@ class TeacherTask:
         """Mean divergence from the target over the tokens of a batch."""
         device = self._student.device
         tokens, likeliest, logs = (part.to(device) for part in self._laws.batch(self._seed, step, self._rows))
-        states = hidden_states(self._student, tokens)  # (B * S, D)
-        return taught_divergence(states, self._student.lm_head.weight, likeliest.flatten(0, 1), logs.flatten(0, 1))
+        law, head = (likeliest.flatten(0, 1), logs.flatten(0, 1)), self._student.lm_head.weight
+        found = _states(self._student, tokens, self._nested)
+        return torch.stack([taught_divergence(states, head, *law) for states in found]).mean()
+
+
+def _states(student: Any, tokens: torch.Tensor, nested: bool) -> list[torch.Tensor]:
+    """What learns: the states of the whole student, or after each of its layers. (B, S) -> one or L of (B * S, D)"""
+    return layer_states(student, tokens) if nested else [hidden_states(student, tokens)]

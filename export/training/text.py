@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import TemplateError, UsageError
 from edgeinfer.export.training.stories import SEPARATOR
 from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tokens import Tokens, write_tokens
+from edgeinfer.export.training.tokens import Tokens, open_tokens, write_tokens
 
 __all__ = ["TextSource"]
 
@@ -68,6 +68,11 @@ class TextSource:
             StorageError: the tokens cannot be written.
         """
         return write_tokens(path, self._documents())
+
+    def tokens(self, work: Path) -> Tokens:
+        """What `tokenise` wrote to a working folder, once for a text and a tokenizer."""
+        path = work / f"text-{self.digest()[:16]}.u32"
+        return open_tokens(path) if path.exists() else self.tokenise(path)
 
     def prompts(self, most: int) -> list[NDArray[np.int64]]:  # (n,) each
         """Beginnings of documents and of replies, spread over the files, `most` at most."""

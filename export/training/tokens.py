@@ -42,6 +42,10 @@ class Tokens:
         if len(self) < count:
             raise UsageError(f"{what} has {len(self)} tokens, and {count} are needed.", "Give more text.")
 
+    def first(self, count: int) -> Tokens:
+        """So many of the first tokens, or all."""
+        return Tokens(self.ids[:count], f"{self.digest}[:{min(count, len(self))}]")
+
     def split(self, share: float) -> tuple[Tokens, Tokens]:
         """The first tokens, and the last of so large a share, which are kept for measuring."""
         at = len(self) - int(len(self) * share)

@@ -1,0 +1,183 @@
+"""Teaches a model's early layers to predict what all of it does, so that it can draft for itself; knows no engines.
+
+LayerSkip (Elhoushi et al. 2024): layers are left out in training, later ones more often, and each step one exit in turn
+learns as well. The last layer's law is held to what the model said before, which guards its quality.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.depths import DepthFigures, layer_states, measure_depths, require_plain
+from edgeinfer.export.training.laws import Laws, teach
+from edgeinfer.export.training.losses import taught_divergence
+from edgeinfer.export.training.options import Progress, TrainOptions, require
+from edgeinfer.export.training.student import save_checkpoint
+from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.text import TextSource
+from edgeinfer.export.training.trainer import Trained, Trainer
+
+__all__ = ["ExitsOptions", "ExitsTask", "ExitsTraining", "exit_weight", "layer_dropout", "tune_exits"]
+
+_HELD_OUT, _WINDOWS = 0.04, 32
+
+
+@dataclass(frozen=True)
+class ExitsOptions:
+    """How exits are tuned.
+
+    Attributes:
+        dropout: how often the last layer is left out; earlier ones are less, the first never.
+        exit_weight: of an exit's loss beside the whole model's.
+        guard: of the whole model's divergence from what it was.
+    """
+
+    steps: int = 300
+    rows: int = 8
+    length: int = 256
+    learning_rate: float = 5e-4
+    dropout: float = 0.1
+    exit_weight: float = 1.0
+    guard: float = 1.0
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("length", 8)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "from 0 to less than 1")
+        for name in ("exit_weight", "guard"):
+            require(0 <= getattr(self, name) <= 100, name, getattr(self, name), "from 0 to 100")
+        self.training()
+
+    def training(self) -> TrainOptions:
+        """Of the whole."""
+        warmup = min(30, max(1, self.steps // 10))
+        return TrainOptions(
+            self.steps,
+            self.learning_rate,
+            # What the model knows is not to be forgotten.
+            weight_decay=0.0,
+            warmup=warmup,
+            seed=self.seed,
+            device=self.device,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True)
+class ExitsTraining:
+    """A model whose exits were tuned.
+
+    Attributes:
+        before, after: by layers run, how often an exit finds the whole model's likeliest token: what greedy
+            self-speculation accepts.
+        perplexity_before, perplexity_after: of the whole model, on text kept for measuring.
+    """
+
+    checkpoint: Path
+    before: DepthFigures
+    after: DepthFigures
+    perplexity_before: float
+    perplexity_after: float
+    trained: Trained
+    seconds: float
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says."""
+        facts = {name: value for name, value in asdict(self).items() if name != "trained"}
+        losses = list(self.trained.losses)
+        steps = {"steps": len(losses), "resumed_at": self.trained.resumed_at}
+        return facts | {"checkpoint": str(self.checkpoint)} | steps | {"losses": losses}
+
+
+def layer_dropout(layer: int, layers: int, most: float) -> float:
+    """How often a layer is left out: nothing at the first, `most` at the last, exponentially between."""
+    return 0.0 if layers == 1 else most * (math.exp(layer * math.log(2) / (layers - 1)) - 1)
+
+
+def exit_weight(depth: int, layers: int) -> float:
+    """What the exit after so many layers counts: in proportion to 1 + 2 + ... of them, so later ones count more."""
+    return depth * (depth + 1) / (layers * (layers - 1))
+
+
+class ExitsTask:
+    """The exits of a model beside the whole of it. Implements `trainer.Task`."""
+
+    name = "tuning exits"
+
+    def __init__(self, model: Any, laws: Laws, options: ExitsOptions, facts: Mapping[str, Any]) -> None:
+        self._model, self._laws, self._options = model, laws, options
+        self._layers = len(model.model.layers)
+        if self._layers < 2:
+            raise UsageError("A model of one layer has no early exit.", "Give one of two layers or more.")
+        names = ("rows", "length", "dropout", "exit_weight", "guard")
+        self._facts = {"laws": laws.digest} | {name: getattr(options, name) for name in names} | dict(facts)
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        return self._facts
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """All of the model's."""
+        return dict(self._model.named_parameters())
+
+    def loss(self, step: int) -> torch.Tensor:
+        """The exit whose turn it is, and the whole model, against what the model said before."""
+        options, model, layers = self._options, self._model, self._layers
+        tokens, likeliest, logs = (part.to(model.device) for part in self._laws.batch(options.seed, step, options.rows))
+        chance = np.random.default_rng((options.seed, step, 1)).random(layers)
+        dropped = {layer for layer in range(layers) if chance[layer] < layer_dropout(layer, layers, options.dropout)}
+        states = layer_states(model, tokens, dropped)
+        depth = 1 + step % (layers - 1)
+        parts = ((states[depth - 1], options.exit_weight * exit_weight(depth, layers)), (states[-1], options.guard))
+        total = torch.zeros((), device=model.device)
+        for each, weight in parts:
+            if weight:
+                law = likeliest.flatten(0, 1), logs.flatten(0, 1)
+                total = total + weight * taught_divergence(each, model.lm_head.weight, *law)
+        return total
+
+
+def tune_exits(
+    target: Target, text: TextSource, options: ExitsOptions, out: Path, work: Path, progress: Progress | None = None
+) -> ExitsTraining:
+    """Tunes a model's exits and writes it as a checkpoint folder; goes on with what was interrupted.
+
+    Raises:
+        UsageError: there is too little text, the model has one layer, or the folder holds another training.
+        StorageError: a folder cannot be written, or the disk is full.
+    """
+    begun = time.monotonic()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    require_plain(target.model)
+    with storage_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    tokens = text.tokens(work)
+    seen, held_out = tokens.split(_HELD_OUT)
+    held_out.require(options.length, "What is kept for measuring")
+    windows = held_out.windows(options.length, _WINDOWS)
+    # Windows enough that none has to be seen often.
+    seen = seen.first(options.steps * options.rows * options.length)
+    laws = teach(target, seen, options.length, work / "laws", progress)
+    before, perplexity = measure_depths(target.model, windows)
+    target.model.requires_grad_(True)
+    task = ExitsTask(target.model, laws, options, {"target": target.digest})
+    trained = Trainer(task, options.training(), work / "exits").run(progress)
+    target.model.requires_grad_(False)
+    after, perplexity_after = measure_depths(target.model, windows)
+    save_checkpoint(target.model, target, out)
+    return ExitsTraining(out, before, after, perplexity, perplexity_after, trained, time.monotonic() - begun)
