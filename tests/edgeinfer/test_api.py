@@ -68,6 +68,8 @@ FIELDS: dict[str, set[str] | None] = {
     },
     "overflow": {"policy", "events", "dropped", "merged", "lossless"},
     "experts": None,
+    "compute": None,
+    "search": None,
     "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel", "device", "device_note"},
 }
 
