@@ -109,7 +109,7 @@ class ComputeUse:
         lossless: whether every token was made by the whole model after all.
         tokens: of the reply after its first, which the prompt's pass gives.
         reduced: of them, made with less than the whole model.
-        layer_mask: attention and MLP blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; empty of "entropy".
+        layer_mask: blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; of "entropy" empty.
         skipped_share: of all blocks of the tokens after the first, those that did not run for them.
         large_share: of "entropy": tokens that the large model made, over all.
         switches: of "entropy": how often the other model took over.

@@ -148,7 +148,8 @@ class Measured:
             CapabilityError: the backend cannot skip layers.
             UsageError: a prompt has no reply to score by, or the context is too small.
         """
-        samples = self._own_texts(prompts)
+        # Drawn as the model itself thinks likely: the likeliest texts repeat themselves, and forgive more.
+        samples = self._own_texts(prompts, temperature=1.0)
         with self._idle() as parts:
             ladder, costs = parts.saver.calibrate_skips(
                 samples, granularity=granularity, evaluations=evaluations, progress=progress
@@ -173,10 +174,10 @@ class Measured:
         shares = (0.1, 0.25, 0.5, 0.75, 0.9)
         return EntropyFacts(len(entropies), {share: entropies.threshold(share) for share in shares})
 
-    def _own_texts(self, prompts: Sequence[str | Sequence[int]] | None) -> list[Sample]:
+    def _own_texts(self, prompts: Sequence[str | Sequence[int]] | None, temperature: float = 0.0) -> list[Sample]:
         given = TUNING_PROMPTS if prompts is None else prompts
         ids = [self.tokenize(each) if isinstance(each, str) else list(each) for each in given]
-        return own_texts(ids, self.generate, SKIP_TOKENS)
+        return own_texts(ids, self.generate, SKIP_TOKENS, temperature)
 
     def drafting_state(self) -> dict[str, Any]:
         """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""

@@ -32,11 +32,14 @@ def tune_by(
     return tune(backend, own_texts(prompts, generate, _TOKENS), **options)
 
 
-def own_texts(prompts: Iterable[list[int]], generate: Callable[..., Result], tokens: int) -> list[Sample]:
+def own_texts(
+    prompts: Iterable[list[int]], generate: Callable[..., Result], tokens: int, temperature: float = 0.0
+) -> list[Sample]:
     """What the model answers, so many tokens each."""
     samples = []
-    for ids in prompts:
-        reply = generate(ids, max_tokens=tokens, speculation="off", ignore_eos=True)
+    for seed, ids in enumerate(prompts):
+        options = {"temperature": temperature, "seed": seed}
+        reply = generate(ids, max_tokens=tokens, speculation="off", ignore_eos=True, **options)
         samples.append(Sample(tuple(ids), reply.token_ids))
     return samples
 

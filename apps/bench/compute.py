@@ -49,9 +49,9 @@ class Levels:
 
 LEVELS = Levels(
     (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9), (1.2, 1.5, 2.0, 3.0), (0.99, 0.95, 0.9, 0.8, 0.6, 0.4),
-    (0.01, 0.03, 0.1, 0.3),
+    (0.03, 0.1, 0.3, 1.0),
 )  # fmt: skip
-QUICK = Levels((0.0, 0.25, 0.5, 0.75), (1.2, 1.5, 2.0), (0.95, 0.8, 0.5), (0.03, 0.1))
+QUICK = Levels((0.0, 0.25, 0.5, 0.75), (1.2, 1.5, 2.0), (0.95, 0.8, 0.5), (0.1, 0.5))
 
 
 @dataclass(frozen=True)
@@ -297,11 +297,8 @@ def measure_compute(
     points += _sets(bench, levels, begun, granularity, evaluations, skipped)
     exits = (Point("exit", {"compute": "exit", "exit_confidence": each}) for each in levels.confidences)
     points += _tried(bench, exits, skipped)
-    floored = [
-        bench.floored(policy, options, floor)
-        for policy, options in _hardest(points).items()
-        for floor in levels.floors
-    ]
+    tried = itertools.product(_ends(points), levels.floors)
+    floored = [bench.floored(point.policy, point.options, floor) for point, floor in tried]
     points = bench.answer(points, repeats)
     return ComputeResults(model.info.name, drafter, material.text, tuple(points), tuple(floored), skipped)
 
@@ -356,11 +353,12 @@ def _tried(bench: _Bench, points: Iterable[Point], skipped: dict[str, str]) -> l
     return read
 
 
-def _hardest(points: Sequence[Point]) -> dict[str, dict[str, Any]]:
-    """Of each policy that users have, the point that diverges most."""
-    worst: dict[str, Point] = {}
+def _ends(points: Sequence[Point]) -> Iterator[Point]:
+    """Of each policy that users have, the points that diverge least and most."""
+    by_policy: dict[str, list[Point]] = {}
     for point in points:
         if point.policy not in ("full", "random") and point.divergence > 0:
-            known = worst.get(point.policy)
-            worst[point.policy] = point if known is None or point.divergence > known.divergence else known
-    return {policy: point.options for policy, point in worst.items()}
+            by_policy.setdefault(point.policy, []).append(point)
+    for found in by_policy.values():
+        ordered = sorted(found, key=lambda point: point.divergence)
+        yield from (ordered[0], ordered[-1])[: len(ordered)]

@@ -13,6 +13,8 @@ __all__ = ["compute_chart", "dominates", "point_rows", "print_compute"]
 HEADER = (
     "policy", "level", "nats", "perplexity", "large share", "skipped", "predicted", "ms/token", "faster", "right"
 )  # fmt: skip
+# Columns of what is compared with what.
+_COMPARED = {"entropy": ("share", "entropy", "random"), "calibrated": ("speedup", "unified", "calibrated")}
 # What tells the levels of a policy apart, and how it is written.
 _LEVELS = {"compute_share": "share {:.2f}", "compute_speedup": "{:.2f}x", "exit_confidence": "p {:.2f}"}
 
@@ -23,7 +25,7 @@ def print_compute(data: Mapping[str, Any]) -> None:
     first = data["points"][0]
     title = f"{data['model']}{drafter}: {first['tokens']} tokens of {data['text']}"
     print_table(title, HEADER, point_rows(data["points"]))
-    for name, columns in (("entropy", ("share", "entropy", "random")), ("calibrated", ("speedup", "unified", "calibrated"))):
+    for name, columns in _COMPARED.items():
         pairs = data["dominance"][name]
         if pairs:
             rows = [(f"{pair[columns[0]]:.2f}", *(f"{pair[column]:.4f}" for column in columns[1:])) for pair in pairs]
@@ -33,6 +35,7 @@ def print_compute(data: Mapping[str, Any]) -> None:
         rows = [
             (
                 each["policy"],
+                _level(each["options"]),
                 f"{each['floor']:g}",
                 f"{each['divergence']:.4f}",
                 f"{each['worst']:.4f}",
@@ -41,7 +44,7 @@ def print_compute(data: Mapping[str, Any]) -> None:
             )
             for each in data["floors"]
         ]
-        header = ("policy", "floor", "nats", "worst story", "above the floor", "still reduced")
+        header = ("policy", "level", "floor", "nats", "worst story", "above the floor", "still reduced")
         print_table("floors, on texts that nothing was calibrated with", header, rows)
     for policy, reason in data["skipped"].items():
         print(f"{policy}: skipped: {reason}")

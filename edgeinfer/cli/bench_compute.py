@@ -65,7 +65,7 @@ def _execute(args: argparse.Namespace) -> int:
     material, bundle = _material(args), _expanded(args, options)
     # Layers that cost expansion added compute nothing: skipped alone, they would be saved for nothing.
     limits: dict[str, Any] = {"granularity": 2, "evaluations": 60} if args.expand else {}
-    limits |= {"evaluations": 60 if args.expand else 150, "repeats": 1} if args.quick else {}
+    limits |= {"evaluations": 60 if args.expand else 250, "repeats": 1} if args.quick else {}
     drafter = options.get("draft_model")
     name = Path(drafter).name if drafter else None
     with progress_bar() as bar, load_model(bundle, options) as model:
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace) -> None:
     if min(args.stories, args.questions) < 1:
         raise UsageError("There must be something to read and to answer.", "Give --stories and --questions from 1 on.")
     if (args.expand is None) != (args.checkpoint is None) or (args.draft_checkpoint and not args.checkpoint):
-        raise UsageError("--expand needs a checkpoint, and nothing else does.", "Give --checkpoint and --expand, or -m.")
+        raise UsageError("--expand needs a checkpoint, nothing else does.", "Give --checkpoint and --expand, or -m.")
     if args.checkpoint and (args.model or args.draft_model):
         raise UsageError("A bundle cannot be expanded.", "Give checkpoints, and neither -m nor --draft-model.")
 

@@ -14,7 +14,7 @@ def add_compute_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("less compute (lossy)")
     text = (
         "how much of the model each token takes: all of it; entropy: the draft model writes where the text is easy; "
-        "unified, calibrated, importance, routers: some layers are skipped; exit: sure tokens leave early (default: full)"
+        "unified, calibrated, importance, routers: some layers are skipped; exit: sure tokens leave (default: full)"
     )
     group.add_argument("--compute", choices=COMPUTES, help=text)
     text = "how many times faster a pass with skipped layers is to be (default: 1.5)"
@@ -29,7 +29,7 @@ def add_compute_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--exit-layer", type=int, metavar="N", help=text)
     text = "probability from which on the first layers are believed (default: 0.9)"
     group.add_argument("--exit-confidence", type=float, metavar="P", help=text)
-    text = "what deeper layers get of tokens that left early: run later, or copied from the layer below (default: exact)"
+    text = "deeper layers run later for tokens that left, or take keys and values of the layer below (default: exact)"
     group.add_argument("--skip-cache", choices=SKIP_CACHES, help=text)
-    text = "leave nothing more out where predictions diverge from the whole model's by more than this (default: not checked)"
+    text = "leave nothing more out where predictions diverge this far from the whole model's (default: not checked)"
     group.add_argument("--quality-floor", type=float, metavar="NATS", help=text)

@@ -114,9 +114,9 @@ def print_compute(found: Mapping[str, Any]) -> None:
         header = ("faster", "divergence, nats", "layers (# whole, a attention only, m MLP only, . none)")
         print_table(rows, title="blocks that answers can skip, for --compute calibrated", header=header)
     if "entropy" in found:
-        rows = [(f"{share:.0%}", f"{bits:.2f}") for share, bits in found["entropy"]["thresholds"].items()]
+        shares = [(f"{share:.0%}", f"{bits:.2f}") for share, bits in found["entropy"]["thresholds"].items()]
         title = "thresholds of --compute entropy to begin with"
-        print_table(rows, title=title, header=("large model's share", "bits"))
+        print_table(shares, title=title, header=("large model's share", "bits"))
 
 
 def _blocks(mask: Sequence[bool]) -> str:

@@ -79,9 +79,13 @@ class Entropies:
         if not state:
             return cls()
         means = state.get("means")
-        if means is None or means.dtype != np.float64 or means.ndim != 1 or not (np.isfinite(means) & (means >= 0)).all():
+        if means is None or means.dtype != np.float64 or means.ndim != 1 or not _are_bits(means):
             raise StorageError("What was kept of entropies is damaged.", "Run edgeinfer tune --entropy again.")
         return cls(means.tolist())
+
+
+def _are_bits(means: NDArray[Any]) -> bool:
+    return bool((np.isfinite(means) & (means >= 0)).all())
 
 
 class Stay:

@@ -89,7 +89,8 @@ class Exiting(Steps):
                 self._kept[len(self._waiting) - 1] = output.logits[0].copy()
             self._books.reduced += 1
             self._books.blocks_skipped += int((~self._first).sum())
-            return output.logits[0]
+            said: Floats = output.logits[0]
+            return said
         return self._deepen()
 
     def _deepen(self) -> Floats:  # (V,)
@@ -118,7 +119,11 @@ class Exiting(Steps):
             self._floor.check(self._books.reduced, self._books.tokens)
         self._waiting.clear()
         self._kept.clear()
-        return output.logits[-1]
+        said: Floats = output.logits[-1]
+        return said
+
+    def _chosen(self, logits: Floats) -> None:
+        """What waits goes deeper when a token needs it."""
 
     def leave(self) -> None:
         """Drops rows that lack deeper layers, or rest on others that did."""

@@ -64,18 +64,27 @@ class Ladder:
         if not state:
             return None
         masks, losses = state.get("masks"), state.get("losses")
-        fits = masks is not None and masks.dtype == np.bool_ and masks.ndim == 2 and masks.shape[1] == 2 * layers
-        fits = fits and losses is not None and losses.dtype == np.float64 and losses.shape == masks.shape[:1]
-        if not fits or not len(losses) or not np.isfinite(losses).all() or not masks[0].all():
+        if masks is None or losses is None or not _fit(masks, losses, layers):
             raise StorageError("The calibrated sets are of another model.", "Run edgeinfer tune --skip again.")
         return cls(masks, losses)
 
     def choose(self, wanted: Wanted) -> Mask:
         """The least harmful set that is as fast as wanted; where none is, the fastest."""
-        fast = [row for row in range(len(self.masks)) if wanted.reached(self.masks[row])]
+        every = range(len(self.masks))
+        fast = [row for row in every if wanted.reached(self.masks[row])]
         if fast:
-            return self.masks[min(fast, key=lambda row: self.losses[row])]
-        return self.masks[min(range(len(self.masks)), key=lambda row: wanted.costs.ms(self.masks[row]))]
+            chosen = min(fast, key=lambda row: float(self.losses[row]))
+        else:
+            chosen = min(every, key=lambda row: wanted.costs.ms(self.masks[row]))
+        mask: Mask = self.masks[chosen]
+        return mask
+
+
+def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
+    """Whether this is a ladder of a model of so many layers."""
+    shaped = masks.ndim == 2 and masks.shape[1] == 2 * layers and losses.shape == masks.shape[:1] != (0,)
+    typed = masks.dtype == np.bool_ and losses.dtype == np.float64
+    return shaped and typed and bool(np.isfinite(losses).all() and masks[0].all())
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,8 @@ def _chances(logits: Floats, tokens: NDArray[np.int64]) -> NDArray[np.float64]: 
     chances /= shifted.sum(axis=1, dtype=np.float64)[:, None]
     rest = 1 - chances.sum(axis=1, keepdims=True)
     # What rounds to nothing is still possible.
-    return np.maximum(np.concatenate([chances, rest], axis=1), 1e-12)
+    possible: NDArray[np.float64] = np.maximum(np.concatenate([chances, rest], axis=1), 1e-12)
+    return possible
 
 
 class _Search:

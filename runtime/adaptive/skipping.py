@@ -67,13 +67,14 @@ class Skipping(Steps):
     def _logits(self, lost: int) -> Floats:  # (V,)
         assert self._mask is not None, "first comes first"
         root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
-        if self._mask.all() or self._floor.stopped:
-            return self._backend.forward(root, place, _ONE_ROW).logits[0]
-        output = self._backend.forward(root, place, _ONE_ROW, layer_mask=self._mask)
-        self._books.reduced += 1
-        self._books.blocks_skipped += int((~self._mask).sum())
-        self._pending.append(self._tokens[-1])
-        return output.logits[0]
+        whole = bool(self._mask.all()) or self._floor.stopped
+        output = self._backend.forward(root, place, _ONE_ROW, layer_mask=None if whole else self._mask)
+        if not whole:
+            self._books.reduced += 1
+            self._books.blocks_skipped += int((~self._mask).sum())
+            self._pending.append(self._tokens[-1])
+        said: Floats = output.logits[0]
+        return said
 
     def _chosen(self, logits: Floats) -> None:
         if not self._pending:

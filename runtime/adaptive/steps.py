@@ -1,4 +1,4 @@
-"""What all ways of computing less do alike: the first token, the books of a reply; knows nothing of what is left out."""
+"""What all ways of computing less do alike: the first token, a reply's books, its floor; knows not what is left out."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ class Steps(ABC):
         self._books.ms += (time.perf_counter() - begun) * 1e3
         return (token,)
 
+    @abstractmethod
     def leave(self) -> None:
         """Rows that the whole model did not make are dropped."""
 
@@ -134,6 +135,7 @@ class Steps(ABC):
     def _logits(self, lost: int) -> Floats:  # (V,)
         """After the text's last token; a view that the next pass overwrites."""
 
+    @abstractmethod
     def _chosen(self, logits: Floats) -> None:  # (V,)
         """A token was chosen from these logits and joined the text, so that passes may run again."""
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-import numpy as np
-
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.adaptive.contract import SwitchPolicy, feed, whole_pass
 from edgeinfer.runtime.adaptive.predictions import entropy_bits
@@ -103,6 +101,9 @@ class Switching(Steps):
 
     def _chosen(self, logits: Floats) -> None:
         self._policy.seen(entropy_bits(logits))
+
+    def leave(self) -> None:
+        """The large model's rows are its own."""
 
     def use(self) -> ComputeUse:
         """What happened so far; without another measure, the large model's own passes tell what a plain one takes."""

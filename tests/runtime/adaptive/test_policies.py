@@ -127,7 +127,8 @@ def test_ladder_takes_the_least_harmful_set_that_is_fast_enough() -> None:
 def test_predictions() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.25, 1e-30], np.float32)) + np.float32(3)
     assert entropy_bits(logits) == pytest.approx(1.5)
-    assert likeliest(logits) == (0, pytest.approx(0.5))
+    best, chance = likeliest(logits)
+    assert best == 0 and chance == pytest.approx(0.5)
     impossible = np.append(logits, np.float32(-np.inf))
     assert entropy_bits(impossible) == pytest.approx(1.5)
     other = np.log(np.array([0.25, 0.5, 0.25, 1e-30], np.float32))

@@ -97,8 +97,7 @@ def given(backend: Backend, chooser: Greedy, *, chunk: int = 16, **options: Any)
 def reply(engine: Engine, steps: Steps | None, chooser: Greedy, most: int = MOST) -> list[int]:
     """Tokens of a reply; afterwards the cache holds whole rows of the first tokens, as the engine believes."""
     made = [
-        step.token
-        for step in engine.generate(PROMPT, chooser, max_tokens=most, stop_ids=frozenset(), rounds=steps)
+        step.token for step in engine.generate(PROMPT, chooser, max_tokens=most, stop_ids=frozenset(), rounds=steps)
     ]
     text = [*PROMPT, *made]
     assert engine.backend.length == len(engine.held)
