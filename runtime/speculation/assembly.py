@@ -6,6 +6,7 @@ import dataclasses
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import read_heads
+from edgeinfer.bundle.nested_depths import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends import make_backend
@@ -51,7 +52,17 @@ def make_speculator(
         resident = target.residency.bias
     tuning = _tuning(profile, target)
     acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
-    parts = DrafterParts(target, model, plan.prefill_chunk, tuning, config.draft_experts, resident, bundle, acceptance)
+    parts = DrafterParts(
+        target,
+        model,
+        plan.prefill_chunk,
+        tuning,
+        config.draft_experts,
+        resident,
+        bundle,
+        acceptance,
+        () if drafter is None else trained_depths(drafter.bundle.manifest),
+    )
     drafters = plan.configuration.drafters
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 

@@ -23,6 +23,7 @@ from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
+from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 from edgeinfer.runtime.speculation.tuning import Tuning
 
 __all__ = ["KINDS", "DrafterParts", "make_drafter"]
@@ -40,6 +41,7 @@ class DrafterParts:
         experts: that a token of a draft uses where drafting is with fewer; None takes half of the model's own number.
         bundle: the target's, whose heads draft; None has none.
         acceptance: the small model's own judge of its tokens; None where it has none.
+        depths: of the small model that were trained to guess, fewer than all of its layers.
         resident: tells which experts are in memory, as `ExpertChoice.bias` has it; None where all are. () -> (L, E)
     """
 
@@ -51,6 +53,7 @@ class DrafterParts:
     resident: Callable[[], Floats] | None = None
     bundle: Bundle | None = None
     acceptance: Heads | None = None
+    depths: tuple[int, ...] = ()
 
     def has(self, kind: str) -> bool:
         """Whether there are heads of a kind, and states for them."""
@@ -88,7 +91,10 @@ class Kind:
 def _model(parts: DrafterParts) -> ModelDrafter:
     if parts.model is None:
         raise UsageError("No draft model was given.", "Name one with --draft-model, or leave this drafter out.")
-    return ModelDrafter(parts.model, parts.chunk, parts.target.geometry.vocab_size, parts.acceptance)
+    vocabulary, can = parts.target.geometry.vocab_size, parts.model.capabilities
+    if parts.depths and can.layer_skip and can.hidden:
+        return SortedDrafter(parts.model, parts.chunk, parts.depths, vocabulary)
+    return ModelDrafter(parts.model, parts.chunk, vocabulary, parts.acceptance)
 
 
 def _hierarchical(parts: DrafterParts) -> HierarchicalDrafter:

@@ -68,6 +68,10 @@ class Follower:
         """Another head follows: compares it from its beginning the next time."""
         self._agreed = 0
 
+    def forget_logits(self) -> None:
+        """Another pass of the backend overwrote the last logits."""
+        self._last = None
+
     def shared(self, head: Sequence[int], drafted: Sequence[int]) -> int:
         """Rows of this path that the cache holds."""
         fed, agreed = self._fed, self._agreed

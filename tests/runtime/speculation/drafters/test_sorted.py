@@ -1,0 +1,103 @@
+"""A drafter of nested depths: a guess is that of the depth it stopped at, whatever was fed shallowly before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
+from tests.runtime.speculation.drafters.models import context, export, make_backend
+
+LAYERS, DEPTHS, CHUNK = 3, (1, 2), 5
+PROMPT = np.random.default_rng(3).integers(0, 320, 13).tolist()
+EVERYTHING, NOTHING = 0.0, 1.1
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(tmp_path_factory.mktemp("sorted"), "portable", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def backend(bundle: Bundle) -> Backend:
+    return make_backend("portable", bundle)
+
+
+@pytest.fixture(scope="module")
+def oracle(bundle: Bundle) -> Callable[[Sequence[int], int], Floats]:
+    """Logits after a path with so many layers, from the beginning each time. (V,)"""
+    backend = make_backend("portable", bundle)
+
+    def last(path: Sequence[int], depth: int) -> Floats:
+        backend.truncate(0)
+        mask = np.arange(2 * LAYERS) < 2 * depth
+        tokens = np.array(path, np.int64)
+        row: Floats = backend.forward(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask).logits[
+            0
+        ]
+        return row.copy()
+
+    return last
+
+
+def chance(logits: Floats) -> float:
+    powers = np.exp(logits.astype(np.float64) - logits.max())
+    return float(powers.max() / powers.sum())
+
+
+@given(asked=st.lists(st.lists(st.integers(0, 319), max_size=6), min_size=1, max_size=6), share=st.floats(0, 1))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_guesses_are_those_of_the_depth_that_was_sure(
+    backend: Backend, oracle: Callable[[Sequence[int], int], Floats], asked: list[list[int]], share: float
+) -> None:
+    """Paths in any order: rows that were seen by few layers are caught up where more are wanted."""
+    backend.truncate(0)
+    # Random models are unsure everywhere, so the bar is put among their chances.
+    bar = [chance(oracle([*PROMPT, *path], 1)) for path in asked]
+    confident = float(np.quantile(bar, share))
+    drafter = SortedDrafter(backend, CHUNK, DEPTHS, confident=confident)
+    drafter.begin(PROMPT)
+    for path in asked:
+        found = drafter.guesses(context(PROMPT), path, 1)[0].token
+        laws = [oracle([*PROMPT, *path], depth) for depth in (1, 2, 3)]
+        sure = [abs(chance(law) - confident) > 1e-4 for law in laws[:2]]
+        if all(sure):  # on the edge either depth is right
+            law = next((law for law in laws[:2] if chance(law) >= confident), laws[2])
+            best = np.sort(law)[-2:]
+            assert found == law.argmax() or best[1] - best[0] < 1e-3
+
+
+@pytest.mark.parametrize(("confident", "depth"), [(EVERYTHING, 0), (NOTHING, 2)])
+def test_the_bar_decides_the_depth(backend: Backend, confident: float, depth: int) -> None:
+    backend.truncate(0)
+    drafter = SortedDrafter(backend, CHUNK, DEPTHS, confident=confident)
+    drafter.begin(PROMPT)
+    for path in ([], [4], [4, 7]):
+        drafter.guesses(context(PROMPT), path, 1)
+    assert drafter.guessed == [3 if part == depth else 0 for part in range(3)]
+
+
+def test_logits_that_were_overwritten_are_not_given_again(
+    backend: Backend, oracle: Callable[[Sequence[int], int], Floats]
+) -> None:
+    """A round ends just where the last guess was worked out, so the next one asks for the same row."""
+    backend.truncate(0)
+    drafter = SortedDrafter(backend, CHUNK, DEPTHS, confident=NOTHING)
+    drafter.begin(PROMPT)
+    first = drafter.guesses(context(PROMPT), [9], 1)[0].token
+    drafter.begin([*PROMPT, 9])
+    assert drafter.guesses(context([*PROMPT, 9]), [], 1)[0].token == first == oracle([*PROMPT, 9], 3).argmax()
+    assert drafter.guessed == [0, 0, 2]
+
+
+def test_a_path_that_does_not_fit_has_no_guess(backend: Backend) -> None:
+    backend.truncate(0)
+    drafter = SortedDrafter(backend, CHUNK, DEPTHS)
+    drafter.begin(PROMPT)
+    assert drafter.guesses(context([1] * (backend.capacity + 1)), [], 1) == ()
