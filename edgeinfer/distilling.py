@@ -73,19 +73,21 @@ class DraftFigures:
 
 def measure_drafter(
     target: str | Path | None,
-    drafter: str | Path,
+    drafter: str | Path | None,
     prompts: Sequence[Sequence[int]],
     *,
     tokens: int = 96,
+    who: str = "model",
     progress: Progress | None = None,
     **options: Any,
 ) -> DraftFigures:
     """Lets a drafter draft for a target beside plain decoding of the same replies, in turns.
 
     Args:
-        target, drafter: as `edgeinfer.load` takes them.
+        target, drafter: as `edgeinfer.load` takes them; without a drafter, what the target's bundle brings drafts.
         prompts: token ids.
         tokens: of a reply at most.
+        who: drafts, a name of config.DRAFTERS.
         options: fields of LoadConfig.
 
     Raises:
@@ -97,15 +99,15 @@ def measure_drafter(
     drafted = accepted = rounds = made = 0
     speeds: list[tuple[float, float]] = []
     kept = {"remember": False} | options
-    with load(target, draft_model=drafter, speculation="model", **kept) as model:
+    with load(target, draft_model=drafter, speculation=who, **kept) as model:
         for index, prompt in enumerate(prompts):
             if progress is not None:
                 progress("measuring", index, len(prompts))
             pair = []
-            for who in ("off", "model"):
+            for mode in ("off", who):
                 times = []
                 for _ in range(_TURNS):
-                    result = model.generate(prompt, max_tokens=tokens, temperature=0.0, speculation=who)
+                    result = model.generate(prompt, max_tokens=tokens, temperature=0.0, speculation=mode)
                     times.append(result.timings.tokens_per_second)
                 pair.append(max(times))
             use = result.speculation

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgeinfer.bundle.manifest import FileEntry
 from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, storage_errors, write_file
+from edgeinfer.errors import UsageError
 
 __all__ = ["add_file"]
 
@@ -21,8 +22,13 @@ def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:
         name: relative to the bundle, of one folder at most.
 
     Raises:
+        UsageError: the bundle lies inside another one, whose digests would no longer be right.
         StorageError: it cannot be written.
     """
+    outer = bundle.path.resolve().parent
+    if (outer / MANIFEST).is_file():
+        message = f"{bundle.path} is a part of the bundle {outer}."
+        raise UsageError(message, "Copy it elsewhere, change the copy, and put that into the bundle.")
     files = {other: entry for other, entry in bundle.manifest.files.items() if other != name}
     if bundle.has(name):
         _write_manifest(bundle, files)

@@ -16,6 +16,7 @@ All are float32 or float16 but for the tokens. The notes of a file say its forma
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,21 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.additions import add_file
 from edgeinfer.bundle.spec import Geometry
-from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle
+from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, write_bundle
 from edgeinfer.bundle.tensor_bytes import Arrays, decode_tensors, encode_tensors
 from edgeinfer.errors import BundleError, StorageError
 
-__all__ = ["HEADS", "STATE_EPS", "Heads", "add_heads", "has_heads", "heads_bytes", "heads_file", "read_heads"]
+__all__ = [
+    "HEADS",
+    "STATE_EPS",
+    "Heads",
+    "add_heads",
+    "copy_with_heads",
+    "has_heads",
+    "heads_bytes",
+    "heads_file",
+    "read_heads",
+]
 
 _FOLDER = "heads"
 _FORMAT, _VERSION = "edgeinfer-heads", "1"
@@ -173,11 +184,32 @@ def add_heads(path: Path, heads: Heads) -> Bundle:
         BundleError: there is no bundle, or the heads belong to another model.
         StorageError: it cannot be written, or is a plain GGUF file.
     """
+    bundle = _with_files(path)
+    heads.check(bundle.manifest.geometry)
+    return add_file(bundle, heads_file(heads.kind), heads.to_bytes())
+
+
+def copy_with_heads(path: Path, out: Path, heads: Heads) -> Bundle:
+    """Writes a copy of the bundle at `path` that has these heads, whole or not at all.
+
+    Raises:
+        BundleError, StorageError: as `add_heads`; or there is something at `out`.
+    """
+    bundle = _with_files(path)
+    heads.check(bundle.manifest.geometry)
+    with write_bundle(out) as work:
+        for name in (*bundle.manifest.files, MANIFEST):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle.path / name, work / name)
+        add_heads(work, heads)
+    return open_bundle(out)
+
+
+def _with_files(path: Path) -> Bundle:
     bundle = open_bundle(path)
     if not (bundle.path / MANIFEST).is_file():
         raise StorageError(f"{path} is a plain GGUF file, which has no place for heads.", "Export it as a bundle.")
-    heads.check(bundle.manifest.geometry)
-    return add_file(bundle, heads_file(heads.kind), heads.to_bytes())
+    return bundle
 
 
 def _length(arrays: Arrays, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from edgeinfer.cli.distilling import drafter, exits, sorted_drafter
+from edgeinfer.cli.distilling import drafter, exits, heads, sorted_drafter
 
 if TYPE_CHECKING:
     from edgeinfer.cli.options import Subparsers
@@ -19,7 +19,7 @@ Needs the extra: pip install 'edgeinfer[train]'. An interrupted training goes on
 example:
   edgeinfer distill drafter my-bundle my-drafter --text texts.jsonl --minutes 30 --into my-bundle-2
 """
-_KINDS = (drafter, exits, sorted_drafter)
+_KINDS = (drafter, exits, sorted_drafter, heads)
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -23,7 +23,7 @@ from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.tokens import Tokens
 
-__all__ = ["HeadsShape", "HeadsTask", "agreement", "final_states", "half"]
+__all__ = ["HeadsShape", "HeadsTask", "final_states", "half"]
 
 # A later place is reached less often, and counts so much less (Medusa).
 _FADING = 0.8
@@ -163,8 +163,3 @@ def _frequent(sources: tuple[Tokens, ...], count: int) -> torch.Tensor:  # (K,)
     counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)
     chosen = np.argsort(-np.asarray(counts), kind="stable")[:count]
     return torch.from_numpy(np.sort(chosen).astype(np.int64))
-
-
-def agreement(right: tuple[float, ...]) -> str:
-    """For people: the share of each place, the first one first."""
-    return ", ".join(f"{share:.1%}" for share in right)

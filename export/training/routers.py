@@ -27,6 +27,8 @@ _SURE = 2.0
 # What a kept layer costs whatever the share, and one beyond the share.
 _PENALTY, _BEYOND = 0.01, 4.0
 _WINDOWS, _WINDOW = 24, 128
+# Windows that tell how long states are.
+_SCALED = 4
 
 
 class RoutersTask:
@@ -49,6 +51,8 @@ class RoutersTask:
         device = target.device
         self._weight = torch.nn.Parameter(torch.zeros(layers, size, device=device))
         self._bias = torch.nn.Parameter(torch.full((layers,), _SURE, device=device))
+        self._scale = torch.ones(layers, device=device)
+        self._scale = self._lengths(torch.from_numpy(sources[0].windows(batches.length, _SCALED)).to(device))
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -63,12 +67,17 @@ class RoutersTask:
     def loss(self, step: int) -> torch.Tensor:
         """The reply's divergence from the whole model, and the penalties."""
         batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
-        lost, soft, _ = self._run(batch)
+        lost, soft, _, _ = self._run(batch)
         kept = soft.mean()
         return lost + _PENALTY * kept + _BEYOND * torch.relu(kept - self._keep)
 
-    def _run(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Divergence of the replies of a batch (B, S), and the gates, soft and hard (B, L)."""
+    @torch.no_grad()
+    def _lengths(self, batch: torch.Tensor) -> torch.Tensor:  # (B, S) -> (L,)
+        """Of the prompts' mean states before each layer: they grow from layer to layer, and routers learn alike."""
+        return self._run(batch)[3]
+
+    def _run(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Divergence of the replies of a batch (B, S), the gates, soft and hard (B, L), and lengths of states (L,)."""
         model, prompt = self._target.model.model, batch.shape[1] // 2
         taught = final_states(self._target.model, batch)[:, prompt:]
         states = model.embed_tokens(batch)
@@ -76,10 +85,11 @@ class RoutersTask:
         rotation = model.rotary_emb(states, positions)
         length = batch.shape[1]
         mask = torch.full((length, length), torch.finfo(states.dtype).min, device=batch.device).triu(1)[None, None]
-        soft, hard = list[torch.Tensor](), list[torch.Tensor]()
+        soft, hard, lengths = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for number, layer in enumerate(model.layers):
             mean = states[:, :prompt].mean(1)  # (B, D)
-            gate = torch.sigmoid(mean @ self._weight[number] + self._bias[number])  # (B,)
+            lengths.append(mean.detach().norm(dim=-1).mean())
+            gate = torch.sigmoid(mean @ self._weight[number] / self._scale[number] + self._bias[number])  # (B,)
             chosen = (gate > 0.5).to(gate) + gate - gate.detach()
             made = layer(states, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
             made = made[0] if isinstance(made, tuple) else made
@@ -90,18 +100,19 @@ class RoutersTask:
         rows = self._target.model.lm_head.weight
         said = model.norm(states[:, prompt:])
         lost = divergence(said.flatten(0, 1), rows, taught.flatten(0, 1), rows)
-        return lost, torch.stack(soft, 1), torch.stack(hard, 1)
+        return lost, torch.stack(soft, 1), torch.stack(hard, 1), torch.stack(lengths)
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
         """What was trained, as a bundle keeps it."""
-        return Heads(self.kind, {name: p.detach().cpu().numpy() for name, p in self.parameters().items()}, notes)
+        weight = (self._weight / self._scale[:, None]).detach().cpu().numpy()
+        return Heads(self.kind, {"weight": weight, "bias": self._bias.detach().cpu().numpy()}, notes)
 
     @torch.no_grad()
     def figures(self, held_out: Tokens) -> tuple[float, float]:
         """Mean divergence of replies in nats, and the share of layers kept, on text that was not trained on."""
         lost, kept = list[float](), list[float]()
         for window in held_out.windows(_WINDOW, _WINDOWS):
-            divergent, _, hard = self._run(torch.from_numpy(window)[None].to(self._target.device))
+            divergent, _, hard, _ = self._run(torch.from_numpy(window)[None].to(self._target.device))
             lost.append(float(divergent))
             kept.append(float(hard.mean()))
         return sum(lost) / len(lost), sum(kept) / len(kept)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from edgeinfer.export.training.drafter import DrafterTraining
     from edgeinfer.export.training.sizing import StudentSize
 
-__all__ = ["add_options", "add_parser", "execute", "make"]
+__all__ = ["add_options", "add_parser", "execute", "make", "repliers"]
 
 _DESCRIPTION = """\
 Make a tiny drafter for a model. Its size is what pays on this device; it reads the text you give, then learns from what
@@ -94,7 +94,7 @@ def make(args: argparse.Namespace, *, nested: bool) -> int:
         options = DrafterOptions(_size_for(args, source), **given(args), samples=args.samples, nested=nested)
         target = load_target(source, find_device(options.device))
         text = TextSource(tuple(args.text), target)
-        with working_folder(args) as work, progress_bar(enabled=not args.json) as bar, _repliers(source) as replier:
+        with working_folder(args) as work, progress_bar(enabled=not args.json) as bar, repliers(source) as replier:
             trained = train_drafter(target, text, options, work, replier, bar)
             facts = _finish(args, source, trained, bar)
     stages = facts["acceptance"].items()
@@ -118,7 +118,7 @@ def _checked(args: argparse.Namespace) -> Path:
 
 
 @contextlib.contextmanager
-def _repliers(source: Path) -> Iterator[ModelReplier | None]:
+def repliers(source: Path) -> Iterator[ModelReplier | None]:
     """What draws a target's replies: the engine where it is a bundle, which is much faster than torch; else None."""
     if not hub.is_bundle(source):
         yield None

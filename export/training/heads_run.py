@@ -1,0 +1,193 @@
+"""A whole training of heads: the text and replies it reads, its task, what came of it; knows nothing of engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.heads import HEADS, Heads
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.heads_task import HeadsShape
+from edgeinfer.export.training.hydra import HydraTask
+from edgeinfer.export.training.judge import JudgeTask
+from edgeinfer.export.training.medusa import MedusaTask
+from edgeinfer.export.training.options import Progress, TrainOptions, require
+from edgeinfer.export.training.prompt_tokens import PromptTask
+from edgeinfer.export.training.routers import RoutersTask
+from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
+from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.tasks import Batches
+from edgeinfer.export.training.text import TextSource
+from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.trainer import Task, Trained, Trainer
+
+__all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]
+
+# Of the text and of the replies, what is kept for measuring.
+_HELD_OUT = 0.05
+_PROMPTS = 4000
+# Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
+_RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2}
+
+
+@dataclass(frozen=True)
+class HeadsOptions:
+    """How heads are trained.
+
+    Attributes:
+        kind: one of bundle.heads.HEADS.
+        steps: of the optimizer.
+        samples: tokens that the target writes; 0 trains on the text alone.
+        rows, length: windows of a step and their tokens.
+        learning_rate: at its highest; None is usual for the kind.
+        count, tokens: as HeadsShape.
+        keep: as RoutersTask.
+        device, threads: as TrainOptions.
+    """
+
+    kind: str
+    steps: int = 600
+    samples: int = 0
+    rows: int = 8
+    length: int = 128
+    learning_rate: float | None = None
+    count: int = 3
+    tokens: int | None = None
+    keep: float = 0.75
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.kind in HEADS, "kind", self.kind, f"one of {', '.join(HEADS)}")
+        require(self.samples >= 0, "samples", self.samples, "0 or more")
+        for name, least in (("rows", 1), ("length", 8)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+
+    @property
+    def training(self) -> TrainOptions:
+        """Of the trainer."""
+        return TrainOptions(
+            self.steps,
+            self.learning_rate or _RATES[self.kind],
+            weight_decay=0.0,
+            warmup=min(20, max(1, self.steps // 10)),
+            seed=self.seed,
+            device=self.device,
+            threads=self.threads,
+        )
+
+
+class _HeadsTask(Task, Protocol):
+    """A task that makes heads."""
+
+    def heads(self, notes: dict[str, str]) -> Heads:
+        """What was trained."""
+
+
+@dataclass(frozen=True)
+class HeadsTraining:
+    """Trained heads.
+
+    Attributes:
+        heads: as a bundle keeps them.
+        before, after: how well they do on text that was kept for measuring, by name: of heads that draft, the share of
+            their likeliest tokens that are the target's, by place.
+        seconds: in all, since it was last begun.
+        prompts: for measuring on an engine. (n,) each
+    """
+
+    heads: Heads
+    before: dict[str, float]
+    after: dict[str, float]
+    trained: Trained
+    seconds: float
+    prompts: Sequence[NDArray[Any]]
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says."""
+        return {
+            "kind": self.heads.kind,
+            "bytes": len(self.heads.to_bytes()),
+            "before": self.before,
+            "after": self.after,
+            "steps": len(self.trained.losses),
+            "resumed_at": self.trained.resumed_at,
+            "final_loss": self.trained.final_loss,
+            "seconds": round(self.seconds, 1),
+            "losses": list(self.trained.losses),
+        }
+
+
+def train_heads(
+    target: Target,
+    text: TextSource,
+    options: HeadsOptions,
+    work: Path,
+    *,
+    drafter: Target | None = None,
+    replier: Replier | None = None,
+    progress: Progress | None = None,
+) -> HeadsTraining:
+    """Trains heads in a working folder, or goes on with what was interrupted there.
+
+    Args:
+        drafter: of whom an acceptance head is made.
+        replier: draws the target's replies; None draws them in torch.
+
+    Raises:
+        UsageError: there is too little text, or the folder holds a training of another configuration.
+        ModelError: the drafter has another vocabulary.
+        StorageError: the folder cannot be written, or the disk is full.
+    """
+    begun = time.monotonic()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with storage_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    sources = [text.tokens(work)]
+    sources[0].require(4 * options.length, "The text")
+    prompts = text.prompts(_PROMPTS)
+    asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
+    if options.samples:
+        drawn = SampleOptions(max(options.samples, 4 * options.length), seed=options.seed)
+        replies = sample(replier or TorchReplier(target), asked, drawn, work / "samples", target.digest, progress)
+        sources.insert(0, replies)
+    halves = [tokens.split(_HELD_OUT) for tokens in sources]
+    learnt, held_out = tuple(most for most, _ in halves), halves[0][1]
+    task = _make(target, drafter, learnt, options)
+    before = _figures(task, held_out)
+    trained = Trainer(task, options.training, work / options.kind).run(progress)
+    after = _figures(task, held_out)
+    notes = {name: f"{value:.4f}" for name, value in after.items()} | {"target": target.digest}
+    return HeadsTraining(task.heads(notes), before, after, trained, time.monotonic() - begun, kept or prompts)
+
+
+def _make(target: Target, drafter: Target | None, learnt: tuple[Tokens, ...], options: HeadsOptions) -> _HeadsTask:
+    batches, shape = Batches(options.seed, options.rows, options.length), HeadsShape(options.count, options.tokens)
+    if options.kind == "acceptance":
+        if drafter is None:
+            raise UsageError("An acceptance head is a drafter's, and none was given.", "Name the drafter.")
+        return JudgeTask(drafter, target, learnt, batches)
+    if options.kind == "routers":
+        return RoutersTask(target, learnt, batches, options.keep)
+    kinds = {"medusa": MedusaTask, "hydra": HydraTask, "prompt": PromptTask}
+    return kinds[options.kind](target, learnt, batches, shape)
+
+
+def _figures(task: _HeadsTask, held_out: Tokens) -> dict[str, float]:
+    if isinstance(task, JudgeTask):
+        judged, trusted = task.curves(held_out)
+        return {"area under the curve": judged, "of the drafter's own probability": trusted}
+    if isinstance(task, RoutersTask):
+        lost, kept = task.figures(held_out)
+        return {"divergence in nats": lost, "layers kept": kept}
+    assert isinstance(task, MedusaTask | HydraTask | PromptTask)
+    return {f"agreement at place {place + 1}": share for place, share in enumerate(task.agreement(held_out))}
