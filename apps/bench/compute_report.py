@@ -8,7 +8,16 @@ from typing import Any
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.tables import print_table
 
-__all__ = ["compute_chart", "dominates", "point_rows", "print_compute"]
+__all__ = [
+    "HEADER",
+    "comparison_rows",
+    "compute_chart",
+    "dominates",
+    "floor_header",
+    "floor_rows",
+    "point_rows",
+    "print_compute",
+]
 
 HEADER = (
     "policy", "level", "nats", "perplexity", "large share", "skipped", "predicted", "ms/token", "faster", "right"
@@ -25,29 +34,45 @@ def print_compute(data: Mapping[str, Any]) -> None:
     first = data["points"][0]
     title = f"{data['model']}{drafter}: {first['tokens']} tokens of {data['text']}"
     print_table(title, HEADER, point_rows(data["points"]))
-    for name, columns in _COMPARED.items():
-        pairs = data["dominance"][name]
-        if pairs:
-            rows = [(f"{pair[columns[0]]:.2f}", *(f"{pair[column]:.4f}" for column in columns[1:])) for pair in pairs]
-            better = sum(dominates(name, pair) for pair in pairs)
-            print_table(f"{name}: less divergence at {better} of {len(pairs)} levels", columns, rows)
+    for title, header, rows in comparison_rows(data):
+        print_table(title, header, rows)
     if data["floors"]:
-        rows = [
-            (
-                each["policy"],
-                _level(each["options"]),
-                f"{each['floor']:g}",
-                f"{each['divergence']:.4f}",
-                f"{each['worst']:.4f}",
-                f"{each['above']} of {each['stories']}",
-                f"{each['reduced']:.0%}",
-            )
-            for each in data["floors"]
-        ]
-        header = ("policy", "level", "floor", "nats", "worst story", "above the floor", "still reduced")
-        print_table("floors, on texts that nothing was calibrated with", header, rows)
+        print_table("Floors, on texts that nothing was calibrated with", floor_header(), floor_rows(data))
     for policy, reason in data["skipped"].items():
         print(f"{policy}: skipped: {reason}")
+
+
+def comparison_rows(data: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """Each comparison with what a policy has to beat: its title, header and rows."""
+    found = []
+    for name, columns in _COMPARED.items():
+        pairs = data["dominance"][name]
+        better = sum(dominates(name, pair) for pair in pairs)
+        rows = [(f"{pair[columns[0]]:.2f}", *(f"{pair[column]:.4f}" for column in columns[1:])) for pair in pairs]
+        if pairs:
+            found.append((f"{name}: less divergence at {better} of {len(pairs)} levels", columns, rows))
+    return found
+
+
+def floor_header() -> tuple[str, ...]:
+    """Names of the columns of `floor_rows`."""
+    return ("policy", "level", "floor", "nats", "worst story", "above the floor", "still reduced")
+
+
+def floor_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each policy with a floor of the JSON."""
+    return [
+        (
+            each["policy"],
+            _level(each["options"]),
+            f"{each['floor']:g}",
+            f"{each['divergence']:.4f}",
+            f"{each['worst']:.4f}",
+            f"{each['above']} of {each['stories']}",
+            f"{each['reduced']:.0%}",
+        )
+        for each in data["floors"]
+    ]
 
 
 def dominates(name: str, pair: Mapping[str, float]) -> bool:

@@ -67,9 +67,10 @@ def _execute(args: argparse.Namespace) -> int:
     limits: dict[str, Any] = {"granularity": 2, "evaluations": 60} if args.expand else {}
     limits |= {"evaluations": 60 if args.expand else 250, "repeats": 1} if args.quick else {}
     drafter = options.get("draft_model")
-    name = Path(drafter).name if drafter else None
     with progress_bar() as bar, load_model(bundle, options) as model:
         levels = QUICK if args.quick else LEVELS
+        own = "its own drafter" if "draft_model" in model.plan.terms else None
+        name = Path(drafter).name if drafter else own
         results = measure_compute(model, material, levels, drafter=name, told=bar, **limits)
     data = results.to_dict() | {"expanded": args.expand}
     print_compute(data)
