@@ -44,7 +44,7 @@ class LettersBackend(TableBackend):
 
     def __init__(self, capacity: int = 200, noise: float = 0.0) -> None:
         super().__init__()
-        self.capacity = capacity  # type: ignore[misc]
+        self.capacity = capacity
         self.places: list[int] = []
         self.noise = noise
         self.most_held = 0

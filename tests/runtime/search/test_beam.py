@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -34,7 +35,7 @@ def test_enough_beams_find_the_best_of_all_replies(penalty: float, prompt: list[
 
     def score(reply: tuple[int, ...]) -> float:
         logs = [log_probabilities(letters_logits([*prompt, *reply[:i]]))[t] for i, t in enumerate(reply)]
-        return float(sum(logs)) / len(reply) ** penalty
+        return float(sum(logs)) / math.pow(len(reply), penalty)
 
     assert tuple(trial.tokens()) == max(every_reply(2), key=score)
 

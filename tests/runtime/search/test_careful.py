@@ -26,12 +26,13 @@ Law = NDArray[np.float64]
 
 def law_of(text: list[int]) -> Law:  # (V,)
     logits = letters_logits(text).astype(np.float64)
-    weights: Law = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    weights = np.exp(logits - logits.max())
+    law: Law = weights / weights.sum()
+    return law
 
 
 def uncertainty(law: Law) -> float:
-    return -sum(p * math.log(p) for p in law.tolist() if p > 0)
+    return -math.fsum(p * math.log(p) for p in law.tolist() if p > 0)
 
 
 def test_scores() -> None:

@@ -42,7 +42,8 @@ def test_every_way_tells_what_it_did(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_drawing_needs_a_temperature(name: str) -> None:
-    for greedy in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}):
+    greedies: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}]
+    for greedy in greedies:
         with pytest.raises(UsageError, match="temperature above 0"):
             Trial(LettersBackend(), search=name, **greedy)
 
