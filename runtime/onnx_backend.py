@@ -112,6 +112,9 @@ class OnnxBackend:
         self.kernel = kernel_of(bundle, layout)
         # Before the session, which takes long: it refuses a type without scales.
         zeros = None if device.on_cpu else device_zeros(device)
+        # The operator's own window counts rows, whichever text's they are.
+        if self._window and capacity + self._multiple - 1 > self._window + graph.TREE_ROWS:
+            self.capabilities = dataclasses.replace(self.capabilities, branches=False)
         self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales, zeros=zeros)
         mapped = layout == PORTABLE and weights == "mapped"
         self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
@@ -172,10 +175,6 @@ class OnnxBackend:
         start, size = self._kv.length, len(tokens)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
-        if self._window and sees is not None and total > self._window + graph.TREE_ROWS:
-            # The operator's own window counts rows, whoever's they are.
-            most = self._window + graph.TREE_ROWS
-            raise BackendError(f"{total} rows of several texts are more than {most}, which this model's window allows.")
         self._release_bindings(total)
         self._kv.reserve(total)
         padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple

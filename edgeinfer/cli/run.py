@@ -71,6 +71,8 @@ def execute(args: argparse.Namespace) -> int:
             else:
                 _write(stream, after="" if args.chat else prompt)
             result = stream.result
+            if not args.json:
+                _write_others(result, after="" if args.chat else prompt)
     if args.json:
         print_json(result.to_dict())
     elif args.verbose or sys.stderr.isatty():
@@ -109,6 +111,13 @@ def _lossy(result: Result) -> str:
     what = f"{use.reduced / use.tokens:.0%} of them by {use.compute}"
     measured = "" if use.divergence is None else f", {use.divergence:.3f} nats from the whole model"
     return f", lossy ({what}{measured})"
+
+
+def _write_others(result: Result, after: str) -> None:
+    """Writes the samples that are not the reply, where several were asked for."""
+    samples = result.search.texts if result.search is not None and result.search.search == "samples" else ()
+    for number, sample in enumerate(samples[1:], 2):
+        print(f"\n[sample {number}]\n{after}{sample.text.rstrip()}")
 
 
 def _summary(result: Result) -> str:

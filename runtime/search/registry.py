@@ -72,7 +72,8 @@ def make_search(parts: SearchParts, *, forgets: bool) -> Search:
         raise UsageError(message, "Load the model with overflow='stop'.")
     if kind.branches and not parts.backend.capabilities.branches:
         message = f"The {parts.backend.name} backend cannot keep several texts in one cache, as search={name!r} does."
-        raise CapabilityError(message, "Use a natively exported bundle, or search='momentum'.")
+        hint = "Use a natively exported bundle, a context no longer than its sliding window, or search='momentum'."
+        raise CapabilityError(message, hint)
     return kind.make(parts)
 
 

@@ -164,6 +164,12 @@ def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
     assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
+    samples = ["run", "-p", PROMPT, "-n", "8", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1"]
+    assert main([*samples, "--search", "samples", "--samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    with edgeinfer.load(threads=1, remember=False) as model:
+        one, two = (model.generate(PROMPT, max_tokens=8, temperature=0.8, seed=seed).text for seed in (3, 4))
+    assert shown == f"{PROMPT}{one}\n\n[sample 2]\n{PROMPT}{two.rstrip()}\n"
     line = ["run", "-p", PROMPT, "-n", "12", "--no-remember", "-t", "1", "--json", "--search", "momentum"]
     assert main([*line, "--resistance", "1,2,3", "--resistance-weight", "0.4", "--candidates", "8"]) == 0
     assert json.loads(capsys.readouterr().out)["search"]["search"] == "momentum"

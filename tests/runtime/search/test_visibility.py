@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, Capabilities, open_bundle
+from edgeinfer.bundle.graph import TREE_ROWS
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.static.options import StaticOptions
@@ -132,6 +133,16 @@ def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Cal
         feed(Visibility(blind, np.arange(n + 2)))
     assert backend.length == n
     backend.close()
+
+
+def test_a_window_bounds_the_context_of_several_texts(make_family: Callable[..., Family]) -> None:
+    """The operator's window is that of the model and so many rows more, and counts other texts' rows."""
+    bundle = make_family("mistral").bundle
+    for capacity, can in ((6 + TREE_ROWS - 1, True), (6 + TREE_ROWS, False)):
+        backend = OnnxBackend(bundle, capacity)
+        assert backend.capabilities.branches is can
+        backend.close()
+    assert OnnxBackend(make_family("llama").bundle, 6 + TREE_ROWS).capabilities.branches
 
 
 def test_a_backend_that_cannot_refuses() -> None:
