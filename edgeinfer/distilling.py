@@ -47,8 +47,7 @@ class ModelReplier:
             drawn = self.model.generate(
                 prompt.tolist(), max_tokens=room, temperature=heat, seed=seed * 4096 + index, speculation="off"
             )
-            ends = self.model.end_ids[:1] if drawn.finish_reason == "stop" else []
-            found.append([*drawn.token_ids, *ends])
+            found.append([*drawn.token_ids])
         return found
 
 

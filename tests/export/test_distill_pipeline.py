@@ -1,0 +1,156 @@
+"""Whole trainings on a random target: what they report, and that interrupted ones end as others do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
+from edgeinfer.export.training.exits import ExitsOptions, tune_exits
+from edgeinfer.export.training.options import Progress
+from edgeinfer.export.training.samples import SampleOptions
+from edgeinfer.export.training.sizing import StudentSize
+from edgeinfer.export.training.target import Target, load_target
+from edgeinfer.export.training.text import TextSource
+from tests.factories import make_checkpoint
+
+OPTIONS = DrafterOptions(
+    StudentSize.of(64, 2),
+    steps=12,
+    samples=700,
+    rows=2,
+    length=16,
+    device="cpu",
+    threads=1,
+    sampling=SampleOptions(tokens=1, length=12, rows=8),
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("target") / "checkpoint"
+    make_checkpoint(folder, "llama")
+    return load_target(folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory, target: Target) -> TextSource:
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [json.dumps({"text": f"the cat number {i} ran to the dog and sat on it {i * i} times"}) for i in range(60)]
+    file.write_text("\n".join(lines), "utf-8")
+    return TextSource((file,), target)
+
+
+def stop_at(stage: str, step: int) -> Progress:
+    def progress(name: str, done: int, total: int) -> None:
+        if name.startswith(stage) and done == step:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_an_interrupted_drafter_is_that_of_an_uninterrupted_run(
+    tmp_path: Path, target: Target, text: TextSource
+) -> None:
+    whole = train_drafter(target, text, OPTIONS, tmp_path / "whole")
+    for stage, step in (("sampling", 400), ("reading,", 3), ("distilling,", 5)):
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(
+                target, text, OPTIONS, tmp_path / "work", progress=stop_at(stage, step) if step != 400 else first
+            )
+    found = train_drafter(target, text, OPTIONS, tmp_path / "work")
+    assert (found.reading.resumed_at, found.distilling.resumed_at) == (4, 5)
+    assert found.reading.losses == whole.reading.losses
+    assert found.distilling.losses == whole.distilling.losses
+    ours, theirs = (load_file(each.checkpoint / "model.safetensors") for each in (found, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert found.distilled == whole.distilled
+    assert whole.distilled.divergence < whole.untrained.divergence
+    facts = json.loads(json.dumps(found.facts()))
+    assert facts["steps"] == {"reading": 4, "distilling": 8}
+    assert list(facts["acceptance"]) == ["untrained", "after_reading", "after_distilling"]
+
+
+def first(name: str, done: int, total: int) -> None:
+    """Interrupts the first stage that says anything."""
+    raise KeyboardInterrupt
+
+
+def test_another_size_or_text_does_not_go_on(tmp_path: Path, target: Target, text: TextSource) -> None:
+    train_drafter(target, text, OPTIONS, tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "reading").rglob("*.json")}
+    with pytest.raises(UsageError, match="another configuration"):
+        train_drafter(target, text, replace(OPTIONS, size=StudentSize.of(64, 1)), tmp_path)
+    with pytest.raises(UsageError, match="another target, text or options"):
+        train_drafter(target, text, replace(OPTIONS, samples=900), tmp_path)
+    assert {path: path.read_bytes() for path in (tmp_path / "reading").rglob("*.json")} == before
+
+
+def test_minutes_become_steps_that_a_resumed_run_keeps(tmp_path: Path, target: Target, text: TextSource) -> None:
+    options = replace(OPTIONS, steps=None, minutes=0.01, samples=None)
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(target, text, options, tmp_path, progress=first)
+    schedule = json.loads((tmp_path / "schedule.json").read_text())
+    found = train_drafter(target, text, options, tmp_path)
+    assert len(found.reading.losses) == schedule["reading"] >= 1
+    assert len(found.distilling.losses) == schedule["distilling"] >= 1
+    with pytest.raises(UsageError, match="other minutes"):
+        train_drafter(target, text, replace(options, minutes=0.02), tmp_path)
+
+
+def test_depths_learn_together(tmp_path: Path, target: Target, text: TextSource) -> None:
+    nested = train_drafter(target, text, replace(OPTIONS, nested=True), tmp_path / "nested")
+    assert list(nested.depths) == [1]
+    assert "after_1_layers" in nested.facts()["acceptance"]
+    plain = train_drafter(target, text, OPTIONS, tmp_path / "plain")
+    assert plain.depths == {}
+    assert nested.depths[1].divergence < nested.untrained.divergence
+    with pytest.raises(UsageError, match="no depths"):
+        replace(OPTIONS, nested=True, size=StudentSize.of(64, 1))
+
+
+def test_too_little_text_is_refused_with_what_is_needed(tmp_path: Path, target: Target) -> None:
+    (tmp_path / "short.txt").write_text("a cat", "utf-8")
+    with pytest.raises(UsageError, match="and 64 are needed"):
+        train_drafter(target, TextSource((tmp_path / "short.txt",), target), OPTIONS, tmp_path / "work")
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 1}, {"minutes": 0, "steps": None}, {"rows": 0}, {"length": 2}])
+def test_impossible_options_are_refused(wrong: dict[str, int | None]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        replace(OPTIONS, **wrong)  # type: ignore[arg-type]  # on purpose
+
+
+def test_exits_learn_what_the_whole_says_and_resume(tmp_path: Path, target: Target, text: TextSource) -> None:
+    options = ExitsOptions(steps=40, rows=4, length=16, learning_rate=3e-3, device="cpu", threads=1)
+    results = []
+    for name in ("whole", "work"):
+        fresh = load_target(target.folder)
+        if name == "work":
+            with pytest.raises(KeyboardInterrupt):
+                tune_exits(
+                    load_target(target.folder), text, options, tmp_path / name, tmp_path / "w", stop_at("tuning", 9)
+                )
+        results.append(tune_exits(fresh, text, options, tmp_path / name, tmp_path / ("w" if name == "work" else "v")))
+    whole, found = results
+    assert found.trained.resumed_at == 9 and found.trained.losses == whole.trained.losses
+    assert found.after == whole.after and list(found.before) == [1, 2]
+    assert sum(found.after.values()) > sum(found.before.values())
+    assert found.perplexity_after == pytest.approx(found.perplexity_before, rel=0.5)
+    again = load_target(tmp_path / "work")
+    assert not torch.equal(again.model.lm_head.weight, target.model.lm_head.weight)
+    assert json.loads(json.dumps(found.facts()))["steps"] == 40
+
+
+def test_a_model_of_one_layer_has_no_exits(tmp_path: Path, text: TextSource) -> None:
+    make_checkpoint(tmp_path / "one", "llama", num_hidden_layers=1)
+    single = load_target(tmp_path / "one")
+    options = ExitsOptions(steps=2, rows=1, length=16, device="cpu")
+    with pytest.raises(UsageError, match="one layer"):
+        tune_exits(single, TextSource(text.files, single), options, tmp_path / "out", tmp_path / "work")
