@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,17 +79,12 @@ class Beam(Way):
         """Replaces a group's beginnings by the best that are one token longer, and counts their tokens."""
         if not group.live:
             return
-        totals = np.stack([beginning.total + row for beginning, row in zip(group.live, group.behind, strict=True)])
-        judged = totals.copy()
-        for token, times in chosen.items():
-            judged[:, token] -= self._config.diversity * times
-        stop_ids, vocabulary = self._parts.stop_ids, judged.shape[1]
-        # Enough that beginnings are left where every stop token is among the best of each.
-        wanted = min(judged.size, size + len(stop_ids) * len(group.live))
-        live: list[_Beginning] = []
-        for rank, place in enumerate(likeliest(judged.reshape(-1), wanted).tolist()):
-            parent, token = group.live[place // vocabulary], place % vocabulary
-            longer = _Beginning((*parent.tokens, token), float(totals[place // vocabulary, token]), parent.branch)
+        stop_ids, live = self._parts.stop_ids, list[_Beginning]()
+        for rank, (_, index, token) in enumerate(sorted(self._candidates(group, chosen, size))):
+            parent = group.live[index]
+            longer = _Beginning(
+                (*parent.tokens, token), parent.total + float(group.behind[index][token]), parent.branch
+            )
             if token in stop_ids:
                 if rank < size:
                     group.ended.append(longer)
@@ -98,8 +93,20 @@ class Beam(Way):
         chosen.update(beginning.tokens[-1] for beginning in live)
         group.live = [] if self._over(group, live, size) else live
 
+    def _candidates(self, group: _Group, chosen: Counter[int], size: int) -> Iterator[tuple[float, int, int]]:
+        """The best tokens behind each beginning: what they are judged by, less being better, its index, the token.
+
+        So many of each that `size` are left without stop tokens.
+        """
+        for index, (beginning, row) in enumerate(zip(group.live, group.behind, strict=True)):
+            judged = beginning.total + row
+            for token, times in chosen.items():
+                judged[token] -= self._config.diversity * times
+            for token in likeliest(judged, min(len(row), size + len(self._parts.stop_ids))).tolist():
+                yield -float(judged[token]), index, token
+
     def _over(self, group: _Group, live: Sequence[_Beginning], size: int) -> bool:
-        """Whether enough have ended, and none that goes on could end better than the worst of them by now."""
+        """Whether enough have ended, and none that goes on is better by now than the worst of them."""
         if len(group.ended) < size or not live:
             return len(group.ended) >= size
         kept = sorted(map(self._score, group.ended), reverse=True)[:size]
