@@ -155,19 +155,13 @@ class ComputeResults:
         return [point for point in self.points if point.policy == policy]
 
     def against_chance(self) -> list[dict[str, float]]:
-        """Divergence by entropy, and by chance at the same share of the large model, between the points measured."""
-        chance = sorted([(each.large_share, each.divergence) for each in self.of("random")] + [(1.0, 0.0)])
-        if len(chance) < 2:
-            return []
-        shares, values = zip(*chance, strict=True)
+        """Divergence by entropy, and what chance at the same share of the large model is to be expected to give: of what
+        the small model alone diverges, the share that it makes. The points by chance scatter around that."""
+        alone = [each.divergence for each in self.of("random") if each.reduced == 1]
         return [
-            {
-                "share": each.large_share,
-                "entropy": each.divergence,
-                "random": float(np.interp(each.large_share, shares, values)),
-            }
+            {"share": each.large_share, "entropy": each.divergence, "random": each.reduced * alone[0]}
             for each in self.of("entropy")
-            if 0 < each.large_share < 1
+            if alone and 0 < each.large_share < 1
         ]
 
     def against_even(self) -> list[dict[str, float]]:

@@ -22,7 +22,7 @@ __all__ = ["Switching"]
 
 # Tokens that the small model may write before the large one looks at them, where a floor has to be kept: at first few,
 # as nothing is known yet.
-_FIRST, _LONGEST = 8, 32
+_FIRST, _LONGEST = 4, 32
 
 
 class Switching(Steps):

@@ -338,9 +338,9 @@ def test_a_floor_gives_the_text_to_the_large_model(
     steps = Switching(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
     reply(engine, steps, chooser, 45)
     use = steps.use()
-    # It looks after eight tokens, and stays.
-    assert use.reduced == 8 and use.stopped_at == 8 and use.switches == 2
-    assert use.sampled == 8 and use.divergence is not None and use.divergence > 1e-3
+    # It looks after four tokens, and stays.
+    assert use.reduced == 4 and use.stopped_at == 4 and use.switches == 2
+    assert use.sampled == 4 and use.divergence is not None and use.divergence > 1e-3
 
 
 def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine, tmp_path_factory: Any) -> None:
