@@ -63,7 +63,7 @@ class SearchOptions:
     length_penalty: float = 1.0
     look_ahead: int = 5
     candidates: int | None = None
-    uncertainty: float = 1.0
+    uncertainty: float = 1.5
     lame_prompt: str | None = None
     contrast_strength: float = 0.5
     resistance: tuple[float, ...] = (0.0, 0.0, 0.0, 5.0)

@@ -32,7 +32,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--look-ahead", type=int, metavar="N", help="tokens that lookahead looks ahead (default: 5)")
     text = "tokens that lookahead and momentum choose among (default: 3 and 5)"
     group.add_argument("--candidates", type=int, metavar="N", help=text)
-    text = "entropy in nats above which lookahead and contrast take care (default: 1)"
+    text = "entropy in nats above which lookahead and contrast take care (default: 1.5)"
     group.add_argument("--uncertainty", type=float, metavar="X", help=text)
     text = "of contrast: a worse prompt, whose reply is to be avoided"
     group.add_argument("--lame-prompt", metavar="TEXT", help=text)
