@@ -161,18 +161,20 @@ def train_drafter(
         work.mkdir(parents=True, exist_ok=True)
     tokens = text.tokens(work)
     tokens.require(4 * options.length, "The text")
-    replier = replier or TorchReplier(target)
+    drawer: Replier = replier or TorchReplier(target)
     # Every twentieth is kept for measuring with the engine.
     prompts = text.prompts(_PROMPTS)
     asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
     student = make_student(options.size, target, options.seed)
-    batches, facts = Batches(options.seed, options.rows, options.length), {"size": asdict(options.size)}
-    facts |= {"nested": True} if options.nested else {}
+    batches, facts = (
+        Batches(options.seed, options.rows, options.length),
+        {"size": asdict(options.size), "nested": options.nested},
+    )
     reading = TextTask(student, tokens, batches, facts, nested=options.nested)
-    schedule = _schedule(options, work, lambda: _measured(target, tokens, batches, options, replier, asked))
+    schedule = _schedule(options, work, lambda: _measured(target, tokens, batches, options, drawer, asked))
     sampling = {"tokens": schedule.samples, "seed": options.seed}
     drawn = SampleOptions(**asdict(options.sampling) | sampling)
-    samples = sample(replier, asked, drawn, work / "samples", target.digest, progress)
+    samples = sample(drawer, asked, drawn, work / "samples", target.digest, progress)
     learnt, held_out = samples.split(_HELD_OUT)
     held_out.require(options.length, "What is kept for measuring")
     windows = held_out.windows(options.length, _WINDOWS)
@@ -244,8 +246,8 @@ def _measured(
 
 def _step_seconds(task: Task) -> float:
     """Of a training step, the first apart."""
-    task.loss(0).backward()
+    torch.autograd.backward(task.loss(0))
     begun = time.perf_counter()
     for step in range(_TRIED):
-        task.loss(step).backward()
+        torch.autograd.backward(task.loss(step))
     return (time.perf_counter() - begun) / _TRIED

@@ -91,7 +91,7 @@ def _read(
         inputs = torch.from_numpy(found["tokens"].astype(np.int64)).to(target.device)
         states = hidden_states(target.model, inputs)  # (b * S, D)
         # A window at a time, so that few logits are in memory.
-        for row, part in enumerate(states.split(length)):
+        for row, part in enumerate(torch.split(states, length)):
             logits = target.model.lm_head(part).float()
             best = torch.topk(logits, min(KEPT, logits.shape[-1]))
             found["likeliest"][row] = best.indices.cpu().numpy()

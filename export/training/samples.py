@@ -53,15 +53,15 @@ class SampleOptions:
 
 
 class Replier(Protocol):
-    """Draws replies of a target.
+    """Draws replies of a target."""
 
-    Attributes:
-        name: of the way, as a record of the samples tells it.
-        context: most tokens of a prompt and its reply.
-    """
+    @property
+    def name(self) -> str:
+        """Of the way, as a record of the samples tells it."""
 
-    name: str
-    context: int
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its reply."""
 
     def replies(
         self, prompts: Sequence[Ints], temperatures: Sequence[float], most: int, seed: int

@@ -106,7 +106,7 @@ def _from_checkpoint(path: Path) -> tuple[Any, str]:
     with Checkpoint(path):  # says plainly what is wrong with its files
         pass
     # Its bar would be drawn into ours.
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library has no types here
     try:
         # Annotated, as the class is chosen by the configuration.
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(

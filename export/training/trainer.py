@@ -175,7 +175,7 @@ class Trainer:
         if not math.isfinite(value):
             raise UsageError(f"The loss of step {step} is {value}.", "Choose a lower learning rate.")
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), self._options.clip)
         self._optimizer.step()
         return value

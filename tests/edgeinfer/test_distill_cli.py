@@ -54,7 +54,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     assert main([str(each) for each in arguments]) == 0, capsys.readouterr().err
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found

@@ -71,6 +71,8 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="of a weight (default: 8)")
     text = "of the embedding, which is most of a tiny model (default: as --bits)"
     parser.add_argument("--head-bits", type=int, choices=(4, 8, 32), help=text)
+    text = "at 4 bits give layers of at most 65536 weights 4 bits too, instead of 8"
+    parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", help=text)
     add_training_options(parser, _MINUTES)
     text = "tokens that the model writes to be learnt from (default: by the time)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
@@ -163,7 +165,9 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
     from edgeinfer.export import ExportConfig, export_checkpoint
 
     head = args.head_bits or args.bits
-    config = ExportConfig(bits=args.bits, head_bits=head, keep_small=args.bits != 8, name=args.out.name)
+    config = ExportConfig(
+        bits=args.bits, head_bits=head, keep_small=args.keep_small and args.bits == 4, name=args.out.name
+    )
     export_checkpoint(trained.checkpoint, args.out, config, bar)
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     if trained.depths:
@@ -172,7 +176,7 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
     facts = {"bundle": str(args.out), "bytes": size} | trained.facts()
     if hub.is_bundle(source):
         prompts = [prompt.tolist() for prompt in trained.prompts[:_MEASURED_PROMPTS]]
-        figures = measure_drafter(source, args.out, prompts, **({} if bar is None else {"progress": bar}))
+        figures = measure_drafter(source, args.out, prompts, progress=bar)
         facts["engine"] = asdict(figures)
     if args.into is not None:
         nest_drafter(source, args.out, args.into)

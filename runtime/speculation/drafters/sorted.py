@@ -85,7 +85,8 @@ class SortedDrafter(ModelDrafter):
             stop = min(first + self._chunk, len(tokens))
             rows = np.arange(stop - first)[stop - first - (stop == len(tokens)) :]
             logits = self._part(part, tokens[first:stop], np.arange(first, stop), rows)
-        return logits[0]
+        last: Floats = logits[0]
+        return last
 
     def _part(self, part: int, tokens: Ints, positions: Ints, rows: Ints) -> Floats:  # (R, V)
         start, end = int(positions[0]), int(positions[-1]) + 1
