@@ -155,8 +155,8 @@ class ComputeResults:
         return [point for point in self.points if point.policy == policy]
 
     def against_chance(self) -> list[dict[str, float]]:
-        """Divergence by entropy, and what chance at the same share of the large model is to be expected to give: of what
-        the small model alone diverges, the share that it makes. The points by chance scatter around that."""
+        """Divergence by entropy, and what chance is to be expected to give at the same share of the large model: of
+        what the small model alone diverges, the share that it makes. The points by chance scatter around that."""
         alone = [each.divergence for each in self.of("random") if each.reduced == 1]
         return [
             {"share": each.large_share, "entropy": each.divergence, "random": each.reduced * alone[0]}

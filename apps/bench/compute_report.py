@@ -44,7 +44,7 @@ def print_compute(data: Mapping[str, Any]) -> None:
 
 def comparison_rows(data: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Each comparison with what a policy has to beat: its title, header and rows."""
-    found = []
+    found: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = []
     for name, columns in _COMPARED.items():
         pairs = data["dominance"][name]
         better = sum(dominates(name, pair) for pair in pairs)

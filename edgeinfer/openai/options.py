@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.openai.fields import Fields
+from edgeinfer.searching import SearchOptions
 from edgeinfer.version import VERSION
 
 __all__ = ["FINGERPRINT", "IGNORED", "MOST_ALTERNATIVES", "MOST_REPLIES", "form", "limit", "sampling", "usage_wanted"]
@@ -45,7 +48,7 @@ _OPTIONS = {
     "choices": "choices",
     "regex": "regex",
     "grammar": "grammar",
-}
+} | {field.name: field.name for kind in (ComputeOptions, SearchOptions) for field in dataclasses.fields(kind)}
 _SEEDS = 2**64
 
 

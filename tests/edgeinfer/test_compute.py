@@ -15,6 +15,8 @@ from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads
 from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, CapabilityError, UsageError
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.options import sampling
 from edgeinfer.results import Result
 from tests.factories import make_bigram_bundle
 from tests.speculation import PROMPT, needs_builtin, plain, random_bundle
@@ -278,3 +280,11 @@ def test_command_line(bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[
     assert "speculation cannot be asked for at once" in err
     _, err = run(capsys, "tune", "-m", large, "--entropy", code=2)
     assert "--draft-model" in err
+
+
+def test_requests_in_openais_shape_may_ask_for_it() -> None:
+    """By the names of ComputeOptions; what is wrong with a value is said as of any other field."""
+    options = {"compute": "exit", "exit_confidence": 0.5, "quality_floor": 2.0}
+    assert sampling(Fields(dict(options))) == options
+    with pytest.raises(UsageError, match="compute_share"):
+        sampling(Fields({"compute_share": 2}))
