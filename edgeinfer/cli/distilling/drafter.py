@@ -164,10 +164,10 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
     """Exports what was trained, measures it on the engine and puts it into its target; what a report says."""
     from edgeinfer.export import ExportConfig, export_checkpoint
 
+    # At 8 bits the small layers would stay float32, and all layers of a drafter are small.
+    keep = args.keep_small and args.bits == 4
     head = args.head_bits or args.bits
-    config = ExportConfig(
-        bits=args.bits, head_bits=head, keep_small=args.keep_small and args.bits == 4, name=args.out.name
-    )
+    config = ExportConfig(bits=args.bits, head_bits=head, keep_small=keep, name=args.out.name)
     export_checkpoint(trained.checkpoint, args.out, config, bar)
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     if trained.depths:
