@@ -158,6 +158,21 @@ def test_the_reference_backend_branches_too(tmp_path: Path) -> None:
 
 
 @needs_builtin
+def test_requests_name_the_options_as_they_are() -> None:
+    with edgeinfer.load(threads=1, remember=False) as model:
+        messages = [{"role": "user", "content": "Tell me about a dog."}]
+        asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 3}
+        vote = model.create_chat_completion(messages, search="vote", samples=3, **asked)
+        expected = model.stream_chat(messages, search="vote", samples=3, **asked).complete()
+        assert vote["choices"][0]["message"]["content"] == expected.text
+        plain = [model.stream_chat(messages, **asked | {"seed": seed}).complete().text for seed in (3, 4)]
+        several = model.create_chat_completion(messages, n=2, search="samples", samples=2, **asked)
+        assert [choice["message"]["content"] for choice in several["choices"]] == plain
+        with pytest.raises(UsageError, match="samples"):
+            model.create_chat_completion(messages, search="vote", samples="many", **asked)
+
+
+@needs_builtin
 def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["run", "-p", PROMPT, "-n", "12", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1", "--json"]
     assert main([*line, "--search", "vote", "--samples", "3", "--answer", "line"]) == 0
