@@ -73,6 +73,9 @@ def _execute(args: argparse.Namespace) -> int:
         name = Path(drafter).name if drafter else own
         results = measure_compute(model, material, levels, drafter=name, told=bar, **limits)
     data = results.to_dict() | {"expanded": args.expand}
+    if args.expand:
+        small = args.draft_checkpoint
+        data |= {"model": f"{args.checkpoint.name} x{args.expand}", "drafter": small and f"{small.name} x{args.expand}"}
     print_compute(data)
     write_results(args.json, "compute", data)
     if args.svg:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from edgeinfer.apps.bench.compute_report import compute_chart, dominates, point_
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.cli.main import main
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.adaptive import saver
+from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from tests.factories import make_checkpoint
 from tests.speculation import random_bundle
 
@@ -63,6 +67,19 @@ def test_tables_and_chart() -> None:
     assert rows[0][-1] == ""
     chart = compute_chart(data)
     assert [(line.name, line.points) for line in chart.lines] == [("exit", ((2.0, 0.5),))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def even_costs() -> Iterator[None]:
+    """Blocks that cost the same, whatever else the machine does."""
+
+    def costs(backend: Backend, **options: Any) -> BlockCosts:
+        blocks = 2 * backend.geometry.num_layers
+        return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "measure_costs", costs)
+        yield
 
 
 @pytest.fixture(scope="module")
