@@ -24,7 +24,8 @@ def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3,
     size, layers = geometry.hidden_size, geometry.num_layers
 
     def draw(*shape: int) -> NDArray[np.float16]:
-        return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float16)
+        drawn: NDArray[np.float16] = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float16)
+        return drawn
 
     arrays: dict[str, NDArray[Any]] = {
         "norm": np.ones(size, np.float32),

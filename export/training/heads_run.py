@@ -178,8 +178,9 @@ def _make(target: Target, drafter: Target | None, learnt: tuple[Tokens, ...], op
         return JudgeTask(drafter, target, learnt, batches)
     if options.kind == "routers":
         return RoutersTask(target, learnt, batches, options.keep)
-    kinds = {"medusa": MedusaTask, "hydra": HydraTask, "prompt": PromptTask}
-    return kinds[options.kind](target, learnt, batches, shape)
+    if options.kind == "prompt":
+        return PromptTask(target, learnt, batches, shape)
+    return (MedusaTask if options.kind == "medusa" else HydraTask)(target, learnt, batches, shape)
 
 
 def _figures(task: _HeadsTask, held_out: Tokens) -> dict[str, float]:

@@ -14,6 +14,7 @@ import numpy as np
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.states import OutputRows, StateDrafter, silu
 
 __all__ = ["HydraDrafter"]
@@ -33,8 +34,8 @@ class HydraDrafter(StateDrafter):
         super().__init__(target, heads)
         arrays, count = heads.arrays, sum(name.startswith("bias.") for name in heads.arrays)
         # (2, D, (2 + i) D) as one matrix: the projection first, then the block.
-        stacked = [arrays[f"weight.{head}"].astype(np.float32) for head in range(count)]
-        self._weights = [weight.reshape(-1, weight.shape[2]) for weight in stacked]
+        stacked = [arrays[f"weight.{head}"] for head in range(count)]
+        self._weights = [Matrix(weight.reshape(-1, weight.shape[2])) for weight in stacked]
         self._biases = [arrays[f"bias.{head}"].astype(np.float32) for head in range(count)]
         self._embeddings = arrays["embeddings"]  # (K, D), widened row by row when they are needed
         self._output = OutputRows(heads, target.geometry.vocab_size)
@@ -53,5 +54,5 @@ class HydraDrafter(StateDrafter):
 
     def nbytes(self) -> int:
         """Bytes that it holds."""
-        arrays = (*self._weights, *self._biases, self._embeddings, self._input)
-        return super().nbytes() + sum(array.nbytes for array in arrays) + self._output.nbytes
+        arrays = sum(array.nbytes for array in (*self._biases, self._embeddings, self._input))
+        return super().nbytes() + arrays + sum(weight.nbytes for weight in self._weights) + self._output.nbytes

@@ -6,6 +6,7 @@ import numpy as np
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.states import silu
 
 __all__ = ["AcceptanceJudge"]
@@ -23,13 +24,15 @@ class AcceptanceJudge:
 
     def __init__(self, heads: Heads) -> None:
         names = ("weight", "bias", "out", "out_bias")
-        self._weight, self._bias, self._out, self._out_bias = (heads.arrays[n].astype(np.float32) for n in names)
+        weight, *others = (heads.arrays[name].astype(np.float32) for name in names)
+        self._weight = Matrix(weight)
+        self._bias, self._out, self._out_bias = others
 
     def accepts(self, state: Floats) -> float:  # (D,)
         """Probability that the token that the model draws from this state, before its final norm, is accepted."""
         state = state / np.sqrt(np.dot(state, state) / len(state) + STATE_EPS)
         for _ in range(_TIMES):
-            state = state + silu(self._weight @ state + self._bias)
+            state = state + silu((self._weight @ state) + self._bias)
         rejected, accepted = (self._out @ state + self._out_bias).tolist()
         return float(1 / (1 + np.exp(min(rejected - accepted, 60.0))))
 

@@ -13,6 +13,7 @@ import numpy as np
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.states import OutputRows, StateDrafter, silu
 
 __all__ = ["MedusaDrafter"]
@@ -30,16 +31,17 @@ class MedusaDrafter(StateDrafter):
 
     def __init__(self, target: Backend, heads: Heads) -> None:
         super().__init__(target, heads)
-        self._weight = heads.arrays["weight"].astype(np.float32)  # (H, D, D)
+        self._weights = [Matrix(weight) for weight in heads.arrays["weight"]]  # H of (D, D)
         self._bias = heads.arrays["bias"].astype(np.float32)  # (H, D)
         self._output = OutputRows(heads, target.geometry.vocab_size)
 
     def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
         head = len(drafted)
-        if head >= len(self._weight):
+        if head >= len(self._weights):
             return None
-        return self._output.logits(state + silu(self._weight[head] @ state + self._bias[head]))
+        return self._output.logits(state + silu((self._weights[head] @ state) + self._bias[head]))
 
     def nbytes(self) -> int:
         """Bytes that it holds."""
-        return super().nbytes() + self._weight.nbytes + self._bias.nbytes + self._output.nbytes
+        matrices = sum(weight.nbytes for weight in self._weights)
+        return super().nbytes() + matrices + self._bias.nbytes + self._output.nbytes

@@ -78,15 +78,17 @@ class PromptDrafter(LogitDrafter):
 
     def _know(self, tokens: Sequence[int]) -> bool:
         """Reads the embeddings that are missing; whether all are there now."""
-        missing = [token for token in dict.fromkeys(tokens) if token not in self._rows]
+        wanted = list(dict.fromkeys(tokens))
+        missing = [token for token in wanted if token not in self._rows]
         if not missing:
             return True
         start, most = self._target.length, len(self._kept)
-        if len(self._rows) + len(missing) > most:
-            self._rows.clear()
-            missing = list(dict.fromkeys(tokens))
-        if len(missing) > min(most, self._target.capacity - start):
+        full = len(self._rows) + len(missing) > most
+        if len(wanted) > most or len(wanted if full else missing) > self._target.capacity - start:
             return False
+        if full:
+            self._rows.clear()
+            missing = wanted
         places = np.arange(start, start + len(missing))
         output = self._target.forward(np.array(missing, np.int64), places, _NO_ROWS, layer_mask=self._no_layers)
         assert output.hidden is not None, "a backend that takes states in gives them out"

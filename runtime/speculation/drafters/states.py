@@ -13,6 +13,7 @@ from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
 
 __all__ = ["OutputRows", "StateDrafter", "silu"]
@@ -36,20 +37,19 @@ class OutputRows:
 
     def __init__(self, heads: Heads, vocabulary: int) -> None:
         self._tokens = heads.arrays["tokens"].astype(np.int64)  # (K,)
-        self._rows = heads.arrays["rows"].astype(np.float32)  # (K, D)
-        self._some = np.empty(len(self._tokens), np.float32)
+        self._rows = Matrix(heads.arrays["rows"])  # (K, D)
         self._all = np.full(vocabulary, -np.inf, np.float32)
         self.places = {token: place for place, token in enumerate(self._tokens.tolist())}
 
     def logits(self, state: Floats) -> Floats:  # (D,) -> (V,)
         """Of a state that is normed already; a view that the next call overwrites."""
-        self._all[self._tokens] = np.dot(self._rows, state, out=self._some)
+        self._all[self._tokens] = self._rows @ state
         return self._all
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(array.nbytes for array in (self._tokens, self._rows, self._some, self._all))
+        return sum(array.nbytes for array in (self._tokens, self._all)) + self._rows.nbytes
 
 
 class StateDrafter(LogitDrafter):

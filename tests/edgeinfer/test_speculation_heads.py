@@ -1,0 +1,145 @@
+"""Heads in a bundle as a caller meets them: the same text whoever drafts, planned for, asked only where they are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.heads import add_heads
+from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
+from tests.heads import DRAFTING, random_heads, with_heads
+from tests.speculation import BUILTIN, load_eager, needs_builtin, same
+
+WHO = (*DRAFTING, "auto", "copy,recycle,hydra,prompt")
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "penalties": SAMPLED | {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_heads(BUILTIN, tmp_path_factory.mktemp("heads") / "tales", *DRAFTING)
+
+
+@pytest.fixture(scope="module")
+def tales(folder: Path) -> Iterator[edgeinfer.Model]:
+    """The built-in model with random heads of every kind that drafts."""
+    with load_eager(folder, context=256, remember=False) as model:
+        yield model
+
+
+@needs_builtin
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", WHO)
+def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, who: str, way: str) -> None:
+    for width in (1, 3):
+        # What random heads taught would keep them from drafting at all.
+        tales.restore_drafting({})
+        found = same(tales, who, max_tokens=40, ignore_eos=True, draft_width=width, **WAYS[way])
+        assert (found.exact, found.lossless) == (True, True)
+        assert found.drafted > 0
+
+
+@needs_builtin
+@pytest.mark.parametrize("verification", ["rejection", "k-seq", "typical"])
+@pytest.mark.parametrize("who", DRAFTING)
+def test_other_verifications_take_their_guesses(tales: edgeinfer.Model, who: str, verification: str) -> None:
+    options: dict[str, Any] = {"speculation": who, "verification": verification, "max_tokens": 24, "ignore_eos": True}
+    result = tales.generate("Once upon a time", temperature=0.8, seed=3, **options)
+    assert len(result.token_ids) == 24 and result.speculation.lossless == (verification != "typical")
+
+
+@needs_builtin
+@pytest.mark.parametrize("who", DRAFTING)
+def test_a_context_that_fills_up(folder: Path, who: str) -> None:
+    """Prompt tokens need room of their own, and do without where there is none."""
+    with load_eager(folder, context=24, remember=False) as model:
+        for length in (1, 9, 20, 22, 23, 24):
+            same(model, who, prompt=[5 + i % 7 for i in range(length)], ignore_eos=True)
+
+
+@needs_builtin
+def test_a_reply_that_was_left_is_gone_on_with(tales: edgeinfer.Model) -> None:
+    whole = tales.generate("Once upon a time", max_tokens=30, speculation="off", ignore_eos=True)
+    for count in (1, 4, 9):
+        stream = tales.stream("Once upon a time", max_tokens=30, speculation="medusa,prompt", ignore_eos=True)
+        for _ in range(count):
+            next(stream)
+        stream.close()
+    again = tales.generate("Once upon a time", max_tokens=30, speculation="medusa,prompt", ignore_eos=True)
+    assert again.token_ids == whole.token_ids
+
+
+def test_auto_asks_only_heads_that_are_there(small_bundle: Path, tmp_path: Path) -> None:
+    some = with_heads(small_bundle, tmp_path / "some", "hydra")
+    with edgeinfer.load(some, remember=False, threads=1) as model:
+        asked = model._parts.speculator._names("auto")
+        assert [name for name in DRAFTING if name in asked] == ["hydra"]
+    with edgeinfer.load(small_bundle, remember=False, threads=1) as model:
+        assert not set(DRAFTING) & set(model._parts.speculator._names("auto"))
+        with pytest.raises(UsageError, match="has no medusa heads"):
+            model.generate("the dog", max_tokens=4, speculation="medusa")
+    with pytest.raises(UsageError, match="has no medusa heads"):
+        edgeinfer.load(some, remember=False, speculation="medusa")
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_heads_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, kind: str) -> None:
+    path = with_heads(small_bundle, tmp_path / kind, kind, tokens=320)
+    with load_eager(path, speculation=kind, remember=False) as model:
+        model.generate([5 + i % 300 for i in range(200)], speculation=kind, ignore_eos=True)
+        bundle = open_bundle(path)
+        taken = heads_taken(bundle)
+        sizes = (bundle.manifest.geometry, model.context, model.plan.draft_max)
+        without, planned = drafting_bytes((kind,), *sizes), drafting_bytes((kind,), *sizes, taken)
+        assert model.plan.terms["drafting"] == planned == without + taken[kind]
+        assert 0 < model._parts.speculator._drafters[kind].nbytes() <= taken[kind]
+
+
+def test_an_acceptance_head_decides_how_a_draft_model_is_trusted(small_bundle: Path, tmp_path: Path) -> None:
+    """A head that is sure of rejection gives every guess the lowest sign, and changes no text."""
+    path = tmp_path / "drafter"
+    shutil.copytree(small_bundle, path)
+    heads = random_heads(open_bundle(path), "acceptance")
+    flat = {name: np.zeros_like(array) for name, array in heads.arrays.items()}
+    signs = {}
+    for name, scores in {"rejected": [20, 0], "accepted": [0, 20]}.items():
+        arrays = flat | {"out_bias": np.array(scores, np.float16)}
+        add_heads(path, type(heads)("acceptance", arrays))
+        with load_eager(small_bundle, draft_model=path, speculation="model", remember=False) as model:
+            drafter = model._parts.speculator._drafter("model")
+            seen: list[int] = []
+            given = drafter.guesses
+
+            def spied(*args: Any, given: Any = given, seen: list[int] = seen) -> Any:
+                found = given(*args)
+                seen += [guess.sign for guess in found]
+                return found
+
+            drafter.guesses = spied  # type: ignore[method-assign, assignment]
+            same(model, "model", prompt=[5, 6, 7, 8], max_tokens=20, ignore_eos=True)
+        signs[name] = set(seen)
+    assert signs == {"rejected": {0}, "accepted": {7}}
+
+
+def test_damaged_heads_are_refused_when_the_model_is_loaded(small_bundle: Path, tmp_path: Path) -> None:
+    path = with_heads(small_bundle, tmp_path / "bundle", "medusa")
+    file = path / "heads" / "medusa.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(BundleError, match="sha256"):
+        edgeinfer.load(path, remember=False)
+    with edgeinfer.load(path, remember=False, speculation="off") as model:
+        assert model.generate("the dog", max_tokens=2).token_ids

@@ -1,0 +1,181 @@
+"""Drafters with heads: what they hear of states, when rows of their own ride along, and products on one thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.heads import Heads
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import CapabilityError
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Prober, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.matrix import Matrix
+from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
+from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.spine import spine_tip
+from edgeinfer.runtime.speculation.verification import find_verification
+from tests.heads import random_heads
+from tests.runtime.speculation.drafters.models import BACKENDS, export, make_backend, take_in
+from tests.runtime.speculation.prices import FLAT, LINEAR, Prices
+
+PROMPT = [40, 51, 62, 73, 84, 95, 40, 51]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(tmp_path_factory.mktemp("heads"), "reference")
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (5, 3), (64, 128), (1024, 96), (7, 9001), (3, 20000)])
+def test_a_product_is_that_of_the_whole_matrix(count: int, width: int) -> None:
+    rng = np.random.default_rng(count)
+    values, vector = rng.standard_normal((count, width)).astype(np.float16), rng.standard_normal(width)
+    matrix, given = Matrix(values), vector.astype(np.float32)
+    expected = values.astype(np.float64) @ given
+    np.testing.assert_allclose(matrix @ given, expected, rtol=1e-4, atol=1e-3)
+    assert matrix.nbytes >= 4 * values.size
+    # No part of it is so large that a BLAS would take threads for it.
+    assert all(part.size <= max(9216, width) for part in matrix._stacked)
+
+
+class Listener(MedusaDrafter):
+    """Keeps the states that rounds show."""
+
+    def __init__(self, target: ReferenceBackend, heads: Heads) -> None:
+        super().__init__(target, heads)
+        self.told: list[tuple[int, Floats]] = []
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        assert round.hidden is not None
+        self.told.append((round.committed[-1], self._state.copy()))
+
+
+class Resting(Governor):
+    """Takes three plain steps before every round."""
+
+    pause = 3
+
+    @property
+    def rest(self) -> int:
+        return self.pause
+
+    def rested(self, steps: int) -> None:
+        super().rested(steps)
+        self.pause = 0
+
+    def draft(self, context: Context, room: int) -> Draft:
+        self.pause = 3
+        return super().draft(context, room)
+
+
+@pytest.mark.parametrize("kind", [Governor, Resting])
+def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[Governor]) -> None:
+    backend = ReferenceBackend(bundle, 64)
+    drafter = Listener(backend, random_heads(bundle, "medusa"))
+    acceptance = Acceptance()
+    acceptance.add(drafter.name, [0.9] * len(drafter.priors))
+    chooser = TokenChooser(Sampler(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
+    governor = kind([drafter], Prices(FLAT), acceptance, 3, 1)
+    rounds = Rounds(backend, chooser, [drafter], governor, find_verification("keyed"), timed=lambda ms: None)
+    steps = Engine(backend, 8).generate(PROMPT, chooser, max_tokens=16, stop_ids=frozenset(), rounds=rounds)
+    text = [*PROMPT, *(step.token for step in steps)]
+    assert len(drafter.told) >= 3
+    backend.truncate(0)
+    whole = backend.forward(np.array(text), np.arange(len(text)), np.arange(len(text)))
+    assert whole.hidden is not None
+    for token, state in drafter.told:
+        matches = [p for p in range(len(PROMPT), len(text)) if np.allclose(whole.hidden[p - 1], state, atol=1e-3)]
+        assert any(text[place] == token for place in matches)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_embeddings_are_the_models_own(tmp_path: Path, kind: str) -> None:
+    """A pass that begins with them gives what one of tokens gives; to the last bit where a backend is exact."""
+    bundle = export(tmp_path, kind)
+    backend = make_backend(kind, bundle)
+    drafter = PromptDrafter(backend, random_heads(bundle, "prompt"))
+    assert isinstance(drafter, Prober) and drafter.probes == 3
+    take_in(backend, PROMPT)
+    fed = np.array([62, 73, 62, 84])
+    states = drafter.embed(fed)
+    assert states is not None and states.shape == (7, 128) and backend.length == len(PROMPT)
+    assert np.array_equal(states[0], states[2])
+    rows = np.arange(4)
+    plain = backend.forward(fed, rows + len(PROMPT), rows).logits.copy()
+    backend.truncate(len(PROMPT))
+    riding = np.arange(7)
+    output = backend.forward(np.pad(fed, (0, 3)), riding + len(PROMPT), riding, hidden=states)
+    tolerance = 1e-4 if kind == "reference" else 0.0
+    np.testing.assert_allclose(output.logits[:4], plain, rtol=tolerance, atol=tolerance)
+
+
+def test_embeddings_are_read_once_and_no_more_than_fit(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ReferenceBackend(bundle, 8)
+    drafter = PromptDrafter(backend, random_heads(bundle, "prompt"))
+    monkeypatch.setattr(drafter, "_kept", drafter._kept[:5])
+    passes: list[int] = []
+    whole = backend.forward
+
+    def counted(tokens: np.ndarray, *args: object, **options: object) -> object:
+        passes.append(len(tokens))
+        return whole(tokens, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backend, "forward", counted)
+    for fed in ([1, 2, 3], [3, 2, 1, 1], [4, 5], [6], [6, 4]):
+        states = drafter.embed(np.array(fed))
+        assert states is not None
+        expected = bundle.tensor("embed")[fed]
+        np.testing.assert_allclose(states[: len(fed)], expected, rtol=1e-5)
+    assert passes == [3, 2, 1, 1]  # the fifth token was the last that fit; 6 and 4 were read anew
+    assert drafter.embed(np.arange(6)) is None
+    take_in(backend, PROMPT)
+    assert drafter.embed(np.array([9])) is None and drafter.embed(np.array([6])) is not None
+    assert backend.length == 8
+
+
+def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> None:
+    drafter = PromptDrafter(ReferenceBackend(bundle, 64), random_heads(bundle, "prompt"))
+
+    def governor(prices: dict[int, float]) -> Governor:
+        acceptance = Acceptance()
+        acceptance.add(drafter.name, [0.5] * len(drafter.priors))
+        return Governor([drafter], Prices(prices), acceptance, 7, 1)
+
+    assert governor(FLAT).lets_ride("prompt", Draft(), 3)
+    assert not governor(LINEAR).lets_ride("prompt", Draft(), 3)
+    # A tenth of a pass more is worth half a token, but two tries are all that nothing has paid for.
+    dear = governor({rows: 10.0 + (rows > 1) for rows in range(1, 65)})
+    assert [dear.lets_ride("prompt", Draft(), 3) for _ in range(4)] == [True, True, False, False]
+    # What it saves later pays for it, and what it costs is entered.
+    fed, seen = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
+    before = dear._saved
+    dear.observe(Round(Draft(), Verdict((), 3, True), (3,), fed, seen, None, 3))
+    assert dear._saved == pytest.approx(before - 1.0 + 0.1)
+
+
+def test_the_spine_ends_where_first_children_do() -> None:
+    guesses = tuple(Guess(token, 0) for token in range(5))
+    assert spine_tip(Draft()) == -1
+    assert spine_tip(Draft(guesses[:3], (-1, 0, 1), ("any",) * 3)) == 2
+    assert spine_tip(Draft(guesses, (-1, 0, -1, 2, 0), ("any",) * 5)) == 1
+
+
+def test_targets_without_states_are_refused(bundle: Bundle) -> None:
+    backend = ReferenceBackend(bundle, 16)
+    backend.capabilities = replace(backend.capabilities, hidden=False)
+    with pytest.raises(CapabilityError, match="hidden states"):
+        MedusaDrafter(backend, random_heads(bundle, "medusa"))
+    with pytest.raises(CapabilityError, match="embeddings"):
+        PromptDrafter(backend, random_heads(bundle, "prompt"))
