@@ -162,6 +162,7 @@ def train_heads(
         sources.insert(0, replies)
     halves = [tokens.split(_HELD_OUT) for tokens in sources]
     learnt, held_out = tuple(most for most, _ in halves), halves[0][1]
+    held_out.require(options.length, "What is kept of the text for measuring")
     task = _make(target, drafter, learnt, options)
     before = _figures(task, held_out)
     trained = Trainer(task, options.training, work / options.kind).run(progress)

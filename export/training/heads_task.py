@@ -27,8 +27,8 @@ __all__ = ["HeadsShape", "HeadsTask", "final_states", "half"]
 
 # A later place is reached less often, and counts so much less (Medusa).
 _FADING = 0.8
-# Windows that agreement is measured on, and tokens of each.
-_WINDOWS, _WINDOW = 24, 128
+# Windows that agreement is measured on.
+_WINDOWS = 24
 _MOST_ROWS = 1024
 
 
@@ -129,7 +129,7 @@ class HeadsTask(ABC):
         """How often each head's likeliest token is the target's, on text it was not trained on."""
         right = torch.zeros(self.shape.count, dtype=torch.float64)
         seen = 0
-        for window in held_out.windows(_WINDOW, _WINDOWS):
+        for window in held_out.windows(self._batches.length, _WINDOWS):
             batch = torch.from_numpy(window)[None].to(self._target.device)
             states = final_states(self._target.model, batch)
             said = (states @ self._target.model.lm_head.weight.T).argmax(-1)  # (1, S)

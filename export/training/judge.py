@@ -26,7 +26,7 @@ _TIMES = 3
 _REJECTED_WEIGHT = 6.0
 # Tokens of a batch that the drafter's own stand in for, as it will follow its own drafts.
 _MIXED = 0.15
-_WINDOWS, _WINDOW = 24, 128
+_WINDOWS = 24
 
 
 class _Judge(torch.nn.Module):
@@ -134,7 +134,7 @@ class JudgeTask:
         """Area under the curve by which acceptance in greedy decoding is told, of the head and of the drafter's own
         probability, on text that was not trained on."""
         judged, trusted, came = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-        for window in held_out.windows(_WINDOW, _WINDOWS):
+        for window in held_out.windows(self._batches.length, _WINDOWS):
             states, _, law, agrees = self._facts(torch.from_numpy(window)[None].to(self._drafter.device))
             scores = self._judge(states)
             judged.append(scores[:, 1] - scores[:, 0])

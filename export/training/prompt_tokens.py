@@ -25,7 +25,7 @@ __all__ = ["PromptTask"]
 # Places of a window that copies follow: one in so many.
 _EVERY = 4
 _FADING = 0.8
-_WINDOWS, _WINDOW = 24, 128
+_WINDOWS = 24
 
 
 class PromptTask:
@@ -110,7 +110,7 @@ class PromptTask:
         """How often what is likeliest behind each prompt token is the target's, on text it was not trained on."""
         right, seen = torch.zeros(self.shape.count, dtype=torch.float64), 0
         rows = self._target.model.lm_head.weight
-        for window in held_out.windows(_WINDOW, _WINDOWS):
+        for window in held_out.windows(self._batches.length, _WINDOWS):
             batch = torch.from_numpy(window)[None].to(self._target.device)
             places = self._places(batch.shape[1], 0)
             wanted = (final_states(self._target.model, batch) @ rows.T).argmax(-1)  # (1, S)

@@ -26,7 +26,7 @@ __all__ = ["RoutersTask"]
 _SURE = 2.0
 # What a kept layer costs whatever the share, and one beyond the share.
 _PENALTY, _BEYOND = 0.01, 4.0
-_WINDOWS, _WINDOW = 24, 128
+_WINDOWS = 24
 # Windows that tell how long states are.
 _SCALED = 4
 
@@ -111,7 +111,7 @@ class RoutersTask:
     def figures(self, held_out: Tokens) -> tuple[float, float]:
         """Mean divergence of replies in nats, and the share of layers kept, on text that was not trained on."""
         lost, kept = list[float](), list[float]()
-        for window in held_out.windows(_WINDOW, _WINDOWS):
+        for window in held_out.windows(self._batches.length, _WINDOWS):
             divergent, _, hard, _ = self._run(torch.from_numpy(window)[None].to(self._target.device))
             lost.append(float(divergent))
             kept.append(float(hard.mean()))

@@ -1,0 +1,89 @@
+"""`edgeinfer distill heads`, `acceptance` and `routers` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.bundle import MANIFEST, open_bundle
+from edgeinfer.bundle.heads import has_heads
+from edgeinfer.cli.main import main
+from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.factories import make_checkpoint
+
+TRAINED = ("--steps", "3", "--rows", "2", "--length", "16", "-t", "1", "--json")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("distill")
+    for name, seed in (("target", 0), ("drafter", 1)):
+        make_checkpoint(path / f"{name}-checkpoint", "llama", seed=seed)
+        export_checkpoint(path / f"{name}-checkpoint", path / name, ExportConfig(8, keep_small=False))
+    lines = [json.dumps({"text": f"The little dog number {n} had a red ball and ran {n} times."}) for n in range(60)]
+    (path / "text.jsonl").write_text("\n".join(lines), "utf-8")
+    return path
+
+
+def distill(capsys: pytest.CaptureFixture[str], kind: str, *options: object) -> tuple[int, str, str]:
+    code = main(["distill", kind, *map(str, options)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "prompt"])
+def test_heads_are_trained_into_a_copy_and_draft_there(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, kind: str
+) -> None:
+    before = (folder / "target" / MANIFEST).read_bytes()
+    options = ("--kind", kind, "--count", 2, "--text", folder / "text.jsonl", *TRAINED)
+    code, out, _ = distill(capsys, "heads", folder / "target", tmp_path / "made", *options)
+    facts = json.loads(out)
+    assert code == 0 and facts["kind"] == kind and facts["steps"] == 3 and "losses" not in facts
+    assert set(facts["before"]) == set(facts["after"]) == {"agreement at place 1", "agreement at place 2"}
+    assert facts["engine"]["mean_accepted_length"] >= 1
+    made = open_bundle(tmp_path / "made")
+    made.verify()
+    assert has_heads(made, kind) and (folder / "target" / MANIFEST).read_bytes() == before
+    assert not (tmp_path / "made.work").exists()
+
+
+def test_acceptance_and_routers_go_into_the_bundle_itself(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    text, report = ("--text", folder / "text.jsonl"), tmp_path / "report.json"
+    drafter = folder / "drafter"
+    options = ("--target", folder / "target", *text, *TRAINED, "--report", report)
+    code, out, _ = distill(capsys, "acceptance", drafter, drafter, *options)
+    assert code == 0 and "area under the curve" in json.loads(out)["after"]
+    assert len(json.loads(report.read_text("utf-8"))["losses"]) == 3
+    assert has_heads(open_bundle(drafter), "acceptance")
+    made = tmp_path / "routed"
+    assert distill(capsys, "routers", folder / "target", made, *text, *TRAINED, "--keep", 0.5)[0] == 0
+    code, out, err = distill(capsys, "routers", made, made, *text, *TRAINED[:-1])
+    assert code == 0 and "layers kept" in out and "--compute routers" in err
+    open_bundle(made).verify()
+
+
+def test_what_cannot_be_done_is_said_before_any_training(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    text = ("--text", folder / "text.jsonl", *TRAINED)
+    (tmp_path / "there").mkdir()
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.", "utf-8")
+    medusa = ("--kind", "medusa")
+    cases = (
+        (2, "is no bundle", "heads", folder / "target-checkpoint", tmp_path / "x", *medusa, *text),
+        (5, "exists already", "heads", folder / "target", tmp_path / "there", *medusa, *text),
+        (2, "count=9", "heads", folder / "target", tmp_path / "x", *medusa, "--count", 9, *text),
+        (2, "keep=0", "routers", folder / "target", tmp_path / "x", "--keep", 0, *text),
+        (2, "are needed", "heads", folder / "target", tmp_path / "x", *medusa, "--text", short, *TRAINED),
+    )
+    for code, says, *command in cases:
+        found, _, err = distill(capsys, *command)  # type: ignore[arg-type]
+        assert (found, says in err) == (code, True), err
+        assert len(err.strip().splitlines()) <= 2
+    assert not (tmp_path / "x").exists()
