@@ -43,7 +43,9 @@ ALLOWED = {
         "edgeinfer.openai",
         "edgeinfer.apps",
     },
-    "edgeinfer.cli": CORE | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export"},
+    # Distilling is measured by the face and done by the export; only the commands know both.
+    "edgeinfer.cli": CORE
+    | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.distilling"},
 }
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps", "edgeinfer.cli"}
 # Making a bundle needs these; running one does not.
