@@ -217,7 +217,9 @@ def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, 
 
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("config", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("medusa",), ("copy", "ngram", "recycle")], ids="+".join)
+@pytest.mark.parametrize(
+    "drafters", [("recycle",), ("model",), ("medusa",), ("copy", "ngram", "recycle")], ids="+".join
+)
 def test_trees_give_the_text_of_plain_decoding(
     reference: Subject, drafters: tuple[str, ...], config: GenerationConfig, width: int
 ) -> None:
