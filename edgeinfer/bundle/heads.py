@@ -33,7 +33,9 @@ from edgeinfer.errors import BundleError, StorageError
 
 __all__ = [
     "HEADS",
+    "JUDGED",
     "STATE_EPS",
+    "TRUSTED",
     "Heads",
     "add_heads",
     "copy_with_heads",
@@ -46,6 +48,8 @@ __all__ = [
 _FOLDER = "heads"
 _FORMAT, _VERSION = "edgeinfer-heads", "1"
 _MOST_HEADS = 8
+# Figures of an acceptance head: how well it tells what is accepted, and how well the drafter's own probability does.
+JUDGED, TRUSTED = "area under the curve", "of the drafter's own probability"
 # Of the norm through which heads see states; they are trained with it, whatever the model's own is.
 STATE_EPS = 1e-6
 _AGAIN = "Train them again, or download the bundle again."

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.heads import HEADS, Heads
+from edgeinfer.bundle.heads import HEADS, JUDGED, TRUSTED, Heads
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.heads_task import HeadsShape
@@ -187,7 +187,7 @@ def _make(target: Target, drafter: Target | None, learnt: tuple[Tokens, ...], op
 def _figures(task: _HeadsTask, held_out: Tokens) -> dict[str, float]:
     if isinstance(task, JudgeTask):
         judged, trusted = task.curves(held_out)
-        return {"area under the curve": judged, "of the drafter's own probability": trusted}
+        return {JUDGED: judged, TRUSTED: trusted}
     if isinstance(task, RoutersTask):
         lost, kept = task.figures(held_out)
         return {"divergence in nats": lost, "layers kept": kept}

@@ -67,8 +67,9 @@ class RoutersTask:
     def loss(self, step: int) -> torch.Tensor:
         """The reply's divergence from the whole model, and the penalties."""
         batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
-        lost, soft, _, _ = self._run(batch)
-        kept = soft.mean()
+        lost, _, hard, _ = self._run(batch)
+        # Soft gates of three quarters each would leave no layer out.
+        kept = hard.mean()
         return lost + _PENALTY * kept + _BEYOND * torch.relu(kept - self._keep)
 
     @torch.no_grad()
@@ -96,7 +97,7 @@ class RoutersTask:
             reply = states[:, prompt:] + chosen[:, None, None] * (made[:, prompt:] - states[:, prompt:])
             states = torch.cat([made[:, :prompt], reply], 1)
             soft.append(gate)
-            hard.append(chosen.detach())
+            hard.append(chosen)
         rows = self._target.model.lm_head.weight
         said = model.norm(states[:, prompt:])
         lost = divergence(said.flatten(0, 1), rows, taught.flatten(0, 1), rows)

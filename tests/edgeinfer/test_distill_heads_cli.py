@@ -11,6 +11,7 @@ from edgeinfer.bundle import MANIFEST, open_bundle
 from edgeinfer.bundle.heads import has_heads
 from edgeinfer.cli.main import main
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.training.judge import JudgeTask
 from tests.factories import make_checkpoint
 
 TRAINED = ("--steps", "3", "--rows", "2", "--length", "16", "-t", "1", "--json")
@@ -51,7 +52,7 @@ def test_heads_are_trained_into_a_copy_and_draft_there(
 
 
 def test_acceptance_and_routers_go_into_the_bundle_itself(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, report = ("--text", folder / "text.jsonl"), tmp_path / "report.json"
     drafter = folder / "drafter"
@@ -60,6 +61,10 @@ def test_acceptance_and_routers_go_into_the_bundle_itself(
     assert code == 0 and "area under the curve" in json.loads(out)["after"]
     assert len(json.loads(report.read_text("utf-8"))["losses"]) == 3
     assert has_heads(open_bundle(drafter), "acceptance")
+    # Where the drafter's own probability is the better judge, the user is told.
+    monkeypatch.setattr(JudgeTask, "curves", lambda task, held_out: (0.6, 0.8))
+    again = ("--target", folder / "target", *text, *TRAINED[:-1])
+    assert "own probability tells it better" in distill(capsys, "acceptance", drafter, tmp_path / "judged", *again)[2]
     made = tmp_path / "routed"
     assert distill(capsys, "routers", folder / "target", made, *text, *TRAINED, "--keep", 0.5)[0] == 0
     code, out, err = distill(capsys, "routers", made, made, *text, *TRAINED[:-1])

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle.heads import add_heads, copy_with_heads
+from edgeinfer.bundle.heads import JUDGED, TRUSTED, add_heads, copy_with_heads
 from edgeinfer.cli.distilling.common import (
     add_training_options,
     find_model,
@@ -151,5 +151,8 @@ def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, A
         rows.append(("tokens a pass, accepted", "1.00", f"{engine['mean_accepted_length']:.2f}"))
         rows.append(("speed", "1.00", f"{engine['speedup']:.2f}"))
     report(args, facts, rows)
+    judged, trusted = (trained.after.get(name, 0.0) for name in (JUDGED, TRUSTED))
+    if not args.json and judged < trusted:
+        print_note(f"The drafter's own probability tells it better: draft with {args.target}, or train for longer.")
     if not args.json and args.kind == "routers":
         print_note(f"Use them: edgeinfer run -m {args.out} --compute routers")
