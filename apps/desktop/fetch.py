@@ -39,15 +39,19 @@ class _Progress:
 
 def main(repo: str) -> int:
     """Fetches; the last line tells the path or the error."""
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    finished = threading.Event()
+    threading.Thread(target=_end_with_input, args=(finished,), daemon=True).start()
     try:
         path = hub.pull(repo, progress=_Progress())
     except EdgeInferError as error:
+        finished.set()
         _tell({"error": {"message": error.message, "hint": error.hint}})
         return error.exit_code
     except Exception as error:  # the last resort of a program: the window shows a line
+        finished.set()
         _tell({"error": {"message": f"Unexpected {type(error).__name__}: {error}.", "hint": "Try again."}})
         return InternalError.exit_code
+    finished.set()
     _tell({"path": str(path)})
     return 0
 
@@ -57,11 +61,13 @@ def _tell(data: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _end_with_input() -> None:
+def _end_with_input(finished: threading.Event) -> None:
     # Past Python's buffer, whose lock a thread that still reads would hold when the program ends.
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    os._exit(1)
+    # Who was told the outcome may close the input before this process has ended with its own code.
+    if not finished.is_set():
+        os._exit(1)
 
 
 if __name__ == "__main__":

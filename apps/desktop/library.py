@@ -94,7 +94,8 @@ class Library:
         yield BUILT_IN, "built-in"
         for folder in self._folders:
             for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-                if hub.is_bundle(path):
+                # A bundle's own drafter is no model to talk to.
+                if hub.is_bundle(path) and not hub.is_bundle(path.parent):
                     yield str(path), "bundle"
                 elif _is_gguf(path):
                     yield str(path), "gguf"
