@@ -42,6 +42,7 @@ class MemoryModel:
         self._config = config
         self.process = process
         self._weights: dict[tuple[str, int, int], Footprint] = {}
+        self._drafters: dict[Configuration, Footprint] = {}
 
     def footprint(self, configuration: Configuration) -> Footprint:
         """The largest this process will be from loading on."""
@@ -66,12 +67,23 @@ class MemoryModel:
             running += Footprint({"drafting": size}, {})
         if subject.drafter is not None:
             # Where nobody drafts, it takes turns with its target (runtime/adaptive).
-            running += _drafter(subject.drafter, configuration, same_backend=subject.drafter.backend == subject.backend)
+            running += self._drafter(subject.drafter, configuration)
         if config.prefix_cache:
             running += Footprint({"prefix_cache": prefix_bytes(config.prefix_cache, manifest.geometry.num_layers)}, {})
         if overflow := overflow_bytes(config.overflow, manifest.decoder, configuration.context):
             running += Footprint({"overflow": overflow}, {})
         return running + self._loading(running, configuration)
+
+    def _drafter(self, drafter: Subject, target: Configuration) -> Footprint:
+        """A draft model, which shares the tokenizer with its target, and code on the same backend; one term for each
+        kind of page."""
+        own = draft_configuration(drafter, target)
+        if own not in self._drafters:
+            whole = drafter.memory.weights(own) + drafter.memory.running(own)
+            code = whole.file["code"] if drafter.backend == self._subject.backend else 0
+            file = {"draft_model": sum(whole.file.values()) - code}
+            self._drafters[own] = Footprint({"draft_model": sum(whole.anonymous.values())}, file)
+        return self._drafters[own]
 
     def _outside(self, *, running: bool) -> Footprint:
         """The process without a model: while it runs, pages of libraries that only loading needed have been dropped."""
@@ -85,12 +97,3 @@ class MemoryModel:
         phases = self._subject.memory.phases(self._outside(running=False), running, configuration)
         worst = max(phase.total(counted) for phase in phases)
         return Footprint({"loading": max(0, worst - running.total(counted))}, {})
-
-
-def _drafter(drafter: Subject, target: Configuration, *, same_backend: bool) -> Footprint:
-    """A draft model, which shares the tokenizer with its target, and code on the same backend; one term for each kind
-    of page."""
-    own = draft_configuration(drafter, target)
-    whole = drafter.memory.weights(own) + drafter.memory.running(own)
-    file = sum(whole.file.values()) - (whole.file["code"] if same_backend else 0)
-    return Footprint({"draft_model": sum(whole.anonymous.values())}, {"draft_model": file})
