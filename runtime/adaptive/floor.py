@@ -12,6 +12,9 @@ from edgeinfer.runtime.contracts import Floats
 
 __all__ = ["Floor"]
 
+# Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
+_ENOUGH, _SPREADS = 8, 2.0
+
 
 class Floor:
     """A limit on the mean divergence of a reply's tokens.
@@ -28,6 +31,7 @@ class Floor:
         self.sampled = 0
         self.stopped_at: int | None = None
         self._sum = self._squares = 0.0
+        self._worst = math.inf  # of a token, as the prompt tells
 
     @property
     def watching(self) -> bool:
@@ -60,8 +64,37 @@ class Floor:
         if not self.sampled:
             return 0.0
         mean = self._sum / self.sampled
-        spread = math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0))
-        return mean + max(spread, mean) / math.sqrt(self.sampled)
+        return mean + max(self._spread, mean) / math.sqrt(self.sampled)
+
+    @property
+    def _spread(self) -> float:
+        mean = self._sum / self.sampled
+        return math.sqrt(max(self._squares / self.sampled - mean * mean, 0.0))
+
+    @property
+    def worst(self) -> float:
+        """What a token is likely to diverge by at worst."""
+        if self.sampled < _ENOUGH:
+            return self._worst
+        mean = self._sum / self.sampled
+        return mean + _SPREADS * max(self._spread, mean)
+
+    def expect(self, prompt: Floor) -> None:
+        """Takes over from samples of the prompt what a token may diverge by at worst."""
+        if prompt.sampled:
+            mean = prompt._sum / prompt.sampled
+            self._worst = mean + _SPREADS * max(prompt._spread, mean)
+
+    def allows(self, further: int, reduced: int, tokens: int) -> bool:
+        """Whether so many further tokens, at their worst, leave the reply's mean within the limit as it is now.
+
+        Args:
+            reduced: tokens made with less so far.
+            tokens: of the reply so far.
+        """
+        if self.nats is None:
+            return True
+        return self.bound * reduced + self.worst * further <= self.nats * tokens
 
     def check(self, reduced: float, tokens: int) -> bool:
         """Whether the reply may go on as it does, `reduced` of whose tokens were made with less.

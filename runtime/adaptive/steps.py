@@ -123,7 +123,9 @@ class Steps(ABC):
         trial = Floor(self._floor.nats)
         for index, whole in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
             trial.add(whole, reduced.get(index, whole))
-        if not trial.check(share, 1):
+        if trial.check(share, 1):
+            self._floor.expect(trial)
+        else:
             self._floor.refuse()
 
     @abstractmethod

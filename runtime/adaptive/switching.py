@@ -22,7 +22,7 @@ __all__ = ["Switching"]
 
 # Tokens that the small model may write before the large one looks at them, where a floor has to be kept: at first few,
 # as nothing is known yet.
-_FIRST, _LONGEST = 4, 32
+_FIRST, _LONGEST = 4, 8
 
 
 class Switching(Steps):
@@ -63,8 +63,10 @@ class Switching(Steps):
         held = self._backend.length + lost  # tokens that the large model has seen
         unseen = len(self._tokens) - held
         large = self._policy.large() or self._floor.stopped
-        if self._floor.watching and unseen > self._window:
-            large = True
+        if self._floor.watching:
+            # What a run of the small one's tokens may cost must have been earned by the large one's before.
+            begins = unseen == 1 and not self._floor.allows(self._window, self._books.reduced, self._books.tokens)
+            large = large or unseen > self._window or begins
         # All that is unseen must fit its cache.
         large = large or self._backend.length + unseen >= self._backend.capacity
         logits = None if large else self._small.after(self._tokens)

@@ -48,6 +48,31 @@ def kept(mask: NDArray[np.bool_]) -> list[int]:
     return np.flatnonzero(pairs[:, 0]).tolist()
 
 
+def _laws(nats: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits of a whole model that is sure of one of two tokens, and of one that gives it exp(-nats)."""
+    share = np.exp(-nats)
+    whole = np.array([0.0, -1e4], np.float32)
+    return whole, np.log(np.array([share, max(1 - share, 1e-30)])).astype(np.float32)
+
+
+def test_a_run_of_lesser_tokens_must_be_earned_at_its_worst() -> None:
+    floor, prompt = Floor(0.1), Floor(0.1)
+    assert Floor(None).allows(10**6, 0, 0)
+    # Nothing is known: no run is small enough.
+    assert not floor.allows(1, 0, 10**6)
+    for _ in range(4):
+        prompt.add(*_laws(0.2))
+    floor.expect(prompt)
+    # A token is taken for the mean and twice a spread that is no less than it: 0.6 nats.
+    assert floor.worst == pytest.approx(0.6, abs=1e-5)
+    assert floor.allows(4, 0, 25) and not floor.allows(4, 0, 23)
+    # Eight samples of the reply's own count for more than the prompt's.
+    for _ in range(8):
+        floor.add(*_laws(0.5))
+    assert floor.worst == pytest.approx(1.5, abs=1e-5)
+    assert not floor.allows(1, 8, 60) and floor.allows(1, 8, 80)
+
+
 def test_options_name_what_there_is() -> None:
     assert set(COMPUTES) == {"full", "exit", *SKIPPING, *SWITCHING} - set(BASELINES)
     assert set(BASELINES) < set(SWITCHING)

@@ -16,6 +16,7 @@ from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.adaptive.contract import Mask, Prompt, Wanted, feed, whole_pass
 from edgeinfer.runtime.adaptive.exiting import Exiting
+from edgeinfer.runtime.adaptive.floor import Floor
 from edgeinfer.runtime.adaptive.importance import importance
 from edgeinfer.runtime.adaptive.skipping import Skipping
 from edgeinfer.runtime.adaptive.states import PromptStates
@@ -332,7 +333,9 @@ def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backe
 def test_a_floor_gives_the_text_to_the_large_model(
     engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Switching, "_try", lambda self, share: None)
+    promising = Floor(1e-3)
+    promising.add(np.zeros(4, np.float32), np.zeros(4, np.float32))
+    monkeypatch.setattr(Switching, "_try", lambda self, share: self._floor.expect(promising))
     chooser = Greedy()
     parts = given(engine.backend, chooser, quality_floor=1e-3)
     steps = Switching(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
