@@ -164,9 +164,11 @@ def test_requests_name_the_options_as_they_are() -> None:
         asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 3}
         vote = model.create_chat_completion(messages, search="vote", samples=3, **asked)
         expected = model.stream_chat(messages, search="vote", samples=3, **asked).complete()
+        assert isinstance(vote, dict)
         assert vote["choices"][0]["message"]["content"] == expected.text
         plain = [model.stream_chat(messages, **asked | {"seed": seed}).complete().text for seed in (3, 4)]
         several = model.create_chat_completion(messages, n=2, search="samples", samples=2, **asked)
+        assert isinstance(several, dict)
         assert [choice["message"]["content"] for choice in several["choices"]] == plain
         with pytest.raises(UsageError, match="samples"):
             model.create_chat_completion(messages, search="vote", samples="many", **asked)

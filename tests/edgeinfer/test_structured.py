@@ -72,15 +72,17 @@ def tales() -> Iterator[edgeinfer.Model]:
 @needs_builtin
 @pytest.mark.parametrize("form", FORMS)
 def test_complete_replies_are_what_was_asked_for(tales: edgeinfer.Model, form: str) -> None:
-    ended = 0
-    for seed in range(4):
+    ended = seed = 0
+    # Four seeds, and more where none of these ends: which do is a matter of rounding, and so of the machine.
+    while seed < 4 or not ended:
+        assert seed < 32, "one reply in eight or so ends"
         result = tales.generate(PROMPT, max_tokens=150, temperature=1.0, seed=seed, **FORMS[form])
         if result.finish_reason == "stop":
             check(form, result.text)
             ended += 1
         else:
             assert result.finish_reason == "length" and len(result.token_ids) == 150
-    assert ended
+        seed += 1
 
 
 @needs_builtin
