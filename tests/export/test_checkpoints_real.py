@@ -32,7 +32,7 @@ class Bounds:
 
 
 # Measured on about 6200 tokens: agreement 0.9935, 0.9924, 0.9928, 0.9915; 8 bits 1.0004, 1.0006, 0.9999, 1.0003;
-# 4 bits 1.0005, 1.0026, 1.0169, 1.0115. The last checkpoint's agreement was 0.9896 on AVX2 and onnxruntime 1.32: how near
+# 4 bits 1.0005, 1.0026, 1.0169, 1.0115. The last one's agreement was 0.9896 on AVX2 and onnxruntime 1.32: how near
 # ties round is the machine's, and its standard error is 0.0012.
 BOUNDS = {
     "stories260K": Bounds(0.99, 1.005, 1.01),
