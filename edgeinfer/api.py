@@ -64,7 +64,8 @@ def load(
     """
     started = time.perf_counter()
     config = LoadConfig.of(memory=memory, context=context, **options)
-    bundles = Bundles.open(model, config)
+    with allocating("The model"):
+        bundles = Bundles.open(model, config)
     make = partial(make_parts, bundles, config, progress)
     residence = Residence(make, started, config.idle_unload, aside=config.remember)
     return Model(residence, chat_template(bundles.target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -252,6 +253,7 @@ def _saver_parts(subject: Subject, plan: MemoryPlan, engine: Engine, speculator:
     manifest, drafter = subject.manifest, subject.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
 
+    @functools.cache
     def routers() -> tuple[Floats, Floats] | None:
         heads = read_heads(subject.bundle, "routers")
         return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
