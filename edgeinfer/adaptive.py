@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
+from edgeinfer.option_checks import is_integer, is_number, require
 
 __all__ = ["BASELINES", "COMPUTES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
 
@@ -20,12 +21,8 @@ BASELINES = ("random",)
 SKIP_CACHES = ("exact", "below")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -77,27 +74,22 @@ class ComputeOptions:
             message = "A quality floor compares with the whole model's cache."
             raise UsageError(message, "Leave skip_cache or quality_floor out.")
         threshold, floor, layer = self.entropy_threshold, self.quality_floor, self.exit_layer
-        _require(_at_least(self.compute_speedup, 1), "compute_speedup", self.compute_speedup, "a number from 1 on")
-        _require(_between(self.compute_share), "compute_share", self.compute_share, "a number from 0 to 1")
-        _require(threshold is None or _at_least(threshold, 0), "entropy_threshold", threshold, "bits from 0 on")
-        stay = _is_integer(self.entropy_stay) and 1 <= self.entropy_stay <= 1024
-        _require(stay, "entropy_stay", self.entropy_stay, "a whole number from 1 to 1024")
-        _require(layer is None or (_is_integer(layer) and layer >= 1), "exit_layer", layer, "a whole number from 1 on")
-        _require(_between(self.exit_confidence), "exit_confidence", self.exit_confidence, "a number from 0 to 1")
-        _require(floor is None or _at_least(floor, 0), "quality_floor", floor, "nats from 0 on")
+        require(_at_least(self.compute_speedup, 1), "compute_speedup", self.compute_speedup, "a number from 1 on")
+        require(_between(self.compute_share), "compute_share", self.compute_share, "a number from 0 to 1")
+        require(threshold is None or _at_least(threshold, 0), "entropy_threshold", threshold, "bits from 0 on")
+        stay = is_integer(self.entropy_stay) and 1 <= self.entropy_stay <= 1024
+        require(stay, "entropy_stay", self.entropy_stay, "a whole number from 1 to 1024")
+        require(layer is None or (is_integer(layer) and layer >= 1), "exit_layer", layer, "a whole number from 1 on")
+        require(_between(self.exit_confidence), "exit_confidence", self.exit_confidence, "a number from 0 to 1")
+        require(floor is None or _at_least(floor, 0), "quality_floor", floor, "nats from 0 on")
 
 
 def _at_least(value: object, least: float) -> bool:
-    return _is_number(value) and value >= least  # type: ignore[operator]
+    return _is_finite(value) and value >= least  # type: ignore[operator]
 
 
 def _between(value: object) -> bool:
-    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator]
-
-
-def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+    return _is_finite(value) and 0 <= value <= 1  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
+from edgeinfer.option_checks import is_integer, is_number, require
 from edgeinfer.searching import SearchOptions
 
 __all__ = [
@@ -93,19 +94,6 @@ def format_size(size: int) -> str:
 # What the reply must be; one at most.
 _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
 
 
 def drafters_in(speculation: str) -> tuple[str, ...]:
@@ -212,29 +200,29 @@ class LoadConfig:
             # A truth is an integer to isinstance, and an integer is a number of seconds.
             fits = isinstance(value, kind | int if name == "idle_unload" else kind)
             fits = fits and (isinstance(value, bool) == (bool in (typing.get_args(kind) or (kind,))) or value is None)
-            _require(fits, name, value, f"of type {kind if typing.get_args(kind) else kind.__name__}")
+            require(fits, name, value, f"of type {kind if typing.get_args(kind) else kind.__name__}")
         drafters_in(self.speculation)
-        _require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
+        require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
         count = self.draft_experts
-        _require(count is None or 1 <= count <= 4096, "draft_experts", count, "between 1 and 4096")
-        _require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
+        require(count is None or 1 <= count <= 4096, "draft_experts", count, "between 1 and 4096")
+        require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
         for name in ("memory", "expert_memory"):
             size = getattr(self, name)
-            _require(size is None or size > 0, name, size, "positive")
+            require(size is None or size > 0, name, size, "positive")
         fits = self.expert_memory is None or self.weights in (None, "experts")
-        _require(fits, "expert_memory", self.expert_memory, "left out where weights are not 'experts'")
-        _require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
+        require(fits, "expert_memory", self.expert_memory, "left out where weights are not 'experts'")
+        require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
         chunk = self.prefill_chunk
-        _require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "at least 1")
-        _require(self.prefix_cache >= 0, "prefix_cache", self.prefix_cache, "0 or more bytes")
-        _require(self.idle_unload is None or self.idle_unload > 0, "idle_unload", self.idle_unload, "positive seconds")
+        require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "at least 1")
+        require(self.prefix_cache >= 0, "prefix_cache", self.prefix_cache, "0 or more bytes")
+        require(self.idle_unload is None or self.idle_unload > 0, "idle_unload", self.idle_unload, "positive seconds")
         if self.device not in ("auto", *DEVICES):
             raise UsageError(f"There is no device {self.device!r}.", f"Choose auto or one of {', '.join(DEVICES)}.")
         chosen = (("kv", KV_TYPES), ("overflow", OVERFLOWS), ("weights", WEIGHTS_MODES), ("counted", COUNTED))
         for name, known in chosen:
             value = getattr(self, name)
             optional = name in ("kv", "weights")
-            _require(value in known or (value is None and optional), name, value, f"one of {', '.join(known)}")
+            require(value in known or (value is None and optional), name, value, f"one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -298,23 +286,23 @@ class GenerationConfig(ComputeOptions, SearchOptions):
     def __post_init__(self) -> None:
         self._check_types()
         for name in _NUMBERS:
-            _require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "positive")
-        _require(all(self.stop), "stop", self.stop, "free of empty strings")
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
-        _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias", "NaN", "free of NaN")
+            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "positive")
+        require(all(self.stop), "stop", self.stop, "free of empty strings")
+        require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
+        require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias", "NaN", "free of NaN")
         drafters_in(self.speculation)
-        _require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
-        _require(1 <= self.draft_width <= 8, "draft_width", self.draft_width, "between 1 and 8")
+        require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
+        require(1 <= self.draft_width <= 8, "draft_width", self.draft_width, "between 1 and 8")
         known = ", ".join(VERIFICATIONS)
-        _require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
-        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20")
-        _require(all(self.choices), "choices", self.choices, "free of empty texts")
+        require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
+        require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20")
+        require(all(self.choices), "choices", self.choices, "free of empty texts")
         self.check_compute()
         self.check_search()
         ways = [name for name, usual in (("compute", "full"), ("search", "off")) if getattr(self, name) != usual]
@@ -327,32 +315,30 @@ class GenerationConfig(ComputeOptions, SearchOptions):
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
         for name in _NUMBERS:
-            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
+            require(is_number(getattr(self, name)), name, getattr(self, name), "a number")
         for name in ("max_tokens", "top_k", "seed", "draft_max", "draft_width", "logprobs"):
             value = getattr(self, name)
             optional = name not in ("top_k", "draft_width")
-            _require(_is_integer(value) or (value is None and optional), name, value, "a whole number")
+            require(is_integer(value) or (value is None and optional), name, value, "a whole number")
         for name in ("speculation", "verification"):
-            _require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
+            require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
         for name in ("regex", "grammar"):
-            _require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a text")
+            require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a text")
         schema = self.json_schema
-        _require(
-            isinstance(schema, Mapping | str | None), "json_schema", schema, "a JSON Schema: an object or its text"
-        )
-        _require(isinstance(self.json_object, bool), "json_object", self.json_object, "true or false")
+        require(isinstance(schema, Mapping | str | None), "json_schema", schema, "a JSON Schema: an object or its text")
+        require(isinstance(self.json_object, bool), "json_object", self.json_object, "true or false")
         choices = self.choices
         texts = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
-        _require(texts, "choices", choices, "several texts")
+        require(texts, "choices", choices, "several texts")
         object.__setattr__(self, "choices", tuple(choices))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         ids, bias = self.stop_token_ids, self.logit_bias
         strings = isinstance(stop, list | tuple) and all(isinstance(s, str) for s in stop)
-        _require(strings, "stop", stop, "a string or several")
-        _require(isinstance(ids, list | tuple) and all(map(_is_integer, ids)), "stop_token_ids", ids, "token ids")
-        pairs = isinstance(bias, Mapping) and all(_is_integer(i) and _is_number(b) for i, b in bias.items())
-        _require(pairs, "logit_bias", bias, "token ids with numbers")
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        require(strings, "stop", stop, "a string or several")
+        require(isinstance(ids, list | tuple) and all(map(is_integer, ids)), "stop_token_ids", ids, "token ids")
+        pairs = isinstance(bias, Mapping) and all(is_integer(i) and is_number(b) for i, b in bias.items())
+        require(pairs, "logit_bias", bias, "token ids with numbers")
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
+from edgeinfer.option_checks import is_number, require
 
 __all__ = ["ANSWERS", "MOST_BRANCHES", "SEARCHES", "SearchOptions", "SearchUse", "SearchedText"]
 
@@ -82,13 +83,13 @@ class SearchOptions:
         self._check_counts()
         for name in ("diversity", "length_penalty", "uncertainty", "contrast_strength", "resistance_weight"):
             value = getattr(self, name)
-            _require(_is_number(value) and 0 <= value < math.inf, name, value, "a finite number, 0 or more")
+            require(is_number(value) and 0 <= value < math.inf, name, value, "a finite number, 0 or more")
         lame, resistance = self.lame_prompt, self.resistance
-        _require(isinstance(lame, str | None), "lame_prompt", lame, "a text")
+        require(isinstance(lame, str | None), "lame_prompt", lame, "a text")
         if (self.search == "contrast") != (lame is not None):
             raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
-        numbers = isinstance(resistance, list | tuple) and all(_is_number(r) and r >= 0 for r in resistance)
-        _require(numbers and 1 <= len(resistance) <= 16, "resistance", resistance, "1 to 16 numbers, 0 or more")
+        numbers = isinstance(resistance, list | tuple) and all(is_number(r) and r >= 0 for r in resistance)
+        require(numbers and 1 <= len(resistance) <= 16, "resistance", resistance, "1 to 16 numbers, 0 or more")
         object.__setattr__(self, "resistance", tuple(map(float, resistance)))
 
     def _check_counts(self) -> None:
@@ -99,18 +100,9 @@ class SearchOptions:
             if value is None and name == "candidates":
                 continue
             whole = isinstance(value, int) and not isinstance(value, bool)
-            _require(whole and lowest <= value <= most[name], name, value, f"between {lowest} and {most[name]}")
+            require(whole and lowest <= value <= most[name], name, value, f"between {lowest} and {most[name]}")
         even = self.beams % self.beam_groups == 0
-        _require(even, "beam_groups", self.beam_groups, f"a divisor of beams={self.beams}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+        require(even, "beam_groups", self.beam_groups, f"a divisor of beams={self.beams}")
 
 
 @dataclass(frozen=True)

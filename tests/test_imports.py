@@ -18,15 +18,17 @@ import edgeinfer
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
+CHECKED = {"edgeinfer.errors", "edgeinfer.option_checks"}
 ASKED = {"edgeinfer.adaptive", "edgeinfer.searching"}
 CORE = {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.bundle", "edgeinfer.version"} | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.errors": set[str](),
     "edgeinfer.version": set[str](),
-    "edgeinfer.adaptive": {"edgeinfer.errors"},
-    "edgeinfer.searching": {"edgeinfer.errors"},
-    "edgeinfer.config": {"edgeinfer.errors"} | ASKED,
+    "edgeinfer.option_checks": {"edgeinfer.errors"},
+    "edgeinfer.adaptive": CHECKED,
+    "edgeinfer.searching": CHECKED,
+    "edgeinfer.config": CHECKED | ASKED,
     "edgeinfer.results": {"edgeinfer.errors"} | ASKED,
     "edgeinfer.bundle": CORE,
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
