@@ -34,7 +34,9 @@ def edgeinfer(
 
 def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
     """Starts the command with its output piped."""
-    return subprocess.Popen(command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # A file that is being opened when the command is interrupted is closed by nobody.
+    child = environment() | {"PYTHONWARNINGS": "error,ignore::ResourceWarning"}
+    return subprocess.Popen(command(*arguments), env=child, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def refuses(code: int, says: str, done: subprocess.CompletedProcess[bytes]) -> None:

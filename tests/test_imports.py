@@ -121,6 +121,14 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_command_imports_no_other() -> None:
+    code = "import sys, edgeinfer.cli.main as main; main.build_parser('run'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "edgeinfer.cli.run" in imported
+    assert not imported & {"edgeinfer.cli.bench", "edgeinfer.cli.distill", "edgeinfer.api", "numpy"}
+
+
 def test_import_is_fast() -> None:
     def seconds() -> float:
         command = [sys.executable, "-X", "importtime", "-c", "import edgeinfer"]

@@ -12,16 +12,26 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import edgeinfer
-from edgeinfer.cli import bench, chat, convert, devices, distill, eval, export, inspect, plan, pull, run, serve, tune
-from edgeinfer.cli.options import Parser
+from edgeinfer.cli.interruption import interruptions_wait_for_imports
 from edgeinfer.cli.output import print_error
 from edgeinfer.errors import EdgeInferError, StorageError
+from edgeinfer.version import VERSION
+
+if TYPE_CHECKING:
+    from edgeinfer.cli.options import Parser
 
 __all__ = ["build_parser", "main"]
 
 INTERRUPTED = 130
+# Modules of `edgeinfer.cli`, in the order that --help has. Each is imported where it is asked for: all of them together
+# take seconds on an old machine.
+_COMMANDS = (
+    *("run", "chat", "serve", "export", "convert", "inspect", "plan", "pull"),
+    *("bench", "eval", "tune", "distill", "devices"),
+)
 # What writing to a full disk, past a quota or past a size limit ends in.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -34,14 +44,16 @@ example:
 _EPILOG = "Each command explains itself: edgeinfer COMMAND --help"
 
 
-def build_parser() -> Parser:
-    """The parser of all commands."""
+def build_parser(only: str | None = None) -> Parser:
+    """The parser of all commands, or of one: of that whose name `only` is, if it is one's."""
+    from edgeinfer.cli.options import Parser
+
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser("edgeinfer", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"edgeinfer {edgeinfer.__version__}")
+    parser.add_argument("--version", action="version", version=f"edgeinfer {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, chat, serve, export, convert, inspect, plan, pull, bench, eval, tune, distill, devices):
-        command.add_parser(commands)
+    for command in (only,) if only in _COMMANDS else _COMMANDS:
+        import_module(f"edgeinfer.cli.{command}").add_parser(commands)
     return parser
 
 
@@ -79,9 +91,10 @@ def _abandon_stdout() -> None:
 
 def _execute(arguments: list[str]) -> int:
     try:
-        args = build_parser().parse_args(arguments)
-        code: int = args.execute(args)
-        sys.stdout.flush()
+        with interruptions_wait_for_imports(sys._getframe()):
+            args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
+            code: int = args.execute(args)
+            sys.stdout.flush()
         return code
     except SystemExit as done:  # argparse, after --help or --version
         return int(done.code or 0)
@@ -89,23 +102,21 @@ def _execute(arguments: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         raise
-    except EdgeInferError as error:
-        _show_traceback(arguments)
-        print_error(str(error))
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in _FULL:
-            return _unexpected(arguments, error)
+    except Exception as error:  # the last resort of a program: whatever it is, the user gets one line
+        return _report(arguments, error)
+
+
+def _report(arguments: list[str], error: Exception) -> int:
+    """Says what went wrong, in one line, and returns its exit code."""
+    if isinstance(error, OSError) and error.errno in _FULL:
         # Files are written under `storage_errors`, so it was stdout that did not take all of its text.
         _abandon_stdout()
         print_error(f"The output cannot be written: {error.strerror}. Free some space or send it to another place.")
         return StorageError.exit_code
-    except Exception as error:  # the last resort of a program: whatever it is, the user gets one line
-        return _unexpected(arguments, error)
-
-
-def _unexpected(arguments: list[str], error: Exception) -> int:
     _show_traceback(arguments)
+    if isinstance(error, EdgeInferError):
+        print_error(str(error))
+        return error.exit_code
     print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
     return EdgeInferError.exit_code
 

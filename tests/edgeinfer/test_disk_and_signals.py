@@ -216,3 +216,45 @@ def test_ctrl_c_while_generating_json(good_bundle: Path) -> None:
     result = json.loads(out)
     assert result["finish_reason"] == "cancelled"
     assert result["usage"]["completion_tokens"] == len(result["token_ids"]) > 0
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('initialization failed')"])
+def test_ctrl_c_while_a_module_starts_that_loses_it(good_bundle: Path, tmp_path: Path, then: str) -> None:
+    """As modules written in C do, onnxruntime's and numpy's."""
+    path = tmp_path / "onnxruntime" / "__init__.py"
+    path.parent.mkdir()
+    path.write_text(f"""import signal, sys
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    {then}
+sys.path.remove({str(tmp_path)!r})
+del sys.modules["onnxruntime"]
+import onnxruntime
+""")
+    paths = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    line = command("run", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000")
+    with subprocess.Popen(
+        line, env=environment() | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"")
+    assert len(out) < 1000
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2])
+def test_ctrl_c_while_commands_are_imported(delay: float) -> None:
+    code = (
+        "import os, sys, edgeinfer.cli.main as main; build = main.build_parser; "
+        "main.build_parser = lambda *only: (os.write(1, b'begun'), build(*only))[1]; "
+        "sys.exit(main.main(['run', '-f', '-']))"
+    )
+    line, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(line, env=environment(), stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 5) == b"begun"
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        # Its input stays open until it ends.
+        assert process.wait(timeout=30) == 130
+        assert process.communicate() == (b"", b"")

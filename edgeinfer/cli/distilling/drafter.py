@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.bundle import open_bundle
-from edgeinfer.bundle.nested_depths import add_figures, exit_figure
-from edgeinfer.bundle.nesting import nest_drafter
 from edgeinfer.cli.distilling.common import (
     add_training_options,
     find_model,
@@ -25,11 +22,11 @@ from edgeinfer.cli.distilling.common import (
 )
 from edgeinfer.cli.options import add_command, add_json_option
 from edgeinfer.cli.output import Progress, print_note, progress_bar
-from edgeinfer.distilling import DraftFigures, ModelReplier, measure_drafter
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.cli.options import Parser, Subparsers
+    from edgeinfer.distilling import ModelReplier
     from edgeinfer.export.training.drafter import DrafterTraining
     from edgeinfer.export.training.sizing import StudentSize
 
@@ -122,6 +119,8 @@ def _checked(args: argparse.Namespace) -> Path:
 @contextlib.contextmanager
 def repliers(source: Path) -> Iterator[ModelReplier | None]:
     """What draws a target's replies: the engine where it is a bundle, which is much faster than torch; else None."""
+    from edgeinfer.distilling import ModelReplier
+
     if not hub.is_bundle(source):
         yield None
         return
@@ -131,6 +130,7 @@ def repliers(source: Path) -> Iterator[ModelReplier | None]:
 
 def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     """The size that was asked for, or that pays here."""
+    from edgeinfer.bundle import open_bundle
     from edgeinfer.export.hf_config import read_config
     from edgeinfer.export.training.sizing import DeviceCosts, StudentSize, choose_size
 
@@ -162,6 +162,10 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
 
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
     """Exports what was trained, measures it on the engine and puts it into its target; what a report says."""
+    from edgeinfer.bundle import open_bundle
+    from edgeinfer.bundle.nested_depths import add_figures, exit_figure
+    from edgeinfer.bundle.nesting import nest_drafter
+    from edgeinfer.distilling import measure_drafter
     from edgeinfer.export import ExportConfig, export_checkpoint
 
     # At 8 bits the small layers would stay float32, and all layers of a drafter are small.
@@ -185,6 +189,8 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
 
 
 def _speed_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    from edgeinfer.distilling import DraftFigures
+
     if "engine" not in facts:
         return []
     figures = DraftFigures(**facts["engine"])

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.bundle.heads import JUDGED, TRUSTED, add_heads, copy_with_heads
 from edgeinfer.cli.distilling.common import (
     add_training_options,
     find_model,
@@ -23,7 +22,6 @@ from edgeinfer.cli.distilling.common import (
 from edgeinfer.cli.distilling.drafter import repliers
 from edgeinfer.cli.options import add_command, add_json_option
 from edgeinfer.cli.output import print_note, progress_bar
-from edgeinfer.distilling import measure_drafter
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import is_bundle
 
@@ -130,6 +128,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _keep(source: Path, out: Path, heads: Heads, *, in_place: bool) -> None:
+    from edgeinfer.bundle.heads import add_heads, copy_with_heads
+
     if in_place:
         add_heads(out, heads)
     else:
@@ -138,6 +138,8 @@ def _keep(source: Path, out: Path, heads: Heads, *, in_place: bool) -> None:
 
 def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any]:
     """What heads that draft bring on the engine."""
+    from edgeinfer.distilling import measure_drafter
+
     if args.kind in ("acceptance", "routers"):
         return {}
     prompts = [prompt.tolist() for prompt in trained.prompts[:_MEASURED_PROMPTS]]
@@ -145,6 +147,8 @@ def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any
 
 
 def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, Any]) -> None:
+    from edgeinfer.bundle.heads import JUDGED, TRUSTED
+
     rows: list[tuple[str, ...]] = [("on text kept for measuring", "before", "after")]
     rows += [(name, f"{trained.before[name]:.3f}", f"{value:.3f}") for name, value in trained.after.items()]
     if engine := facts.get("engine"):
