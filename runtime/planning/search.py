@@ -43,34 +43,32 @@ def search(
     speed: SpeedModel,
     *,
     all_ways: bool,
-    among: Callable[[Configuration], bool] = lambda configuration: True,
+    among: Callable[[Configuration], bool] | None = None,
 ) -> MemoryPlan:
     """The plan for a request; without a budget, the one without concessions.
 
     Args:
         all_ways: list alternatives.
-        among: which configurations there are to choose from.
+        among: which configurations there are to choose from; None takes all.
 
     Raises:
         ContextLengthError, UsageError: as `configurations`.
     """
     budget = config.memory
-    if budget is None and not all_ways:
-        # The first runs; which of the most modest is the smallest tells the least that would do.
-        ways = [next(configurations(subject, config)), *modest_configurations(subject, config)]
-    else:
-        ways = [each for each in configurations(subject, config) if among(each)]
-    first = ways[0]
-    candidates = [_candidate(each, memory, config) for each in ways]
-    fitting = [each for each in candidates if budget is None or each.bytes <= budget]
+    open_ways = (each for each in configurations(subject, config) if among is None or among(each))
+    first = next(open_ways)
+    ways = [first] if budget is None and not all_ways else [first, *open_ways]
     worth = _worth(speed, first)
-    if budget is None:
-        chosen = candidates[0]
-    elif fitting:
-        # Of equals the first, which gives up least.
-        chosen = max(fitting, key=lambda each: worth(each.configuration))
+    # Speeds take less to predict than bytes do. Of equals the first, which gives up least.
+    best = [first] if budget is None else sorted(ways, key=worth, reverse=True)
+    candidates = (_candidate(each, memory, config) for each in best)
+    chosen = next((each for each in candidates if budget is None or each.bytes <= budget), None)
+    if chosen is None or all_ways or among is not None:
+        every = [_candidate(each, memory, config) for each in ways]
     else:
-        chosen = min(reversed(candidates), key=lambda each: each.bytes)
+        every = [chosen, *(_candidate(each, memory, config) for each in modest_configurations(subject, config))]
+    smallest = min(reversed(every), key=lambda each: each.bytes)
+    chosen = chosen or smallest
     plan = MemoryPlan(
         configuration=chosen.configuration,
         layout=subject.layout,
@@ -80,7 +78,7 @@ def search(
         counted=config.counted,
         footprint=chosen.footprint,
         speed=speed.speed(chosen.configuration),
-        smallest_bytes=min(each.bytes for each in candidates),
+        smallest_bytes=smallest.bytes,
         given_up=_given_up(first, chosen.configuration, speed),
         threads=subject.threads,
         tuned=_tuned(subject, chosen.configuration),
@@ -90,7 +88,7 @@ def search(
     if not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(subject, config, memory, plan)))
     if all_ways:
-        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, candidates, budget, speed, worth)))
+        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, budget, speed, worth)))
     return plan
 
 
