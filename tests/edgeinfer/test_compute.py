@@ -18,9 +18,7 @@ from edgeinfer.errors import BundleError, CapabilityError, UsageError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.options import sampling
 from edgeinfer.results import Result
-from edgeinfer.runtime.adaptive import saver
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from tests.compute import even_costs
 from tests.factories import make_bigram_bundle
 from tests.speculation import PROMPT, needs_builtin, plain, random_bundle
 
@@ -38,15 +36,8 @@ IDS = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def even_costs() -> Iterator[None]:
-    """Blocks that cost the same, whatever else the machine does."""
-
-    def costs(backend: Backend, **options: Any) -> BlockCosts:
-        blocks = 2 * backend.geometry.num_layers
-        return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "measure_costs", costs)
+def costs() -> Iterator[None]:
+    with even_costs():
         yield
 
 

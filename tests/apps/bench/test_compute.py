@@ -17,9 +17,7 @@ from edgeinfer.apps.bench.compute_report import compute_chart, dominates, point_
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.cli.main import main
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.adaptive import saver
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from tests.compute import even_costs
 from tests.factories import make_checkpoint
 from tests.speculation import random_bundle
 
@@ -70,15 +68,8 @@ def test_tables_and_chart() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def even_costs() -> Iterator[None]:
-    """Blocks that cost the same, whatever else the machine does."""
-
-    def costs(backend: Backend, **options: Any) -> BlockCosts:
-        blocks = 2 * backend.geometry.num_layers
-        return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "measure_costs", costs)
+def costs() -> Iterator[None]:
+    with even_costs():
         yield
 
 

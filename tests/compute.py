@@ -1,0 +1,28 @@
+"""What tests of replies that take less compute share; knows nothing of any policy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from edgeinfer.runtime.adaptive import saver
+from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+
+__all__ = ["even_costs"]
+
+
+@contextlib.contextmanager
+def even_costs() -> Iterator[None]:
+    """Blocks that cost the same, whatever else the machine does."""
+
+    def costs(backend: Backend, **options: Any) -> BlockCosts:
+        blocks = 2 * backend.geometry.num_layers
+        return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "measure_costs", costs)
+        yield
