@@ -46,6 +46,7 @@ ALLOWED = {
         "edgeinfer.apps",
     },
     # Distilling is measured by the face and done by the export; only the commands know both.
+    "edgeinfer.__main__": {"edgeinfer.cli"},
     "edgeinfer.cli": CORE
     | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.distilling"},
 }

@@ -23,12 +23,12 @@ from edgeinfer.version import VERSION
 if TYPE_CHECKING:
     from edgeinfer.cli.options import Parser
 
-__all__ = ["build_parser", "main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
 INTERRUPTED = 130
 # Modules of `edgeinfer.cli`, in the order that --help has. Each is imported where it is asked for: all of them together
 # take seconds on an old machine.
-_COMMANDS = (
+COMMANDS = (
     *("run", "chat", "serve", "export", "convert", "inspect", "plan", "pull"),
     *("bench", "eval", "tune", "distill", "devices"),
 )
@@ -52,7 +52,7 @@ def build_parser(only: str | None = None) -> Parser:
     parser = Parser("edgeinfer", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"edgeinfer {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (only,) if only in _COMMANDS else _COMMANDS:
+    for command in (only,) if only in COMMANDS else COMMANDS:
         import_module(f"edgeinfer.cli.{command}").add_parser(commands)
     return parser
 

@@ -17,9 +17,10 @@ from typing import Any, Self
 import pytest
 
 import edgeinfer
-from edgeinfer.cli.main import main
+from edgeinfer.cli.main import COMMANDS, main
 from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
 from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
+from tests.cli import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILTIN = ROOT / "edgeinfer" / "builtin" / "tales" / "edgeinfer.json"
@@ -295,7 +296,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"edgeinfer {edgeinfer.__version__}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "export", "convert", "inspect", "plan", "pull", "tune", "bench"])
+def test_the_package_runs_as_a_module() -> None:
+    line = [sys.executable, "-m", "edgeinfer", "run", "--context", "no"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--context" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"  edgeinfer {command}" in capsys.readouterr().out
