@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import StorageError
+from edgeinfer.export.training.bars import no_bars
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.target import Target
 
@@ -91,7 +92,8 @@ def save_checkpoint(model: Any, target: Target, out: Path) -> None:
 
 def _fill(model: Any, target: Target, folder: Path) -> None:
     try:
-        model.save_pretrained(folder)
+        with no_bars():
+            model.save_pretrained(folder)
     except SafetensorError as error:  # the library's own word for a full disk
         raise StorageError(f"Cannot write {folder}: {error}.", "Free some space.") from error
     for name in _SMALL:

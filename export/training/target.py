@@ -19,6 +19,7 @@ from edgeinfer.errors import CheckpointError, ModelError, TokenizerError
 from edgeinfer.export.bundle_checkpoint import checkpoint_config, checkpoint_tensors
 from edgeinfer.export.checkpoint import Checkpoint, parse_object, read_bytes
 from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.training.bars import no_bars
 
 __all__ = ["Target", "load_target"]
 
@@ -105,13 +106,12 @@ def _from_checkpoint(path: Path) -> tuple[Any, str]:
         raise ModelError(f"{path} is a {config.model_type or 'model of no known type'}, which is not trained on.", hint)
     with Checkpoint(path):  # says plainly what is wrong with its files
         pass
-    # Its bar would be drawn into ours.
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library has no types here
     try:
         # Annotated, as the class is chosen by the configuration.
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
-        )
+        with no_bars():
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"Cannot load {path}: {reason}", "Download the checkpoint again.") from error

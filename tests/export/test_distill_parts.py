@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
+from transformers.utils import logging as library
 
 from edgeinfer.errors import ModelError, StorageError, TemplateError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
@@ -323,6 +324,16 @@ def test_a_student_is_saved_as_a_checkpoint_that_exports(tmp_path: Path, target:
     export_checkpoint(out, tmp_path / "bundle", ExportConfig(bits=32))
     tokens = torch.arange(12)[None]
     assert torch.allclose(load_target(tmp_path / "bundle").model(tokens).logits, student(tokens).logits, atol=1e-4)
+
+
+def test_checkpoints_are_saved_and_loaded_without_bars_of_the_library(
+    tmp_path: Path, target: Target, capfd: pytest.CaptureFixture[str]
+) -> None:
+    library.enable_progress_bar()  # type: ignore[no-untyped-call]
+    save_checkpoint(make_student(StudentSize.of(64, 1), target, 0), target, tmp_path / "student")
+    load_target(tmp_path / "student")
+    assert capfd.readouterr() == ("", "")
+    assert library.is_progress_bar_enabled()
 
 
 def test_a_student_begins_with_the_targets_directions(target: Target) -> None:
