@@ -45,8 +45,8 @@ ALLOWED = {
         "edgeinfer.openai",
         "edgeinfer.apps",
     },
-    # Distilling is measured by the face and done by the export; only the commands know both.
     "edgeinfer.__main__": {"edgeinfer.cli"},
+    # Distilling is measured by the face and done by the export; only the commands know both.
     "edgeinfer.cli": CORE
     | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.distilling"},
 }

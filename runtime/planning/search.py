@@ -63,6 +63,7 @@ def search(
     best = [first] if budget is None else sorted(ways, key=worth, reverse=True)
     candidates = (_candidate(each, memory, config) for each in best)
     chosen = next((each for each in candidates if budget is None or each.bytes <= budget), None)
+    # The smallest tells the least that would do. Of all that are open it is one of the most modest.
     if chosen is None or all_ways or among is not None:
         every = [_candidate(each, memory, config) for each in ways]
     else:

@@ -234,12 +234,10 @@ import onnxruntime
 """)
     paths = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
     line = command("run", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000")
-    with subprocess.Popen(
-        line, env=environment() | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, b"")
-    assert len(out) < 1000
+    child = environment() | {"PYTHONPATH": paths}
+    done = subprocess.run(line, env=child, capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+    assert len(done.stdout) < 1000
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2])
