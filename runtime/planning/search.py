@@ -169,7 +169,7 @@ def _hints(subject: Subject, config: LoadConfig, memory: MemoryModel, plan: Memo
         freed = free(config)
         open_subject = subject if freed.draft_model else dataclasses.replace(subject, drafter=None)
         model = MemoryModel(open_subject, freed, memory.process)
-        least = min(_candidate(each, model, freed).bytes for each in configurations(open_subject, freed))
+        least = min(_candidate(each, model, freed).bytes for each in modest_configurations(open_subject, freed))
         if least < plan.smallest_bytes:
             yield f"{name} with {format_size(least + GROWTH_BYTES)}"
 
