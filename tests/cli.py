@@ -1,15 +1,22 @@
-"""Runs the real `edgeinfer` command in a process of its own, for tests of what a user meets."""
+"""Runs the `edgeinfer` command as a user does: in this process where that is enough, or in one of its own."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["command", "contents", "edgeinfer", "refuses", "start"]
+import pytest
 
+from edgeinfer.cli.main import main
+
+__all__ = ["TIME_LIMIT", "command", "contents", "edgeinfer", "edgeinfer_process", "environment", "refuses", "start"]
+
+# Seconds after which a process that does not end has failed: far more than any needs, on however busy a machine.
+TIME_LIMIT = 100
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -23,12 +30,29 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "error", "HF_HUB_OFFLINE": "1"}
 
 
-def edgeinfer(
+def edgeinfer(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Runs the command in this process: what it answers is the same as in its own, within hundredths of a second."""
+    out, errors = io.BytesIO(), io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+        patch.setattr(sys, "stdout", io.TextIOWrapper(out, "utf-8", write_through=True))
+        patch.setattr(sys, "stderr", io.TextIOWrapper(errors, "utf-8", write_through=True))
+        code = main([str(argument) for argument in arguments])
+        return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), errors.getvalue())
+
+
+def edgeinfer_process(
     *arguments: str | Path, stdin: bytes = b"", before: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs the command to its end; `before` is called in the child."""
+    """Runs the command in a process of its own to its end, for what only a process has; `before` is called in it."""
     return subprocess.run(
-        command(*arguments), env=environment(), input=stdin, capture_output=True, check=False, preexec_fn=before
+        command(*arguments),
+        env=environment(),
+        input=stdin,
+        capture_output=True,
+        check=False,
+        preexec_fn=before,
+        timeout=TIME_LIMIT,
     )
 
 

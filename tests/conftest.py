@@ -1,13 +1,31 @@
-"""Fixtures every room shares."""
+"""What every room's tests share: one thread per library, byte code kept, the tiers, and a cache of the session's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
+# Before anything is imported that reads them. Two workers with two threads each take longer than with one each, and
+# models this small run no faster on more.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+# The hundreds of processes that tests start would each compile the project's sources again.
+_BYTE_CODE = Path(__file__).resolve().parents[1] / ".pytest_cache" / "byte-code"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(_BYTE_CODE)
+sys.dont_write_bytecode = False
+
+import pytest  # noqa: E402
+
+from tests.tiers import divide  # noqa: E402
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    divide(items)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from tests.runtime.speculation.prices import FLAT, Prices
 
 # A text that repeats itself, so that tables have something to say.
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51, 62, 73, 84, 95, 40, 51]
+pytestmark = pytest.mark.matrix
 TOKENS = 28
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 EXPORTS = {

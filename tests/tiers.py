@@ -1,0 +1,114 @@
+"""Which tests are run by default: a covering part of every product of parameters, and a few rows of every long table.
+
+A full product of parameters says little more than its pairs do (most faults depend on one value or on two), so:
+
+- the fast tier, which plain `pytest` runs, takes a few cases of each test, so that every value is met if there are as
+  few values as that; tests of modules marked `matrix` take all pairs of values, the test being a value too;
+- the rest of a set in which every pair of values is met, and every row of every table, has the mark `more_cases`;
+- what is left of a product has the mark `exhaustive`, and runs on demand.
+
+The choice is drawn by a fixed seed, so all workers and all runs make the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import combinations
+
+import pytest
+
+__all__ = ["FAST_CASES", "cover", "divide"]
+
+# Cases that the fast tier takes of a test outside the matrices.
+FAST_CASES = 3
+_SEED = 20261123
+
+Value = tuple[str, Hashable]
+
+
+def divide(items: Sequence[pytest.Item]) -> None:
+    """Marks the cases of tests that have more of them than their tier needs."""
+    modules: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            modules[item.nodeid.partition("::")[0]].append(item)
+    for cases in modules.values():
+        matrix = any(item.get_closest_marker("matrix") for item in cases)
+        fast = set(cover([{*values_of(item), name_of(item)} for item in cases])) if matrix else set()
+        functions: defaultdict[Value, list[int]] = defaultdict(list)
+        for number, item in enumerate(cases):
+            functions[name_of(item)].append(number)
+        for numbers in functions.values():
+            _divide_function([cases[n] for n in numbers], [i for i, n in enumerate(numbers) if n in fast], matrix)
+
+
+def _divide_function(cases: Sequence[pytest.Function], fast: Sequence[int], matrix: bool) -> None:
+    values = [values_of(item) for item in cases]
+    chosen = fast if matrix else cover(values, strength=1)[:FAST_CASES]
+    pairs = cover(values, taken=chosen)
+    for number, item in enumerate(cases):
+        if number not in chosen:
+            item.add_marker(pytest.mark.more_cases if number in pairs else pytest.mark.exhaustive)
+
+
+def name_of(item: pytest.Function) -> Value:
+    """The test whose case an item is, as a value among the others."""
+    return ("", item.nodeid.partition("[")[0])
+
+
+def values_of(item: pytest.Function) -> set[Value]:
+    """What a case is made of: the rows of its tables, and the parts of its fixtures' parameters."""
+    params = item.callspec.params
+    found: set[Value] = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        # Rows of a table are written down on purpose, so a row is one value, however many columns it has.
+        found.add((f"{name_of(item)[1]}:{','.join(names)}", tuple(id(params[name]) for name in names)))
+        params = {name: value for name, value in params.items() if name not in names}
+    for name, value in params.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        found |= {(f"{name}.{place}", _hashable(part)) for place, part in enumerate(parts)}
+    return found
+
+
+def _hashable(value: object) -> Hashable:
+    return value if isinstance(value, str | int | float | bool | None) else id(value)
+
+
+def cover(rows: Sequence[Iterable[Value]], strength: int = 2, taken: Iterable[int] = ()) -> list[int]:
+    """Numbers of rows that together have every combination of `strength` values that any row has.
+
+    Greedy, as pairwise generators are; ties are broken by a fixed seed.
+
+    Args:
+        rows: the values of each row.
+        taken: rows that are in already; they are not given again.
+    """
+    found = [set(_combinations(row, strength)) for row in rows]
+    order = random.Random(_SEED).sample(range(len(rows)), len(rows))
+    missing = set[frozenset[Value]]().union(*found)
+    for number in taken:
+        missing -= found[number]
+    # What a row adds only ever falls, so a row whose figure is up to date and still the highest is the best.
+    queue = [(-len(found[number]), place, number) for place, number in enumerate(order)]
+    heapq.heapify(queue)
+    chosen: list[int] = []
+    while missing:
+        _, place, number = queue[0]
+        gain = -len(found[number] & missing)
+        if gain != queue[0][0]:
+            heapq.heapreplace(queue, (gain, place, number))
+            continue
+        heapq.heappop(queue)
+        chosen.append(number)
+        missing -= found[number]
+    return chosen
+
+
+def _combinations(row: Iterable[Value], strength: int) -> Iterator[frozenset[Value]]:
+    values = sorted(row, key=repr)
+    yield from map(frozenset, combinations(values, min(strength, len(values))))
