@@ -1,4 +1,4 @@
-"""What every room's tests share: one thread per library, byte code kept, the tiers, and a cache of the session's own."""
+"""What all tests share: one thread per library, byte code that is kept, the tiers, a cache of the session's own."""
 
 from __future__ import annotations
 

@@ -30,7 +30,11 @@ def is_marked(node: ast.AST) -> bool:
 def unmarked(tree: ast.Module) -> Iterator[Function]:
     """Functions outside the `clock` mark."""
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and is_marked(statement) and "pytestmark" in ast.dump(statement.targets[0]):
+        if (
+            isinstance(statement, ast.Assign)
+            and is_marked(statement)
+            and "pytestmark" in ast.dump(statement.targets[0])
+        ):
             return
     for node in ast.walk(tree):
         if isinstance(node, Function) and not any(map(is_marked, node.decorator_list)):

@@ -1,0 +1,57 @@
+"""Reads what coverage.py recorded of a run: which lines of the product each test executed.
+
+Data comes from `pytest --cov --cov-context=test --cov-report=`, followed by `coverage combine`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from coverage import CoverageData
+
+__all__ = ["ROOMS", "by_test", "lines_of"]
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("edgeinfer", "export", "quant", "runtime", "apps")
+
+Lines = dict[str, set[int]]
+
+
+def lines_of(paths: Iterable[Path]) -> Lines:
+    """Executed lines by file, over all tests, imports and child processes."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for data in map(_read, paths):
+        for file in data.measured_files():
+            found[_name(file)] |= set(data.lines(file) or ())
+    return dict(found)
+
+
+def by_test(paths: Iterable[Path]) -> Mapping[tuple[str, int], set[str]]:
+    """Ids of the tests that execute a line, by file and line."""
+    found: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    for data in map(_read, paths):
+        for file in data.measured_files():
+            for line, contexts in data.contexts_by_lineno(file).items():
+                # "tests/test_x.py::test_y|run"; what is imported and what a child executes has no test.
+                found[_name(file), line] |= {context.rpartition("|")[0] for context in contexts if "|" in context}
+    return found
+
+
+def _read(path: Path) -> CoverageData:
+    data = CoverageData(str(path))
+    data.read()
+    return data
+
+
+def _name(file: str) -> str:
+    """A file by its real place in the repository, wherever the checkout was and through whichever link it came."""
+    parts = Path(file).parts
+    # The last of them: a checkout may itself be called `edgeinfer`, and rooms are linked below edgeinfer/.
+    start = max((n for n, part in enumerate(parts[:-1]) if part in ROOMS and _is_file(parts[n:])), default=0)
+    return Path(*parts[start:]).as_posix()
+
+
+def _is_file(parts: tuple[str, ...]) -> bool:
+    return (ROOT / Path(*parts)).is_file()
