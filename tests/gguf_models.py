@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import MANIFEST, Bundle, open_bundle
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.speculation import BUILTIN
 
@@ -25,20 +26,32 @@ _TEXTS = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 
 @functools.cache
 def builtin_gguf(kind: str = "F16") -> Path:
-    """The built-in model's weights in a GGUF file, made once per process."""
-    folder = _scratch()
+    """The built-in model's weights in a GGUF file, made once for all tests."""
+    return made(_write_builtin, kind, BUILTIN / MANIFEST) / f"tales-{kind}.gguf"
+
+
+@functools.cache
+def builtin_checkpoint() -> Path:
+    """A checkpoint with the built-in model's weights multiplied out, made once for all tests."""
+    return made(_write_checkpoint, BUILTIN / MANIFEST) / "tales"
+
+
+def random_gguf(folder: Path, arch: str = "llama", kind: str = "F32", **settings: Any) -> Path:
+    """A random model with the tokenizer of tests.factories, beside the checkpoint that it was made of."""
+    shutil.copytree(made(_write_random, arch, kind, sorted(settings.items())), folder, dirs_exist_ok=True)
+    return folder / "model.gguf"
+
+
+def _write_builtin(folder: Path, kind: str, manifest: Path) -> None:
     path = folder / f"tales-{kind}.gguf"
     if kind in _WRITTEN:
         write_gguf(builtin_checkpoint(), path, kind)
     else:
         quantize_gguf(builtin_gguf("F32"), path, kind)
-    return path
 
 
-@functools.cache
-def builtin_checkpoint() -> Path:
-    """A checkpoint with the built-in model's weights multiplied out, made once per process."""
-    bundle, folder = open_bundle(BUILTIN), _scratch() / "tales"
+def _write_checkpoint(folder: Path, manifest: Path) -> None:
+    bundle, folder = open_bundle(manifest.parent), folder / "tales"
     folder.mkdir()
     save_file(dict(_tensors(bundle)), folder / "model.safetensors")
     for name in _TEXTS:
@@ -46,23 +59,11 @@ def builtin_checkpoint() -> Path:
     special = bundle.read_object("special_tokens.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in special.items() if v}), "utf-8")
     (folder / "config.json").write_text(json.dumps(_config(bundle)), "utf-8")
-    return folder
 
 
-def random_gguf(folder: Path, arch: str = "llama", kind: str = "F32", **settings: Any) -> Path:
-    """A random model with the tokenizer of tests.factories."""
-    make_checkpoint(folder / "checkpoint", arch, **settings)
+def _write_random(folder: Path, arch: str, kind: str, settings: list[tuple[str, Any]]) -> None:
+    make_checkpoint(folder / "checkpoint", arch, **dict(settings))
     write_gguf(folder / "checkpoint", folder / "model.gguf", kind)
-    return folder / "model.gguf"
-
-
-@functools.cache
-def _scratch() -> Path:
-    _kept.append(tempfile.TemporaryDirectory(prefix="edgeinfer-tests-"))
-    return Path(_kept[-1].name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
 def _tensors(bundle: Bundle) -> list[tuple[str, np.ndarray[Any, np.dtype[np.float32]]]]:

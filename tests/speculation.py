@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 import edgeinfer
 from edgeinfer.config import DRAFTERS
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
+from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.results import Result, Speculation
+from edgeinfer.runtime.speculation import device
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation.profile import stamped
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING
 
@@ -24,6 +30,7 @@ __all__ = [
     "DENSE",
     "PROMPT",
     "check_figures",
+    "known_costs",
     "load_eager",
     "make_eager",
     "needs_builtin",
@@ -39,12 +46,27 @@ needs_builtin = pytest.mark.skipif(
 # Of the drafters, those that a model without experts and heads of its own can have.
 DENSE = tuple(who for who in DRAFTERS if who not in ("experts", "resident", *DRAFTING))
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The little"
+# What a reply without drafts does not depend on.
+_OF_DRAFTS = ("speculation", "draft_width", "draft_max", "verification")
+_replies: WeakKeyDictionary[edgeinfer.Model, dict[str, Result]] = WeakKeyDictionary()
 
 
 def cheap_costs(drafters: Sequence[Drafter]) -> Costs:
     """Costs of a device where a pass over many rows takes what one takes: whatever can be drafted pays."""
     guesses = {drafter.name: 1e-6 for drafter in drafters}
     return stamped(PassCosts(((1, 1.0), (32, 1.05))), DraftCosts(guesses, 1e-6))
+
+
+@contextlib.contextmanager
+def known_costs() -> Iterator[None]:
+    """Models load without timing anything.
+
+    What they keep is of a pace that no device has, so that no other load takes it for its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1e-4), (4096, 2e-4))))
+        patch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
+        yield
 
 
 def make_eager(model: edgeinfer.Model) -> edgeinfer.Model:
@@ -55,7 +77,8 @@ def make_eager(model: edgeinfer.Model) -> edgeinfer.Model:
 
 def load_eager(bundle: Path | None = None, **options: Any) -> edgeinfer.Model:
     """An eager model that has learnt nothing."""
-    model = make_eager(edgeinfer.load(bundle, **{"threads": 1} | options))
+    with known_costs():
+        model = make_eager(edgeinfer.load(bundle, **{"threads": 1} | options))
     model.restore_drafting({})
     return model
 
@@ -84,9 +107,13 @@ def check_figures(speculation: Speculation) -> None:
 
 
 def same(model: edgeinfer.Model, speculation: str, **options: Any) -> Speculation:
-    """Checks that a reply is plain decoding's, and its figures."""
+    """Checks that a reply is plain decoding's, which is asked for once, and its figures."""
     prompt = options.pop("prompt", PROMPT)
-    expected = plain(model, prompt, **options)
+    replies = _replies.setdefault(model, {})
+    asked = repr((prompt, sorted((name, value) for name, value in options.items() if name not in _OF_DRAFTS)))
+    if asked not in replies:
+        replies[asked] = plain(model, prompt, **options)
+    expected = replies[asked]
     result = model.generate(prompt, speculation=speculation, **options)
     assert (result.text, result.token_ids) == (expected.text, expected.token_ids)
     assert result.finish_reason == expected.finish_reason
@@ -98,6 +125,11 @@ def same(model: edgeinfer.Model, speculation: str, **options: Any) -> Speculatio
 
 
 def random_bundle(folder: Path, seed: int = 0, **settings: Any) -> Path:
-    """A random 4-bit bundle with the tokenizer of tests.factories."""
-    make_checkpoint(folder / "checkpoint", "llama", seed=seed, **settings)
-    return export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
+    """A random 4-bit bundle with the tokenizer of tests.factories, beside the checkpoint that it was made of."""
+    shutil.copytree(made(_make_random, seed, sorted(settings.items())), folder, dirs_exist_ok=True)
+    return folder / "bundle"
+
+
+def _make_random(folder: Path, seed: int, settings: list[tuple[str, Any]]) -> None:
+    make_checkpoint(folder / "checkpoint", "llama", seed=seed, **dict(settings))
+    export_anew(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))

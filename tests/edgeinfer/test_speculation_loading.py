@@ -1,0 +1,170 @@
+"""Drafters that a model is loaded with: by name, by a draft model, by what a backend can carry, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.config import DRAFTERS
+from edgeinfer.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
+from edgeinfer.export import ExportConfig
+from edgeinfer.results import DrafterUse
+from edgeinfer.runtime.speculation.registry import KINDS
+from tests.cache import export_checkpoint
+from tests.cli import contents
+from tests.factories import make_checkpoint, make_tokenizer
+from tests.speculation import PROMPT, load_eager, needs_builtin, random_bundle, same
+
+
+def test_a_choice_that_the_model_has_no_logits_for(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "llama", vocab_size=300)
+    bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "narrow", ExportConfig(bits=4, keep_small=False))
+    with load_eager(bundle) as model:
+        for who in ("off", "auto"):
+            with pytest.raises(
+                UsageError, match="' upon a time' holds a token id outside the model's vocabulary of 300"
+            ):
+                model.generate("ab", choices=("ab", " upon a time"), speculation=who)
+            assert model.generate("ab", choices=("ab", "ba"), speculation=who).text in ("ab", "ba")
+
+
+def test_drafters_given_by_name_are_what_auto_means(small_bundle: Path) -> None:
+    """Also those that `auto` would not choose by itself."""
+    with load_eager(small_bundle, speculation="exit,copy") as model:
+        assert {"exit", "copy"} == set(model.drafting_state()) - {"acceptance"}
+        assert "exit" in same(model, "auto", max_tokens=30, ignore_eos=True).per_drafter
+        assert set(same(model, "copy", max_tokens=30, ignore_eos=True).per_drafter) <= {"copy"}
+        with pytest.raises(UsageError, match=r"loaded to draft by exit, copy, not by recycle\. Load it with"):
+            model.generate(PROMPT, speculation="recycle")
+        assert len(model.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_a_model_loaded_without_drafters_decodes_plainly(small_bundle: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with edgeinfer.load(small_bundle, threads=1, speculation="off") as model:
+        assert model.plan.draft_max == 0
+        found = model.generate(PROMPT, max_tokens=5).speculation
+        assert (found.mode, found.rounds, found.plain_ms) == ("off", 0, None)
+        with pytest.raises(UsageError, match="draft by nobody, not by copy"):
+            model.generate(PROMPT, max_tokens=5, speculation="copy")
+        assert model.drafting_state() == {"acceptance": {}}
+    assert contents(tmp_path) == {}
+
+
+@needs_builtin
+def test_draft_max_holds() -> None:
+    with load_eager(context=128, speculation="ngram,recycle,copy", draft_max=4) as model:
+        for most in (None, 1, 3, 63):
+            for width in (1, 2):
+                options: dict[str, Any] = {
+                    "max_tokens": 60,
+                    "ignore_eos": True,
+                    "draft_max": most,
+                    "draft_width": width,
+                }
+                found = same(model, "auto", **options)
+                assert 0 < found.drafted <= found.rounds * min(4, most or 4)
+                assert len(found.accepted_per_position) <= min(4, most or 4)
+
+
+def test_a_draft_model_with_a_smaller_context(small_bundle: Path, short_drafter: Path) -> None:
+    with load_eager(small_bundle, context=80, draft_model=short_drafter) as model:
+        for who in ("model", "hierarchical", "auto"):
+            model.restore_drafting({})
+            for length in (3, 30, 31, 32, 33, 60):
+                found = same(model, who, prompt=[5 + i % 9 for i in range(length)], ignore_eos=True)
+                drafted = found.per_drafter.get("model" if who == "auto" else who, DrafterUse()).drafted
+                assert length != 3 or drafted > 0
+                # The root and what is drafted have to fit its cache.
+                assert drafted <= max(0, 32 - length)
+
+
+def refused(error: type[EdgeInferError], code: int, says: str, **options: Any) -> None:
+    """Checks that loading fails with one line and the right exit code."""
+    with pytest.raises(error, match=says) as caught:
+        edgeinfer.load(**{"threads": 1} | options).close()
+    assert caught.value.exit_code == code
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint
+
+
+def test_draft_models_that_do_not_fit(small_bundle: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "merges" / "checkpoint", "llama")
+    make_tokenizer(tmp_path / "merges" / "checkpoint", sentences=["all the other words of another language"] * 3)
+    other = export_checkpoint(tmp_path / "merges" / "checkpoint", tmp_path / "merges" / "bundle")
+    refused(ModelError, 3, "different (vocabulary|merges)", model=small_bundle, draft_model=other)
+    narrow = random_bundle(tmp_path / "narrow", vocab_size=256)
+    refused(ModelError, 3, r"\d+ tokens and 256 logits", model=small_bundle, draft_model=narrow)
+    refused(ModelError, 3, "No model at 'nowhere'", model=small_bundle, draft_model="nowhere")
+    refused(BundleError, 3, "is not a bundle", model=small_bundle, draft_model=tmp_path)
+    damaged = shutil.copytree(small_bundle, tmp_path / "damaged")
+    (damaged / "weights.bin").write_bytes(b"short")
+    refused(BundleError, 3, "weights.bin", model=small_bundle, draft_model=damaged)
+    (damaged / "edgeinfer.json").write_text("{")
+    refused(BundleError, 3, "not valid JSON", model=small_bundle, draft_model=damaged)
+    with pytest.raises(ModelError, match="No model at 'nowhere'"):
+        edgeinfer.plan(small_bundle, draft_model="nowhere")
+
+
+def test_a_wider_draft_model_works(small_bundle: Path, tmp_path: Path) -> None:
+    """Rows of logits may be padded, as long as they have a column for every token."""
+    wide = random_bundle(tmp_path, vocab_size=384)
+    with load_eager(small_bundle, context=64, draft_model=wide) as model:
+        assert same(model, "model", max_tokens=30, ignore_eos=True).drafted > 0
+
+
+def test_drafters_that_the_backend_cannot_carry(bigrams: Path) -> None:
+    with load_eager(bigrams) as model:
+        for who in ("exit", "skip", "bits", "copy,exit"):
+            refused(CapabilityError, 5, "onnx-optimum backend cannot", model=bigrams, speculation=who)
+            with pytest.raises(CapabilityError, match="onnx-optimum backend cannot"):
+                model.generate("Once", speculation=who)
+            assert model.generate("Once", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
+
+
+def test_trees_on_a_backend_of_chains(bigrams: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with load_eager(bigrams) as model:
+        for who in ("auto", "copy", "ngram", "recycle"):
+            assert same(model, who, prompt="Once", ignore_eos=True).accepted > 0
+            with pytest.raises(UsageError, match="cannot verify trees"):
+                model.generate("Once", speculation=who, draft_width=2)
+        # Without drafts there is nothing to verify.
+        assert model.generate("Once", speculation="off", draft_width=2, max_tokens=3).speculation.mode == "off"
+
+
+def test_what_a_drafter_needs_and_does_not_get(small_bundle: Path) -> None:
+    for who in ("model", "hierarchical", "copy,model"):
+        refused(UsageError, 2, "No draft model was given", model=small_bundle, speculation=who)
+    refused(CapabilityError, 5, "cannot read one plane", model=small_bundle, speculation="bits")
+    with load_eager(small_bundle) as model:
+        for who, says in (("model", "No draft model was given"), ("bits", "one plane")):
+            with pytest.raises(EdgeInferError, match=says):
+                model.generate(PROMPT, speculation=who)
+        assert "bits" not in same(model, "auto", max_tokens=10).per_drafter
+
+
+LOADING: list[dict[str, Any]] = [
+    {"speculation": "psychic"},
+    {"speculation": ""},
+    {"speculation": "copy,"},
+    {"speculation": "auto,copy"},
+    {"draft_max": 0},
+    {"draft_max": -1},
+    {"draft_max": 64},
+    {"draft_max": 1000},
+]
+
+
+@pytest.mark.parametrize("option", LOADING, ids=str)
+def test_options_out_of_range(small_bundle: Path, option: dict[str, Any]) -> None:
+    refused(UsageError, 2, "Unknown drafter|draft_max", model=small_bundle, **option)
+    with pytest.raises(UsageError):
+        edgeinfer.plan(small_bundle, **option)
+
+
+def test_the_registry_knows_every_drafter() -> None:
+    assert tuple(KINDS) == DRAFTERS
