@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
 from edgeinfer.cli.main import main
 
-__all__ = ["TIME_LIMIT", "command", "contents", "edgeinfer", "edgeinfer_process", "environment", "refuses", "start"]
+__all__ = [
+    "TIME_LIMIT",
+    "Child",
+    "command",
+    "contents",
+    "edgeinfer",
+    "edgeinfer_process",
+    "environment",
+    "interruptible",
+    "refuses",
+    "start",
+]
 
 # Seconds after which a process that does not end has failed: far more than any needs, on however busy a machine.
 TIME_LIMIT = 100
@@ -30,37 +45,63 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "error", "HF_HUB_OFFLINE": "1"}
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is heard in here, and by processes that begin here, also where it is ignored outside, as under nohup."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def edgeinfer(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Runs the command in this process: what it answers is the same as in its own, within hundredths of a second."""
     out, errors = io.BytesIO(), io.BytesIO()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, interruptible():
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         patch.setattr(sys, "stdout", io.TextIOWrapper(out, "utf-8", write_through=True))
         patch.setattr(sys, "stderr", io.TextIOWrapper(errors, "utf-8", write_through=True))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        # Without pytest's own, warnings go to stderr, as they do in a process that sets up no logging.
+        patch.setattr(logging.getLogger(), "handlers", [])
         code = main([str(argument) for argument in arguments])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), errors.getvalue())
 
 
-def edgeinfer_process(
-    *arguments: str | Path, stdin: bytes = b"", before: Callable[[], None] | None = None
-) -> subprocess.CompletedProcess[bytes]:
-    """Runs the command in a process of its own to its end, for what only a process has; `before` is called in it."""
+def edgeinfer_process(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Runs the command in a process of its own to its end, for what only a process has."""
     return subprocess.run(
-        command(*arguments),
-        env=environment(),
-        input=stdin,
-        capture_output=True,
-        check=False,
-        preexec_fn=before,
-        timeout=TIME_LIMIT,
+        command(*arguments), env=environment(), input=stdin, capture_output=True, check=False, timeout=TIME_LIMIT
     )
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
+class Child(subprocess.Popen[bytes]):
+    """A process with its output piped that does not outlive its `with`, and for which nothing waits without end."""
+
+    def __init__(self, line: list[str], env: Mapping[str, str], stdin: int | None = None) -> None:
+        with interruptible():
+            super().__init__(line, env=env, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return super().wait(TIME_LIMIT if timeout is None else timeout)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.kill()
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self.kill()
+
+
+def start(*arguments: str | Path) -> Child:
     """Starts the command with its output piped."""
     # A file that is being opened when the command is interrupted is closed by nobody.
-    child = environment() | {"PYTHONWARNINGS": "error,ignore::ResourceWarning"}
-    return subprocess.Popen(command(*arguments), env=child, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return Child(command(*arguments), environment() | {"PYTHONWARNINGS": "error,ignore::ResourceWarning"})
 
 
 def refuses(code: int, says: str, done: subprocess.CompletedProcess[bytes]) -> None:

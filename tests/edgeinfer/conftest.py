@@ -10,10 +10,13 @@ import pytest
 
 import edgeinfer
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.speculation.costs import PassCosts
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
 from edgeinfer.runtime.tuning.settings import TunedSettings
 from edgeinfer.runtime.tuning.trial import Effort
 from edgeinfer.runtime.tuning.work import Times
+from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.speculation import random_bundle
 
@@ -25,12 +28,13 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 4-bit bundle with a chat template and a context of 512 tokens."""
-    folder = tmp_path_factory.mktemp("small")
+    """A 4-bit bundle with a chat template and a context of 512 tokens, beside the checkpoint that it was made of."""
+    return made(make_small, copy_to=tmp_path_factory.mktemp("small") / "made") / "small"
+
+
+def make_small(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "llama", chat_template=TEMPLATE, max_position_embeddings=512)
-    return export_checkpoint(
-        folder / "checkpoint", folder / "small", ExportConfig(bits=4, keep_small=False, name="small")
-    )
+    export_checkpoint(folder / "checkpoint", folder / "small", ExportConfig(bits=4, keep_small=False, name="small"))
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +64,25 @@ def bigrams(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of which nothing is timed: drafting pays there, and it is always as fast as it was."""
+    monkeypatch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1.0), (32, 1.05))))
+    monkeypatch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
+    monkeypatch.setattr(device.DeviceCosts, "_same_pace", lambda costs, passes: True)
+
+
+@pytest.fixture
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tuning a device measures as little as it can, and finds only what is overwhelming."""
+    """Tuning a device measures as little as it can, and is sure of nothing."""
     for name in ("FULL", "QUICK"):
-        monkeypatch.setattr(f"edgeinfer.device_tuning.{name}", Effort((7, 8), 0.3))
+        monkeypatch.setattr(f"edgeinfer.device_tuning.{name}", Effort((7, 8), 0.05))
 
 
 def made_up_stopwatch(factor: Callable[[TunedSettings], float]) -> type[Any]:

@@ -1,4 +1,4 @@
-"""Bad input through the real command: one line that says what is wrong, the right exit code, nothing half-written."""
+"""Bad input through the command: one line that says what is wrong, the right exit code, nothing half-written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from edgeinfer.bundle import MANIFEST, MODEL, WEIGHTS, open_bundle, seal
-from edgeinfer.export import export_checkpoint
+from tests.cache import export_checkpoint
 from tests.cli import contents, edgeinfer, refuses
 from tests.factories import make_checkpoint
 
