@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -17,9 +18,11 @@ WAITS = {"communicate", "join", "wait"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def files() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(TESTS.rglob("*.py")):
-        yield path.relative_to(TESTS).as_posix(), ast.parse(path.read_text("utf-8"))
+@cache
+def files() -> list[tuple[str, ast.Module]]:
+    """Every file of the tests with its syntax tree."""
+    paths = sorted(TESTS.rglob("*.py"))
+    return [(path.relative_to(TESTS).as_posix(), ast.parse(path.read_text("utf-8"))) for path in paths]
 
 
 def is_marked(node: ast.AST) -> bool:
@@ -41,31 +44,43 @@ def unmarked(tree: ast.Module) -> Iterator[Function]:
             yield node
 
 
-def called(node: ast.AST) -> str:
+@cache
+def calls() -> list[tuple[str, Function, ast.Call]]:
+    """Every call in a function outside the `clock` mark, with its file."""
+    return [
+        (name, function, node)
+        for name, tree in files()
+        for function in unmarked(tree)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def called(node: ast.Call) -> str:
     """The last name of what a call calls."""
-    if not isinstance(node, ast.Call):
-        return ""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def is_clock(call: ast.Call) -> bool:
+    """Whether a call says what time it is; a method that happens to be called `time` does not."""
+    return called(call) in CLOCKS and (called(call) != "time" or is_module_call(call))
 
 
 def reads_a_clock(node: ast.AST, names: set[str]) -> bool:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and inner.id in names:
             return True
-        if called(inner) in CLOCKS and not (called(inner) == "time" and not is_module_call(inner)):
+        if isinstance(inner, ast.Call) and is_clock(inner):
             return True
     return False
 
 
-def is_module_call(node: ast.AST) -> bool:
-    """Whether a call is `time.time()`, and not a method of that name."""
+def is_module_call(call: ast.Call) -> bool:
+    """Whether a call is `time.time()`."""
     return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "time"
+        isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id == "time"
     )
 
 
@@ -81,24 +96,24 @@ def measured_names(function: Function) -> set[str]:
 
 def test_no_assertion_goes_by_the_clock() -> None:
     found = []
-    for name, tree in files():
-        for function in unmarked(tree):
-            names = measured_names(function)
-            found += [
-                f"{name}:{node.lineno} in {function.name}"
-                for node in ast.walk(function)
-                if isinstance(node, ast.Assert) and reads_a_clock(node.test, names)
-            ]
+    # A function may hold another, so functions come by their places in the file, each once.
+    functions = {(name, function.lineno): function for name, function, call in calls() if is_clock(call)}
+    for (name, _), function in functions.items():
+        names = measured_names(function)
+        found += [
+            f"{name}:{node.lineno} in {function.name}"
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assert) and reads_a_clock(node.test, names)
+        ]
     assert found == [], "give these the mark `clock`, or wait on an event and assert what happened"
 
 
 def test_nothing_sleeps_for_less_than_a_second() -> None:
-    found = []
-    for name, tree in files():
-        for function in unmarked(tree):
-            for node in ast.walk(function):
-                if called(node) == "sleep" and isinstance(node, ast.Call) and not sleeps_long(node):
-                    found.append(f"{name}:{node.lineno} in {function.name}")
+    found = [
+        f"{name}:{node.lineno} in {function.name}"
+        for name, function, node in calls()
+        if called(node) == "sleep" and not sleeps_long(node)
+    ]
     assert found == [], "wait on an event, or with tests.waiting.wait_until"
 
 
@@ -110,11 +125,11 @@ def sleeps_long(node: ast.Call) -> bool:
 
 
 def test_every_wait_has_a_limit() -> None:
-    found = []
-    for name, tree in files():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
-                limits = [k for k in node.keywords if k.arg in {"timeout", "limit"}]
-                if not limits and not node.args:
-                    found.append(f"{name}:{node.lineno} {node.func.attr}()")
+    found = [
+        f"{name}:{node.lineno} {node.func.attr}()"
+        for name, tree in files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+        if not node.args and not any(keyword.arg in {"timeout", "limit"} for keyword in node.keywords)
+    ]
     assert found == [], "say how long at most"
