@@ -74,14 +74,13 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Backend:
-    return make_backend("portable", export(tmp_path_factory.mktemp("large"), "portable"))
+def backend() -> Backend:
+    return make_backend("portable", export("portable"))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Backend:
-    bundle = export(tmp_path_factory.mktemp("small"), "portable", num_hidden_layers=2, seed=9)
-    return make_backend("portable", bundle)
+def other() -> Backend:
+    return make_backend("portable", export("portable", num_hidden_layers=2, seed=9))
 
 
 @pytest.fixture
@@ -346,8 +345,8 @@ def test_a_floor_gives_the_text_to_the_large_model(
     assert use.sampled == 4 and use.divergence is not None and use.divergence > 1e-3
 
 
-def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine, tmp_path_factory: Any) -> None:
-    bundle = export(tmp_path_factory.mktemp("short"), "portable", num_hidden_layers=2, seed=9)
+def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine) -> None:
+    bundle = export("portable", num_hidden_layers=2, seed=9)
     short = ModelDrafter(make_backend("portable", bundle, 16), 4)
     chooser = Greedy()
     steps = Switching(given(engine.backend, chooser), short, Script([False] * 30), 0.25)

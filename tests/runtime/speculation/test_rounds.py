@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,16 @@ from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.tuning import Tuning
 from edgeinfer.runtime.speculation.verification import find_verification
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING, random_heads
 from tests.kernel import require_kernel
 from tests.runtime.speculation.prices import FLAT, Prices
 
+pytestmark = pytest.mark.matrix
+
 # A text that repeats itself, so that tables have something to say.
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51, 62, 73, 84, 95, 40, 51]
-pytestmark = pytest.mark.matrix
 TOKENS = 28
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 EXPORTS = {
@@ -105,11 +109,19 @@ def chooser_of(config: GenerationConfig, vocabulary: int, constraint: ChoiceCons
 class Subject:
     """A model that decodes plainly or in rounds, with costs under which drafting always pays."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, model: Callable[[], Backend] | None) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, model: Callable[[], Backend]) -> None:
         self.bundle = bundle
         self.backend = backend
-        self.model = model
         self.engine = Engine(backend, 8)
+        self._model = cache(model)
+        self._plain: dict[str, Text] = {}
+
+    def plain(self, config: GenerationConfig) -> Text:
+        """What decoding without drafts gives, decoded once."""
+        key = repr(config)
+        if key not in self._plain:
+            self._plain[key] = self.decode(config)
+        return self._plain[key]
 
     def decode(
         self,
@@ -132,7 +144,10 @@ class Subject:
         self, chooser: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
     ) -> Rounds:
         verification = find_verification(config.verification)
-        parts = DrafterParts(self.backend, self.model() if self.model else None, 8, Tuning(), bundle=self.bundle)
+        model = self._model() if {"model", "hierarchical"} & {*names} else None
+        if model is not None:
+            model.truncate(0)
+        parts = DrafterParts(self.backend, model, 8, Tuning(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
             if not names:
@@ -151,15 +166,23 @@ class Subject:
         )
 
 
-def bundles(folder: Path, export: str, layout: Layout) -> tuple[Bundle, Bundle]:
+def bundles(export: str, layout: Layout) -> tuple[Bundle, Bundle]:
     """A target with heads, and a smaller drafter with the same tokenizer."""
+    target = made(_make_target, export, layout, Path(inspect.getfile(random_heads)))
+    return open_bundle(target / "target"), open_bundle(made(_make_drafter) / "drafter")
+
+
+def _make_target(folder: Path, export: str, layout: Layout, source_of_heads: Path) -> None:
     make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
-    make_checkpoint(folder / "small", "qwen2", seed=0, **(SIZES | {"num_hidden_layers": 2}))
     config = replace(EXPORTS[export], layout=layout)
     target = open_bundle(export_checkpoint(folder / "checkpoint", folder / "target", config))
     for kind in DRAFTING:
         target = add_heads(target.path, random_heads(target, kind))
-    return target, open_bundle(export_checkpoint(folder / "small", folder / "drafter", ExportConfig(32)))
+
+
+def _make_drafter(folder: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "qwen2", **(SIZES | {"num_hidden_layers": 2}))
+    export_checkpoint(folder / "checkpoint", folder / "drafter", ExportConfig(32))
 
 
 LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",)}
@@ -170,19 +193,19 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "port
     params=[(e, layout, t) for e in EXPORTS for layout in LAYOUTS[e] for t in (1, 2)],
     ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     export, layout, threads = request.param
     if layout == "native":
         require_kernel()
-    target, drafter = bundles(tmp_path_factory.mktemp("rounds"), export, layout)
+    target, drafter = bundles(export, layout)
     backend = OnnxBackend(target, 64, threads=threads)
     yield Subject(target, backend, lambda: OnnxBackend(drafter, 64, exact=False))
     backend.close()
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    target, drafter = bundles(tmp_path_factory.mktemp("rounds"), "8-bit-32", "portable")
+def reference() -> Subject:
+    target, drafter = bundles("8-bit-32", "portable")
     return Subject(target, ReferenceBackend(target, 64), lambda: ReferenceBackend(drafter, 64))
 
 
@@ -200,7 +223,7 @@ def assert_same(actual: Text, expected: Text) -> None:
 def test_the_text_is_that_of_plain_decoding_bit_for_bit(
     subject: Subject, drafters: tuple[str, ...], config: GenerationConfig
 ) -> None:
-    plain = subject.decode(config)
+    plain = subject.plain(config)
     drafted = subject.decode(config, drafters)
     assert drafted.rounds is not None
     assert drafted.rounds.tally.drafted > 0
@@ -209,7 +232,7 @@ def test_the_text_is_that_of_plain_decoding_bit_for_bit(
 
 @pytest.mark.parametrize("drafters", [("recycle",), ("model",), ("hydra", "prompt")], ids="+".join)
 def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, drafters: tuple[str, ...]) -> None:
-    plain = subject.decode(SAMPLED)
+    plain = subject.plain(SAMPLED)
     drafted = subject.decode(SAMPLED, drafters, width=3)
     assert drafted.rounds is not None
     assert drafted.rounds.tally.drafted > drafted.rounds.tally.rounds
@@ -224,7 +247,7 @@ def test_trees_are_exact_where_side_branches_are_not_built_on(subject: Subject, 
 def test_trees_give_the_text_of_plain_decoding(
     reference: Subject, drafters: tuple[str, ...], config: GenerationConfig, width: int
 ) -> None:
-    plain = reference.decode(config)
+    plain = reference.plain(config)
     drafted = reference.decode(config, drafters, width=width)
     assert drafted.rounds is not None
     assert drafted.rounds.tally.drafted > drafted.rounds.tally.rounds
@@ -245,11 +268,11 @@ def test_other_verifications_run_and_are_greedy_without_temperature(
     assert drafted.rounds.tally.drafted > 0
     assert len(drafted.tokens) == TOKENS
     if temperature == 0:
-        assert drafted.tokens == reference.decode(GREEDY).tokens
+        assert drafted.tokens == reference.plain(GREEDY).tokens
 
 
 def test_a_stop_token_inside_a_round_ends_the_text_there(reference: Subject) -> None:
-    plain = reference.decode(GREEDY)
+    plain = reference.plain(GREEDY)
     stop = frozenset({plain.tokens[9]})
     expected = plain.tokens[: plain.tokens.index(plain.tokens[9]) + 1]
     drafted = reference.decode(GREEDY, ("model",), stop_ids=stop)
@@ -270,7 +293,7 @@ def test_forced_tokens_are_drafted_and_accepted(reference: Subject) -> None:
 
 
 def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None:
-    plain = reference.decode(GREEDY)
+    plain = reference.plain(GREEDY)
     drafted = reference.decode(GREEDY, ("model",), noise=1e9)
     assert drafted.rounds is not None
     # Steps for which nobody was asked are plain already.
@@ -296,4 +319,4 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatc
         next(steps)
     monkeypatch.undo()
     assert reference.backend.length == len(PROMPT)
-    assert reference.decode(GREEDY, ("exit",)).tokens == reference.decode(GREEDY).tokens
+    assert reference.decode(GREEDY, ("exit",)).tokens == reference.plain(GREEDY).tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,9 +45,9 @@ def test_an_exit_saves_its_layers_in_verification() -> None:
     assert only.exit_gain(1, 0.8).speedup == pytest.approx(1.8 * 7.0 / (4.0 + 3.0 + 4.0 / 7.0 * 7.7))
 
 
-def test_costs_are_measured_by_leaving_blocks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only passes of the model move: by what runs in them, and by their rows."""
-    backend = make_backend("portable", export(tmp_path, "portable", num_hidden_layers=2), 32)
+    backend = make_backend("portable", export("portable", num_hidden_layers=2), 32)
     with pytest.raises(UsageError, match="needs 33 tokens of context, there are 32"):
         measure_costs(backend, longest=8, past=24)
     forward, now, behind = backend.forward, [0.0], set[int]()

@@ -15,6 +15,7 @@ from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
 
@@ -46,10 +47,14 @@ EXPORTS = {
 BACKENDS = tuple(EXPORTS)
 
 
-def export(folder: Path, kind: str, arch: str = "qwen2", **settings: Any) -> Bundle:
-    """A random model for one of BACKENDS."""
-    make_checkpoint(folder / "checkpoint", arch, **(SIZES | settings))
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / kind, EXPORTS[kind]))
+def export(kind: str, arch: str = "qwen2", **settings: Any) -> Bundle:
+    """A random model for one of BACKENDS, which is everybody's: who changes it makes a copy."""
+    return open_bundle(made(_export, kind, arch, sorted((SIZES | settings).items())) / kind)
+
+
+def _export(folder: Path, kind: str, arch: str, settings: list[tuple[str, Any]]) -> None:
+    make_checkpoint(folder / "checkpoint", arch, **dict(settings))
+    export_checkpoint(folder / "checkpoint", folder / kind, EXPORTS[kind])
 
 
 def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:

@@ -26,9 +26,9 @@ FIRST_ROWS = 256
     params=[("native", "qwen2"), ("portable", "qwen2"), ("native", "mistral")],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Bundle]:
+def model(request: pytest.FixtureRequest) -> tuple[str, Bundle]:
     kind, arch = request.param
-    return kind, export(tmp_path_factory.mktemp(arch), kind, arch)
+    return kind, export(kind, arch)
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ CHUNK = 4
 
 
 @pytest.fixture(scope="module")
-def backends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Backend, Backend]:
+def backends() -> tuple[Backend, Backend]:
     """One that follows, and one that is asked from the beginning each time."""
-    bundle = export(tmp_path_factory.mktemp("following"), "portable", num_hidden_layers=1)
+    bundle = export("portable", num_hidden_layers=1)
     return make_backend("portable", bundle), make_backend("portable", bundle)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,8 +32,8 @@ PROMPT = [40, 51, 62, 73, 84, 95, 40, 51]
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tmp_path_factory.mktemp("heads"), "reference")
+def bundle() -> Bundle:
+    return export("reference")
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (5, 3), (64, 128), (1024, 96), (7, 9001), (3, 20000)])
@@ -101,9 +100,9 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_embeddings_are_the_models_own(tmp_path: Path, kind: str) -> None:
+def test_embeddings_are_the_models_own(kind: str) -> None:
     """A pass that begins with them gives what one of tokens gives; to the last bit where a backend is exact."""
-    bundle = export(tmp_path, kind)
+    bundle = export(kind)
     backend = make_backend(kind, bundle)
     drafter = PromptDrafter(backend, random_heads(bundle, "prompt"))
     assert isinstance(drafter, Prober) and drafter.probes == 3

@@ -70,8 +70,8 @@ class Scripted:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tmp_path_factory.mktemp("hierarchy"), "portable", num_hidden_layers=2)
+def bundle() -> Bundle:
+    return export("portable", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

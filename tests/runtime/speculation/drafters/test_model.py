@@ -35,8 +35,8 @@ PROMPT = np.random.default_rng(6).integers(0, 320, 20).tolist()
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tmp_path_factory.mktemp("drafter"), "portable", num_hidden_layers=2)
+def bundle() -> Bundle:
+    return export("portable", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +258,9 @@ def test_how_a_tokenizer_is_written_does_not_matter(bundle: Bundle, tmp_path: Pa
     check_same_vocabulary(bundle, edited(bundle, tmp_path / "other", rewrite))
 
 
-def test_columns_may_be_padded_but_must_hold_every_token(bundle: Bundle, tmp_path: Path) -> None:
-    padded = export(tmp_path / "padded", "portable", num_hidden_layers=1, vocab_size=384)
-    narrow = export(tmp_path / "narrow", "portable", num_hidden_layers=1, vocab_size=256)
+def test_columns_may_be_padded_but_must_hold_every_token(bundle: Bundle) -> None:
+    padded = export("portable", num_hidden_layers=1, vocab_size=384)
+    narrow = export("portable", num_hidden_layers=1, vocab_size=256)
     check_same_vocabulary(padded, bundle)
     check_same_vocabulary(bundle, padded)
     with pytest.raises(ModelError, match=r"\d+ tokens and 256 logits"):

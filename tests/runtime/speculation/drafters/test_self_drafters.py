@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities
+from edgeinfer.bundle import Capabilities
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.reference import ReferenceBackend
@@ -50,14 +48,8 @@ CASES = [(kind, name) for kind in BACKENDS for name in DRAFTERS if (kind, name) 
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """A model for each backend, made once."""
-    return cache(lambda kind: export(tmp_path_factory.mktemp(kind), kind))
-
-
-@pytest.fixture(scope="module")
-def target(kind: str, bundles: Callable[[str], Bundle]) -> Iterator[Backend]:
-    backend = make_backend(kind, bundles(kind))
+def target(kind: str) -> Iterator[Backend]:
+    backend = make_backend(kind, export(kind))
     yield backend
     backend.close()
 
@@ -172,8 +164,8 @@ def test_nothing_is_kept(target: Backend, name: str) -> None:
     take_in(target, [1])  # the target is not closed with it
 
 
-def test_exits_and_masks_that_fit_no_model_are_refused(tmp_path: Path) -> None:
-    target = ReferenceBackend(export(tmp_path, "reference"), 64)
+def test_exits_and_masks_that_fit_no_model_are_refused() -> None:
+    target = ReferenceBackend(export("reference"), 64)
     for number in (0, LAYERS):
         with pytest.raises(UsageError, match=rf"no exit after layer {number}\. Choose one from 1 to 3"):
             EarlyExitDrafter(target, number)
@@ -196,8 +188,8 @@ def test_two_layers_are_too_few_to_skip_one() -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_backend_that_only_decodes_is_refused(tmp_path: Path, name: str) -> None:
-    target = ReferenceBackend(export(tmp_path, "reference"), 64)
+def test_a_backend_that_only_decodes_is_refused(name: str) -> None:
+    target = ReferenceBackend(export("reference"), 64)
     target.capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
     with pytest.raises(CapabilityError, match=r"reference backend cannot .* another drafter"):
         DRAFTERS[name](target)

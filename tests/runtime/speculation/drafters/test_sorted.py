@@ -20,8 +20,8 @@ EVERYTHING, NOTHING = 0.0, 1.1
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(tmp_path_factory.mktemp("sorted"), "portable", num_hidden_layers=LAYERS)
+def bundle() -> Bundle:
+    return export("portable", num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
