@@ -1,46 +1,64 @@
-"""Runs `edgeinfer serve` in a process of its own, for tests of what its clients meet."""
+"""Servers of the built-in model, in a thread of this process or as `edgeinfer serve`, for what clients meet."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import queue
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import IO, Any
 
 import httpx
+import pytest
 
+pytest.importorskip("starlette", reason="the server extra is not installed")
+pytest.importorskip("uvicorn", reason="the server extra is not installed")
+
+from edgeinfer.apps.server.app import make_app
+from edgeinfer.apps.server.host import ModelHost, Reply
+from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.serving import Server
+from edgeinfer.generation import TokenStream
+from edgeinfer.results import Chunk
 from tests.cli import command, environment
+from tests.waiting import TIME_LIMIT, wait_until
 
-__all__ = ["MESSAGES", "Served", "chat_body", "served"]
+__all__ = ["MESSAGES", "Client", "Local", "Served", "chat_body", "held", "measured_turns", "served", "served_process"]
 
 MESSAGES = [{"role": "user", "content": "Tell me about a little dog."}]
 
 
 @dataclass
-class Served:
-    """A server that takes requests."""
+class Client:
+    """Asks a server that takes requests."""
 
     url: str
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-    client: httpx.Client
+    http: httpx.Client
 
     @property
     def api(self) -> str:
         """The base URL of OpenAI's clients."""
         return f"{self.url}/v1"
 
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """The answer to a JSON request."""
-        return self.client.post(self.url + path, json=body, **options)
+        return self.http.post(self.url + path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """The answer to a GET."""
-        return self.client.get(self.url + path, **options)
+        return self.http.get(self.url + path, **options)
 
     def metric(self, name: str) -> float:
         """A figure of /metrics."""
@@ -48,6 +66,26 @@ class Served:
             if line.startswith(f"edgeinfer:{name} "):
                 return float(line.rpartition(" ")[2])
         raise KeyError(name)
+
+    def wait_for(self, name: str, value: float) -> None:
+        """Returns once a figure of /metrics has a value."""
+        wait_until(lambda: self.metric(name) == value, f"{name} {value}")
+
+
+@dataclass
+class Local(Client):
+    """A server in a thread of this process."""
+
+    host: ModelHost
+    stop: Callable[[], None]
+
+
+@dataclass
+class Served(Client):
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
 
     def logged(self) -> str:
         """What the server has written on stderr."""
@@ -57,25 +95,114 @@ class Served:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Ends the server and gives its exit code."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
-def served(*arguments: str, key: str | None = None) -> Iterator[Served]:
-    """A server of the built-in model on a free port, which must end well unless the test has ended it."""
+def served(
+    *aliases: str, parallel: int = 8, queued: int = 64, security: Security | None = None, **options: Any
+) -> Iterator[Local]:
+    """A server of the built-in model on a free port; it has ended when the block has.
+
+    Args:
+        aliases: further names of the model.
+        queued: requests that wait at most.
+        options: of LoadConfig.
+    """
+    host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
+    urls: list[str] = []
+
+    async def load() -> None:
+        try:
+            await host.load(None, {"threads": 1} | options)
+        except Exception as error:
+            ready.put(error)
+            raise
+        ready.put(urls[0])
+
+    app = make_app(host, security or Security(), aliases=aliases)
+    server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        url = ready.get(timeout=TIME_LIMIT)
+        if isinstance(url, Exception):
+            raise url
+        with httpx.Client(timeout=TIME_LIMIT) as http:
+            yield Local(url, http, host, server.stop)
+    finally:
+        server.stop()
+        thread.join(timeout=TIME_LIMIT)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def served_process(*arguments: str, key: str | None = None) -> Iterator[Served]:
+    """`edgeinfer serve` of the built-in model on a free port; it must end well unless the test has ended it."""
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
-        words = command("serve", "--port", "0", "--json", *arguments)
+        words = command("serve", "--port", "0", "--json", "-c", "256", "-t", "1", *arguments)
         given = environment() | ({} if key is None else {"EDGEINFER_API_KEY": key})
         process = stack.enter_context(subprocess.Popen(words, env=given, stdout=subprocess.PIPE, stderr=log))
         stack.callback(process.kill)
         assert process.stdout is not None
         line = process.stdout.readline()
-        server = Served("", process, log, stack.enter_context(httpx.Client(timeout=60)))
+        server = Served("", stack.enter_context(httpx.Client(timeout=TIME_LIMIT)), process, log)
         assert line, server.logged()
         server.url = json.loads(line)["url"]
         yield server
         if process.poll() is None:
             assert server.stop() == 0, server.logged()
+
+
+@contextlib.contextmanager
+def held(host: ModelHost) -> Iterator[None]:
+    """No reply of a host goes on while the block runs."""
+    holding, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holding.set()
+        over.wait(timeout=TIME_LIMIT)
+
+    host._worker.do(hold)
+    try:
+        assert holding.wait(timeout=TIME_LIMIT)
+        yield
+    finally:
+        over.set()
+
+
+class Turns:
+    """Which reply made each token, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.streams: list[TokenStream] = []
+
+    def of(self, reply: Reply) -> list[int]:
+        """Places of a reply's tokens among all."""
+        return [place for place, stream in enumerate(self.streams) if stream is reply._job.stream]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each reply, the places of its first and its last token."""
+        places: dict[int, list[int]] = {}
+        for place, stream in enumerate(self.streams):
+            places.setdefault(id(stream), []).append(place)
+        return [(found[0], found[-1]) for found in places.values()]
+
+
+@contextlib.contextmanager
+def measured_turns() -> Iterator[Turns]:
+    """The clock that turns go by tells a hundredth of a second more whenever it is asked: a turn is a token or two."""
+    turns, step = Turns(), TokenStream.__next__
+
+    def noted(stream: TokenStream) -> Chunk:
+        turns.streams.append(stream)
+        return step(stream)
+
+    clock = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenStream, "__next__", noted)
+        patch.setattr("edgeinfer.apps.server.worker.time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
+        yield turns
 
 
 def chat_body(text: str = MESSAGES[0]["content"], **fields: Any) -> dict[str, Any]:

@@ -2,61 +2,130 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import queue
 import signal
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
+import psutil
 import pytest
-
-from edgeinfer.cli.main import main
-from tests.apps.server.served import Served, served
-from tests.cli import edgeinfer, refuses, start
-from tests.speculation import BUILTIN, needs_builtin
 
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
+from edgeinfer.apps.server import serving
+from edgeinfer.cli.main import main
+from tests.apps.server.served import Client
+from tests.cli import TIME_LIMIT, edgeinfer, refuses, start
+from tests.speculation import BUILTIN, needs_builtin
+from tests.waiting import wait_until
+
 KEY = "a-key-of-some-length"
+# A model that is there at once.
+SMALL = ["-c", "256", "-t", "1", "--spec", "off"]
+
+
+class Lines:
+    """Takes what is said of a stream."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[str] = queue.Queue()
+
+    def write(self, text: str) -> None:
+        self.said.put(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serve(*arguments: str | Path) -> Iterator[tuple[str, Client]]:
+    """The command in a thread of this process: the line it says when it is ready, and who asks it."""
+    out, servers, codes = Lines(), list[serving.Server](), list[int]()
+
+    class Noted(serving.Server):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            servers.append(self)
+
+    def run() -> None:
+        codes.append(main(["serve", "--port", "0", *SMALL, *map(str, arguments)]))
+        out.write("")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "Server", Noted)
+        patch.setattr("edgeinfer.cli.serve.sys", SimpleNamespace(stdout=out, stderr=Lines()))
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            line = out.said.get(timeout=TIME_LIMIT)
+            assert line, "it did not come to serve"
+            with httpx.Client(timeout=TIME_LIMIT) as http:
+                yield line, Client(servers[0].url, http)
+        finally:
+            for server in servers:
+                server.stop()
+            thread.join(timeout=TIME_LIMIT)
+    assert codes == [0]
+    assert out.said.get(timeout=TIME_LIMIT) == ""
+
+
+def check_clean_end(number: int) -> None:
+    process = start("serve", "--port", "0", *SMALL)
+    assert process.stdout is not None
+    with process:
+        line = process.stdout.readline().decode()
+        url = next(word for word in line.split() if word.startswith("http://127.0.0.1:"))
+        assert line.startswith("tales is served at ")
+        assert httpx.get(f"{url}/health", timeout=TIME_LIMIT).json() == {"status": "ok"}
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=TIME_LIMIT)
+        assert process.returncode == 0
+        assert rest == b""
 
 
 @needs_builtin
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_line_when_it_is_ready_and_a_clean_end(number: int) -> None:
-    process = start("serve", "--port", "0")
-    assert process.stdout is not None
-    line = process.stdout.readline().decode()
-    url = next(word for word in line.split() if word.startswith("http://127.0.0.1:"))
-    assert line.startswith("tales is served at ")
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    process.send_signal(number)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert rest == b""
+def test_one_line_when_it_is_ready_and_a_clean_end() -> None:
+    check_clean_end(signal.SIGINT)
+
+
+@needs_builtin
+@pytest.mark.slow
+def test_a_clean_end_when_it_is_told_to_stop() -> None:
+    check_clean_end(signal.SIGTERM)
+
+
+@needs_builtin
+def test_one_line_says_where_it_is() -> None:
+    with serve() as (line, client):
+        assert line.startswith(f"tales is served at {client.url} (context 256, ") and line.endswith(" planned)\n")
+        assert client.get("/health").json() == {"status": "ok"}
 
 
 @needs_builtin
 def test_json_says_the_same() -> None:
-    process = start("serve", "--port", "0", "--json", "-c", "256")
-    assert process.stdout is not None
-    data = json.loads(process.stdout.readline())
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    with serve("--json") as (line, client):
+        data = json.loads(line)
     assert set(data) == {"url", "model", "context", "planned_bytes", "pid"}
-    assert (data["model"], data["context"], data["pid"]) == ("tales", 256, process.pid)
+    assert (data["url"], data["model"], data["context"]) == (client.url, "tales", 256)
+    assert data["pid"] == os.getpid() and data["planned_bytes"] > 0
 
 
 def test_a_port_that_is_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        refuses(2, f"Port {port} of 127.0.0.1 is in use.", edgeinfer("serve", "--port", str(port)))
-
-
-@needs_builtin
-def test_two_servers_on_one_port(server: Served) -> None:
-    refuses(2, "is in use.", edgeinfer("serve", "--port", server.url.rpartition(":")[2]))
+    # Another server's is bound before it listens.
+    for take in (socket.create_server, lambda place: serving._bind(*place)):
+        with take(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            refuses(2, f"Port {port} of 127.0.0.1 is in use.", edgeinfer("serve", "--port", str(port)))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +164,7 @@ def test_what_is_refused(
 
 @needs_builtin
 def test_a_budget_that_is_too_small() -> None:
-    refuses(4, "20.0 MB", edgeinfer("serve", "--port", "0", "--memory", "20MB"))
+    refuses(4, "20.0 MB", edgeinfer("serve", "--port", "0", *SMALL, "--memory", "20MB"))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short", "two words here"])
@@ -109,7 +178,7 @@ def test_keys_that_cannot_be_used(tmp_path: Path, text: str) -> None:
 def test_a_key_from_a_file_lets_others_in(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    with served("--host", "0.0.0.0", "--api-key-file", str(file)) as server:
+    with serve("--host", "0.0.0.0", "--api-key-file", file) as (_, server):
         assert server.url.startswith("http://127.0.0.1:")
         assert server.get("/v1/models").status_code == 401
         assert server.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
@@ -118,35 +187,35 @@ def test_a_key_from_a_file_lets_others_in(tmp_path: Path) -> None:
 
 
 @needs_builtin
+@pytest.mark.slow
 def test_a_signal_while_the_model_loads() -> None:
     process = start("serve", "--port", "0", "--debug")
-    assert process.stderr is not None
-    port = _wait_for_port(process.pid)
-    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code in (200, 503)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    with process:
+        wait_until(lambda: listening(process.pid), "the port")
+        (port,) = listening(process.pid)
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=TIME_LIMIT).status_code in (200, 503)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 0, errors
 
 
-def _wait_for_port(pid: int) -> int:
-    """The port that a process listens on."""
-    import psutil
-
-    while True:
-        for connection in psutil.Process(pid).net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                return int(connection.laddr.port)
+def listening(pid: int) -> list[int]:
+    """Ports that a process listens on."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return [int(each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 @needs_builtin
-def test_nothing_that_was_said_is_logged() -> None:
+def test_nothing_that_was_said_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "edgeinfer.server")  # and back to what it was, after the command's own
     secret = "a very secret prompt"
-    with served("--verbose") as server:
+    with serve("--verbose") as (_, server):
+        caplog.handler.setLevel(logging.DEBUG)
         body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 2}
         assert server.post("/v1/chat/completions?secret=query", body).status_code == 200
         assert server.post("/v1/chat/completions", body | {"temperature": secret}).status_code == 400
         assert server.get("/v1/models?secret=query").status_code == 200
-        log = server.logged()
+    log = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("edgeinfer"))
     assert "POST '/v1/chat/completions' 200" in log
     assert "secret" not in log
 
@@ -161,7 +230,7 @@ def test_ports_of_the_system() -> None:
 
 @needs_builtin
 def test_a_model_answers_to_what_it_was_asked_for_as() -> None:
-    with served("-m", str(BUILTIN)) as server:
+    with serve("-m", BUILTIN) as (_, server):
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
         assert server.post("/v1/chat/completions", body | {"model": str(BUILTIN)}).status_code == 200
         assert server.post("/v1/chat/completions", body | {"model": "tales"}).status_code == 200

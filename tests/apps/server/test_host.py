@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.server.host import BusyError, LoadCancelledError, ModelHost, Reply
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
-from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.apps.server.served import held, measured_turns
+from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT
 
 PROMPTS = [f"Once upon a time there was a {who}." for who in ("dog", "cat", "girl", "boy", "frog")]
 OPTIONS: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
@@ -26,13 +28,13 @@ def hosted(
     async def run() -> None:
         host = ModelHost(parallel=parallel, queue=16)
         try:
-            await host.load(model, {"context": 256, "threads": 1} | options)
+            await host.load(model, {"context": 256, "threads": 1, "speculation": "off"} | options)
             await work(host)
         finally:
             await host.close()
             await host.close()
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    asyncio.run(asyncio.wait_for(run(), TIME_LIMIT))
 
 
 def ask_for(host: ModelHost, prompt: str, owner: str = "somebody", **options: Any) -> Reply:
@@ -44,39 +46,31 @@ async def text_of(reply: Reply) -> str:
 
 
 @needs_builtin
-@pytest.mark.parametrize("parallel", [1, 2, 8])
-def test_replies_have_the_texts_they_would_have_alone(parallel: int) -> None:
+@pytest.mark.parametrize(("parallel", "speculation"), [(1, "off"), (2, "auto"), (8, "off")])
+def test_replies_have_the_texts_they_would_have_alone(parallel: int, speculation: str) -> None:
     async def work(host: ModelHost) -> None:
         alone = await host.ask(lambda model: [model.generate(prompt, **OPTIONS).text for prompt in PROMPTS])
-        replies = [ask_for(host, prompt, prompt) for prompt in PROMPTS]
-        assert (host.running, host.waiting) == (min(parallel, 5), max(0, 5 - parallel))
+        with held(host):
+            replies = [ask_for(host, prompt, prompt) for prompt in PROMPTS]
+            assert (host.running, host.waiting) == (min(parallel, 5), max(0, 5 - parallel))
         assert await asyncio.gather(*map(text_of, replies)) == alone
         assert [reply.result.text for reply in replies] == alone
         assert host.running == host.waiting == 0
 
-    hosted(work, parallel=parallel)
+    hosted(work, parallel=parallel, speculation=speculation)
 
 
 @needs_builtin
 def test_a_short_reply_does_not_wait_for_a_long_one() -> None:
     async def work(host: ModelHost) -> None:
-        long = ask_for(host, "Once upon a time. " * 20, "long", max_tokens=140)
-        seen = 0
-        first = asyncio.Event()
+        with held(host):
+            long = ask_for(host, "Once upon a time. " * 20, "long", max_tokens=80)
+            short = ask_for(host, PROMPTS[0], "short", max_tokens=3)
+        await asyncio.gather(text_of(long), text_of(short))
+        assert turns.of(long)[-1] - turns.of(short)[-1] > 60
 
-        async def read() -> None:
-            nonlocal seen
-            async for _ in long:
-                seen += 1
-                first.set()
-
-        reading = asyncio.create_task(read())
-        await first.wait()
-        await text_of(ask_for(host, PROMPTS[0], "short", max_tokens=3))
-        assert seen < 140
-        await reading
-
-    hosted(work)
+    with measured_turns() as turns:
+        hosted(work)
 
 
 @needs_builtin
@@ -111,12 +105,12 @@ def test_errors_are_the_reply_s_own() -> None:
 @needs_builtin
 def test_a_full_queue_is_busy() -> None:
     async def work(host: ModelHost) -> None:
-        replies = [ask_for(host, PROMPTS[0], max_tokens=200) for _ in range(17)]
-        with pytest.raises(BusyError):
-            for _ in range(20):
-                replies.append(ask_for(host, PROMPTS[0], max_tokens=200))
-        for reply in replies:
-            reply.cancel()
+        with held(host):
+            replies = [ask_for(host, PROMPTS[0], max_tokens=200) for _ in range(17)]
+            with pytest.raises(BusyError):
+                ask_for(host, PROMPTS[0], max_tokens=200)
+            for reply in replies:
+                reply.cancel()
         await asyncio.gather(*map(text_of, replies))
         assert await text_of(ask_for(host, PROMPTS[0], max_tokens=2))
 
@@ -125,8 +119,7 @@ def test_a_full_queue_is_busy() -> None:
 
 @needs_builtin
 def test_another_model_takes_the_place_and_ends_replies(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "llama", seed=5)
-    other = export_checkpoint(tmp_path / "checkpoint", tmp_path / "other", ExportConfig(32))
+    other = make_bigram_bundle(tmp_path / "other")
 
     async def work(host: ModelHost) -> None:
         builtin = host.model
@@ -146,29 +139,34 @@ def test_another_model_takes_the_place_and_ends_replies(tmp_path: Path) -> None:
     hosted(work, parallel=1)
 
 
-@needs_builtin
 def test_what_goes_wrong_when_loading_is_the_state(tmp_path: Path) -> None:
+    bundle = str(make_bigram_bundle(tmp_path / "bigrams"))
+
     async def work(host: ModelHost) -> None:
         with pytest.raises(ModelError):
             await host.load(str(tmp_path / "nothing"), {})
         assert host.state.status == "failed" and isinstance(host.state.error, ModelError) and host.model is None
         with pytest.raises(BudgetError):
-            await host.load(None, {"memory": 1_000_000})
+            await host.load(bundle, {"memory": 1_000_000})
         assert isinstance(host.state.error, BudgetError) and host.state.error.minimum_bytes > 1_000_000
-        await host.load(None, {"context": 64})
+        await host.load(bundle, {"context": 64})
         state = await host.changed(0)
         assert (state.status, state.error) == ("ready", None)
 
-    hosted(work)
+    hosted(work, bundle, context=64)
 
 
 @needs_builtin
 def test_loading_is_watched_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(host: ModelHost) -> None:
+        cancelled = threading.Event()
+
         # The built-in model is loaded in a moment and has nothing to pack; so slow ones are played.
         def slow(model: Any = None, *, progress: Any, **options: Any) -> edgeinfer.Model:
-            while True:
-                progress("Packing", 1, 100_000)
+            progress("Packing", 1, 100_000)
+            cancelled.wait(timeout=TIME_LIMIT)
+            progress("Packing", 2, 100_000)
+            raise AssertionError("loading went on")
 
         monkeypatch.setattr(edgeinfer, "load", slow)
         loading = asyncio.create_task(host.load(None, {"context": 64}))
@@ -177,6 +175,7 @@ def test_loading_is_watched_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> No
             state = await host.changed(state.number)
         assert 0 <= state.done <= state.total == 100_000
         host.cancel_load()
+        cancelled.set()
         with pytest.raises(LoadCancelledError):
             await loading
         assert host.state.status == "empty" and host.model is None

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.apps.server.served import Served
+from tests.apps.server.served import Local
+from tests.cli import TIME_LIMIT
 from tests.speculation import needs_builtin
 
 pytestmark = [
+    pytest.mark.slow,
     needs_builtin,
     pytest.mark.skipif(
         importlib.util.find_spec("langchain_openai") is None, reason="langchain-openai is not installed"
@@ -64,11 +66,11 @@ print(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def told(server: Served) -> Any:
+def told(server: Local) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     environment |= {"LANGCHAIN_TRACING_V2": "false", "LANGSMITH_TRACING": "false"}
     command = [sys.executable, "-c", SCRIPT, server.api]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

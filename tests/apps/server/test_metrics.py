@@ -15,7 +15,7 @@ from edgeinfer.results import (
     Timings,
     Usage,
 )
-from tests.apps.server.served import Served, chat_body
+from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
 
 pytest.importorskip("starlette", reason="the server extra is not installed")
@@ -110,7 +110,7 @@ def test_sums() -> None:
 
 
 @needs_builtin
-def test_of_a_server(server: Served) -> None:
+def test_of_a_server(server: Local) -> None:
     server.get("/health")
     before = figures(server.get("/metrics").text)
     answer = server.post("/v1/chat/completions", chat_body(max_tokens=12, n=2))

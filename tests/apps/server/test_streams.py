@@ -6,14 +6,16 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.apps.server.served import Served, chat_body, served
+from edgeinfer.apps.server.security import Security
+from tests.apps.server.served import Client, Local, chat_body, held, measured_turns, served, served_process
 from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT, wait_until
 
 pytestmark = needs_builtin
 
@@ -31,17 +33,17 @@ def text_of(chunks: list[Any]) -> str:
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c != "[DONE]" and c["choices"])
 
 
-def post_stream(client: httpx.Client | httpx.AsyncClient, server: Served, body: Any) -> Any:
-    return client.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60)
+def post_stream(client: httpx.Client | httpx.AsyncClient, server: Client, body: Any) -> Any:
+    return client.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=TIME_LIMIT)
 
 
-def idle(server: Served) -> None:
-    """Waits until the server runs no reply; the caller's test runs out of time if that never comes."""
-    while server.metric("requests_processing") or server.metric("requests_deferred"):
-        pass
+def idle(server: Client) -> None:
+    """Waits until the server runs no reply."""
+    for name in ("requests_processing", "requests_deferred"):
+        server.wait_for(name, 0)
 
 
-def test_the_form_of_a_stream(server: Served) -> None:
+def test_the_form_of_a_stream(server: Local) -> None:
     answer = server.post("/v1/chat/completions", chat_body(stream=True, max_tokens=5))
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
@@ -51,7 +53,7 @@ def test_the_form_of_a_stream(server: Served) -> None:
     assert {chunk["object"] for chunk in chunks[:-1]} == {"chat.completion.chunk"}
 
 
-def test_a_client_that_leaves_makes_room(endless: Served) -> None:
+def test_a_client_that_leaves_makes_room(endless: Local) -> None:
     before = endless.metric("disconnects_total")
     for _ in range(3):
         with httpx.Client() as client, post_stream(client, endless, LONG) as answer:
@@ -62,42 +64,37 @@ def test_a_client_that_leaves_makes_room(endless: Served) -> None:
     idle(endless)
 
 
-def test_a_client_that_leaves_without_a_stream_makes_room(endless: Served) -> None:
-    host, port = endless.url.removeprefix("http://").split(":")
+def test_a_client_that_leaves_without_a_stream_makes_room(endless: Local) -> None:
     body = json.dumps(LONG | {"stream": False}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((host, int(port))) as connection:
+    with socket.create_connection(("127.0.0.1", endless.port)) as connection:
         connection.sendall(head.encode() + body)
-        while not endless.metric("requests_processing"):
-            pass
+        endless.wait_for("requests_processing", 1)
     assert endless.post("/v1/chat/completions", SHORT).status_code == 200
     idle(endless)
 
 
-def test_a_client_that_leaves_while_it_waits(endless: Served) -> None:
+def test_a_client_that_leaves_while_it_waits(endless: Local) -> None:
     with httpx.Client() as first, post_stream(first, endless, LONG) as running:
         parts = running.iter_text()  # collected, it would end the stream
         next(parts)
-        with socket.create_connection(("127.0.0.1", int(endless.url.rpartition(":")[2]))) as second:
+        with socket.create_connection(("127.0.0.1", endless.port)) as second:
             body = json.dumps(SHORT).encode()
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             second.sendall(head.encode() + body)
-            while endless.metric("requests_deferred") != 1:
-                pass
-        while endless.metric("requests_deferred"):
-            pass
+            endless.wait_for("requests_deferred", 1)
+        endless.wait_for("requests_deferred", 0)
     idle(endless)
 
 
-def test_a_full_queue_refuses(endless: Served) -> None:
+def test_a_full_queue_refuses(endless: Local) -> None:
     async def run() -> None:
-        async with httpx.AsyncClient(timeout=60) as client, post_stream(client, endless, LONG) as running:
+        async with httpx.AsyncClient(timeout=TIME_LIMIT) as client, post_stream(client, endless, LONG) as running:
             parts = running.aiter_text()  # collected, it would end the stream
             await anext(parts)
             url = f"{endless.url}/v1/chat/completions"
             waiting = [asyncio.create_task(client.post(url, json=SHORT)) for _ in range(2)]
-            while await asyncio.to_thread(endless.metric, "requests_deferred") != 2:
-                pass
+            await asyncio.to_thread(endless.wait_for, "requests_deferred", 2)
             for body in (SHORT, SHORT | {"stream": True}, SHORT | {"n": 2}):
                 refused = await client.post(url, json=body)
                 assert refused.status_code == 429
@@ -113,7 +110,7 @@ def test_a_full_queue_refuses(endless: Served) -> None:
 
 
 def test_a_stream_that_waits_is_kept_alive() -> None:
-    async def run(server: Served) -> str:
+    async def run(server: Local) -> str:
         async with httpx.AsyncClient() as client, post_stream(client, server, LONG) as running:
             running_parts = running.aiter_text()  # collected, it would end the stream
             await anext(running_parts)
@@ -126,86 +123,70 @@ def test_a_stream_that_waits_is_kept_alive() -> None:
                 await running.aclose()
                 return first + "".join([part async for part in parts])
 
-    with served("--overflow", "window", "-c", "128", "--parallel", "1", "--sse-ping-interval", "0.05") as server:
+    security = Security(comment_seconds=0.05)
+    with served(security=security, overflow="window", context=128, parallel=1, speculation="off") as server:
         text = asyncio.run(run(server))
     # The head and events that need no model are out at once, then comments, then the reply.
     assert "\n: " in text
     assert events(text)[-1] == "[DONE]"
 
 
-async def lines(answer: httpx.Response, name: str, into: list[str]) -> None:
-    async for line in answer.aiter_lines():
-        if line:
-            into.append(name)
+def test_streams_take_turns(server: Local) -> None:
+    bodies = [
+        chat_body("A long story.", stream=True, ignore_eos=True, max_tokens=120),
+        *(chat_body(f"Story {name}.", stream=True, ignore_eos=True, max_tokens=20) for name in "bcd"),
+    ]
+    alone = [text_of(events(server.post("/v1/chat/completions", body).text)) for body in bodies]
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(timeout=TIME_LIMIT) as client:
+            url = f"{server.url}/v1/chat/completions"
+            with held(server.host):
+                asked = [asyncio.create_task(client.post(url, json=body)) for body in bodies]
+                # Otherwise the first may be through before the last has come.
+                await asyncio.to_thread(wait_until, lambda: server.host.running == 4, "four replies")
+            return [text_of(events((await task).text)) for task in asked]
+
+    with measured_turns() as turns:
+        assert asyncio.run(run()) == alone
+    spans = turns.spans()
+    assert len(spans) == 4
+    # Nobody is through before everybody has begun, and the short ones need not wait for the long one.
+    assert max(first for first, _ in spans) < min(last for _, last in spans)
+    ends = sorted(last for _, last in spans)
+    assert ends[3] - ends[2] > 60
 
 
-def test_a_short_reply_need_not_wait_for_a_long_one(server: Served) -> None:
-    ended: list[str] = []
-
-    async def one(client: httpx.AsyncClient, name: str, body: Any, begun: asyncio.Event | None = None) -> str:
-        async with post_stream(client, server, body) as answer:
-            text = ""
-            async for part in answer.aiter_text():
-                text += part
-                if begun is not None:
-                    begun.set()
-        ended.append(name)
-        return text_of(events(text))
-
-    async def run() -> tuple[str, str]:
-        begun = asyncio.Event()
-        long = chat_body("A long story.", stream=True, ignore_eos=True, max_tokens=900)
-        async with httpx.AsyncClient(timeout=60) as client:
-            task = asyncio.create_task(one(client, "long", long, begun))
-            await begun.wait()
-            short = await one(client, "short", SHORT | {"stream": True})
-            return await task, short
-
-    long, short = asyncio.run(run())
-    assert ended == ["short", "long"]
-    alone = [chat_body("A long story.", stream=True, ignore_eos=True, max_tokens=900), SHORT | {"stream": True}]
-    expected = [text_of(events(server.post("/v1/chat/completions", body).text)) for body in alone]
-    assert [long, short] == expected
+async def until_cancelled(server: Client, stop: Callable[[], object]) -> str:
+    """What a stream gives while it is going on and its server stops, another request waiting."""
+    async with httpx.AsyncClient(timeout=TIME_LIMIT) as client, post_stream(client, server, LONG) as answer:
+        parts: AsyncIterator[str] = answer.aiter_text()
+        texts = [await anext(parts)]
+        waiting = asyncio.create_task(client.post(f"{server.url}/v1/chat/completions", json=SHORT))
+        await asyncio.to_thread(server.wait_for, "requests_deferred", 1)
+        stop()
+        texts += [part async for part in parts]
+        refused = await waiting
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "cancelled"
+        return "".join(texts)
 
 
-def test_streams_take_turns(server: Served) -> None:
-    order: list[str] = []
-
-    async def one(client: httpx.AsyncClient, name: str) -> None:
-        body = chat_body(f"Story {name}.", stream=True, ignore_eos=True, max_tokens=400)
-        async with post_stream(client, server, body) as answer:
-            await lines(answer, name, order)
-
-    async def run() -> None:
-        async with httpx.AsyncClient(timeout=60) as client:
-            await asyncio.gather(*(one(client, name) for name in "abcd"))
-
-    asyncio.run(run())
-    # Nobody is through before everybody has begun.
-    first_end = min(len(order) - 1 - order[::-1].index(name) for name in "abcd")
-    assert {order.index(name) < first_end for name in "abcd"} == {True}
+def is_cut_short(text: str) -> bool:
+    """Whether the client can tell that the reply is not whole."""
+    return events(text)[-1]["error"]["code"] == "cancelled" and "[DONE]" not in text
 
 
+def test_the_server_ends_well_with_open_streams() -> None:
+    with served(overflow="window", context=128, parallel=1, speculation="off") as server:
+        assert is_cut_short(asyncio.run(until_cancelled(server, server.stop)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_server_ends_well_with_open_streams(number: int) -> None:
-    async def run(server: Served) -> list[str]:
-        async with httpx.AsyncClient(timeout=60) as client, post_stream(client, server, LONG) as answer:
-            parts: AsyncIterator[str] = answer.aiter_text()
-            texts = [await anext(parts)]
-            waiting = asyncio.create_task(client.post(f"{server.url}/v1/chat/completions", json=SHORT))
-            while await asyncio.to_thread(server.metric, "requests_deferred") != 1:
-                pass
-            server.process.send_signal(number)
-            texts += [part async for part in parts]
-            refused = await waiting
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "cancelled"
-            return texts
-
-    with served("--overflow", "window", "-c", "128", "--parallel", "1") as server:
-        text = "".join(asyncio.run(run(server)))
-        assert server.process.wait(timeout=30) == 0
+def test_a_signal_with_open_streams(number: int) -> None:
+    with served_process("--overflow", "window", "--parallel", "1") as server:
+        text = asyncio.run(until_cancelled(server, lambda: server.process.send_signal(number)))
+        assert server.process.wait(timeout=TIME_LIMIT) == 0
         assert server.logged().count("Traceback") == 0
-    # The client can tell that the reply is not whole.
-    assert events(text)[-1]["error"]["code"] == "cancelled"
-    assert "[DONE]" not in text
+    assert is_cut_short(text)
