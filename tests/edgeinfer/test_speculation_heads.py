@@ -39,11 +39,19 @@ def tales(folder: Path) -> Iterator[edgeinfer.Model]:
         yield model
 
 
+@pytest.fixture(scope="module")
+def short(folder: Path) -> Iterator[edgeinfer.Model]:
+    """The same with a context that is soon full."""
+    with load_eager(folder, context=24, remember=False) as model:
+        yield model
+
+
 @needs_builtin
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("who", WHO)
-def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, who: str, way: str) -> None:
-    for width in (1, 3):
+def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, way: str, width: int) -> None:
+    """Whoever drafts."""
+    for who in WHO:
         # What random heads taught would keep them from drafting at all.
         tales.restore_drafting({})
         found = same(tales, who, max_tokens=40, ignore_eos=True, draft_width=width, **WAYS[way])
@@ -62,11 +70,11 @@ def test_other_verifications_take_their_guesses(tales: edgeinfer.Model, who: str
 
 @needs_builtin
 @pytest.mark.parametrize("who", DRAFTING)
-def test_a_context_that_fills_up(folder: Path, who: str) -> None:
+def test_a_context_that_fills_up(short: edgeinfer.Model, who: str) -> None:
     """Prompt tokens need room of their own, and do without where there is none."""
-    with load_eager(folder, context=24, remember=False) as model:
-        for length in (1, 9, 20, 22, 23, 24):
-            same(model, who, prompt=[5 + i % 7 for i in range(length)], ignore_eos=True)
+    short.restore_drafting({})
+    for length in (1, 9, 20, 22, 23, 24):
+        same(short, who, prompt=[5 + i % 7 for i in range(length)], ignore_eos=True)
 
 
 @needs_builtin
@@ -83,10 +91,10 @@ def test_a_reply_that_was_left_is_gone_on_with(tales: edgeinfer.Model) -> None:
 
 def test_auto_asks_only_heads_that_are_there(small_bundle: Path, tmp_path: Path) -> None:
     some = with_heads(small_bundle, tmp_path / "some", "hydra")
-    with edgeinfer.load(some, remember=False, threads=1) as model:
+    with load_eager(some, remember=False) as model:
         asked = model._parts.speculator._names("auto")
         assert [name for name in DRAFTING if name in asked] == ["hydra"]
-    with edgeinfer.load(small_bundle, remember=False, threads=1) as model:
+    with load_eager(small_bundle, remember=False) as model:
         assert not set(DRAFTING) & set(model._parts.speculator._names("auto"))
         with pytest.raises(UsageError, match="has no medusa heads"):
             model.generate("the dog", max_tokens=4, speculation="medusa")

@@ -1,14 +1,12 @@
-"""What speculation takes in memory and keeps on disk: planned before, measured after, survived when damaged; tuning."""
+"""What speculation keeps on disk: what was measured and learnt, survived when damaged; and what tuning finds."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,134 +14,19 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
-from edgeinfer.config import drafters_in
-from edgeinfer.errors import BudgetError, CapabilityError, StorageError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.errors import CapabilityError, StorageError, UsageError
+from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.speculation import device, profile, tune
-from edgeinfer.runtime.speculation.memory import drafting_bytes
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from tests.cli import contents
-from tests.speculation import (
-    BUILTIN,
-    DENSE,
-    PROMPT,
-    check_figures,
-    load_eager,
-    make_eager,
-    needs_builtin,
-    plain,
-    random_bundle,
-    same,
-)
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# Memory.
+from tests.speculation import PROMPT, check_figures, known_costs, load_eager, make_eager, plain, random_bundle, same
 
 
-def test_the_plan_has_terms_for_drafting(small_bundle: Path, short_drafter: Path) -> None:
-    off, auto, one, both = (
-        edgeinfer.plan(small_bundle, **options)
-        for options in (
-            {"speculation": "off"},
-            {},
-            {"draft_max": 1},
-            {"draft_model": short_drafter},
-        )
-    )
-    assert (off.draft_max, auto.draft_max, one.draft_max, both.draft_max) == (0, 15, 1, 15)
-    assert not {"drafting", "draft_model"} & set(off.terms)
-    rows = 14 * (320 + 2 * 64) * 4
-    assert auto.terms["drafting"] - one.terms["drafting"] == rows
-    assert auto.terms["drafting"] == both.terms["drafting"] and "draft_model" not in auto.terms
-    weights = open_bundle(short_drafter).manifest.weight_bytes
-    kv = 2 * 2 * 2 * 16 * 4 * 33
-    assert both.terms["draft_model"] > weights + kv
-    assert both.to_dict()["choice"]["draft_max"] == 15
-
-
-@pytest.mark.parametrize("who", ["auto", *DENSE])
-def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, short_drafter: Path, who: str) -> None:
-    geometry = open_bundle(small_bundle).manifest.geometry
-    if who == "bits":
-        small_bundle = export_checkpoint(
-            small_bundle.parent / "checkpoint", tmp_path / "elastic", ExportConfig(bits=8, keep_small=False)
-        )
-    with load_eager(small_bundle, speculation=who, draft_model=short_drafter, remember=False) as model:
-        if who == "bits" and model.plan.layout != "native":
-            pytest.skip("planes need the native kernel")
-        model.generate([5 + i % 300 for i in range(400)], speculation=who, ignore_eos=True)
-        drafters = model._parts.speculator._drafters
-        planned = drafting_bytes(drafters_in(who), geometry, model.context, model.plan.draft_max)
-        small = model._parts.speculator._parts.model
-        assert small is not None
-        # The draft model has a term of its own.
-        held = sum(
-            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "hierarchical") else 0)
-            for d in drafters.values()
-        )
-        assert held <= planned
-
-
-def test_drafts_that_were_asked_for_are_not_shortened(small_bundle: Path) -> None:
-    options: list[dict[str, Any]] = [{"speculation": "copy,ngram"}, {"draft_max": 15}, {"draft_max": 3}]
-    for option in options:
-        with pytest.raises(BudgetError) as caught:
-            edgeinfer.load(small_bundle, memory=1_000_000, **option)
-        assert caught.value.terms["drafting"] > 0 and caught.value.minimum_bytes > 1_000_000
-
-
-def test_a_model_in_a_tight_budget_drafts_less(small_bundle: Path) -> None:
-    size = edgeinfer.plan(small_bundle, draft_max=1).planned_bytes
-    with load_eager(small_bundle, memory=size + 4_000_000, draft_max=1) as model:
-        found = same(model, "auto", max_tokens=40, ignore_eos=True)
-        assert 0 < found.drafted <= found.rounds
-        same(model, "recycle", max_tokens=40, ignore_eos=True, draft_width=4)
-
-
-RUN = """
-import json, sys
-import edgeinfer
-from edgeinfer.errors import BudgetError
-options = json.loads(sys.argv[1])
-who = options["speculation"]
-if options.pop("tight"):
-    try:
-        edgeinfer.load(memory=1, context=1024, **options)
-    except BudgetError as error:
-        options |= {"memory": error.minimum_bytes, "context": 1024}
-with edgeinfer.load(**options) as model:
-    chat = model.chat()
-    for message in ("Tell me of a dog.", "Again, please.", "Once more, with a cat."):
-        for width in (1, 4):
-            reply = chat.send(message, max_tokens=90, speculation=who, draft_width=width)
-    found = reply.to_dict()
-    print(json.dumps([found["memory"], found["speculation"], model.plan.draft_max]))
-"""
-
-
-@needs_builtin
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculation": "auto", "tight": False},
-        {"speculation": "auto", "tight": True},
-        {"speculation": "copy,ngram,recycle,hierarchical,exit,skip,bits", "draft_model": str(BUILTIN), "tight": True},
-    ],
-    ids=["auto", "tight", "all"],
-)
-def test_a_process_that_drafts_stays_within_its_plan(options: dict[str, Any], tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", RUN, json.dumps(options)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    memory, found, draft_max = json.loads(done.stdout)
-    assert memory["peak_rss_bytes"] <= memory["planned_bytes"] == sum(memory["terms"].values())
-    if "memory" in options:
-        assert memory["planned_bytes"] <= memory["budget_bytes"]
-    # On a model so small "auto" may find that asking costs more than it gains; it must not draft beyond its plan.
-    assert draft_max > 0 or found["rounds"] == 0
-    assert found["rounds"] > 0 or options["speculation"] == "auto"
+@pytest.fixture(autouse=True)
+def costs() -> Iterator[None]:
+    """Nothing is timed."""
+    with known_costs():
+        yield
 
 
 # The profile.
@@ -253,17 +136,33 @@ def swapped(path: Path) -> None:
         path.write_text('{"passes": 1}')
 
 
+@pytest.fixture(scope="module")
+def kept(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, edgeinfer.Result]:
+    """A cache with a profile in it, and the reply that taught it."""
+    place = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch, known_costs():
+        patch.setenv("XDG_CACHE_HOME", str(place))
+        return place, learn(small_bundle)
+
+
 @pytest.mark.parametrize("damage", [garbage, cut, emptied, strange, swapped])
+@pytest.mark.parametrize("names", ["*", "exact.npz", "ngram.npz"])
 def test_a_damaged_profile_is_survived(
-    small_bundle: Path, cache: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    small_bundle: Path,
+    kept: tuple[Path, edgeinfer.Result],
+    cache: Path,
+    names: str,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    first = learn(small_bundle)
+    place, first = kept
+    shutil.copytree(place, cache)
     (folder,) = folders(cache)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob(names)):
         damage(path)
-        again = learn(small_bundle)
-        assert (again.text, again.speculation.exact) == (first.text, first.speculation.exact)
-        check_figures(again.speculation)
+    again = learn(small_bundle)
+    assert (again.text, again.speculation.exact) == (first.text, first.speculation.exact)
+    check_figures(again.speculation)
     caplog.clear()
     assert learn(small_bundle).text == first.text
     assert caplog.records == []
@@ -332,34 +231,53 @@ def test_no_home_for_a_profile(small_bundle: Path, monkeypatch: pytest.MonkeyPat
 # Tuning.
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.fixture
+def even_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning takes all blocks to cost the same."""
+
+    def costs(backend: Backend) -> BlockCosts:
+        blocks = 2 * backend.geometry.num_layers
+        return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
+
+    monkeypatch.setattr(tune, "measure_costs", costs)
+
+
+@pytest.mark.usefixtures("even_blocks")
+@pytest.mark.parametrize("pays", [True, False])
 def test_what_tuning_finds_is_drafted_with(
-    small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+    small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
-    monkeypatch.setattr(tune, "_PAYS", 0.0 if kept else 1e9)
+    monkeypatch.setattr(tune, "_PAYS", 0.0 if pays else 1e9)
     steps: list[tuple[int, int]] = []
-    with load_eager(small_bundle, threads=1) as model:
+    with load_eager(small_bundle) as model:
         before = plain(model, max_tokens=30, ignore_eos=True).text
         found = model.tune(["Once upon a time"], evaluations=6, progress=lambda *step: steps.append(step))
         assert steps == [(n, 6) for n in range(1, 7)]
-        assert (found.tuning.exit_layer is not None) == (found.tuning.layer_mask is not None) == kept
+        assert (found.tuning.exit_layer is not None) == (found.tuning.layer_mask is not None) == pays
         for who in ("auto", "exit", "skip"):
             found_now = same(model, who, max_tokens=30, ignore_eos=True)
         assert {"exit", "skip"} <= set(model.drafting_state())
         assert plain(model, max_tokens=30, ignore_eos=True).text == before
-    with load_eager(small_bundle, threads=1) as model:
-        assert {"exit", "skip"} & set(model.drafting_state()) == ({"exit", "skip"} if kept else set())
+    with load_eager(small_bundle) as model:
+        assert {"exit", "skip"} & set(model.drafting_state()) == ({"exit", "skip"} if pays else set())
         found_now = same(model, "auto", max_tokens=30, ignore_eos=True)
-        assert bool({"exit", "skip"} & set(found_now.per_drafter)) == kept
+        assert bool({"exit", "skip"} & set(found_now.per_drafter)) == pays
     (folder,) = folders(cache)
-    assert (folder / "tuning.npz").exists() == kept
-    if kept:
-        for damage in (garbage, strange):
-            with load_eager(small_bundle, threads=1) as model:
-                model.tune(["Once upon a time"], evaluations=3)
-            damage(folder / "tuning.npz")
-            with load_eager(small_bundle, threads=1) as model:
-                assert not {"exit", "skip"} & set(model.drafting_state())
+    assert (folder / "tuning.npz").exists() == pays
+
+
+@pytest.mark.usefixtures("even_blocks")
+@pytest.mark.parametrize("damage", [garbage, strange])
+def test_damage_to_what_tuning_found_is_survived(
+    small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(tune, "_PAYS", 0.0)
+    with load_eager(small_bundle) as model:
+        model.tune(["Once upon a time"], evaluations=3)
+    (folder,) = folders(cache)
+    damage(folder / "tuning.npz")
+    with load_eager(small_bundle) as model:
+        assert not {"exit", "skip"} & set(model.drafting_state())
 
 
 def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path) -> None:

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,35 +19,64 @@ import edgeinfer
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.memory import process_memory
 from edgeinfer.runtime.onnx_backend import OnnxBackend
-from tests.speculation import BUILTIN, needs_builtin
+from tests.cli import TIME_LIMIT
+from tests.speculation import BUILTIN, known_costs, needs_builtin
+from tests.timers import Timers
+from tests.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 PROMPT = "Tell me about the little dog and the cat that is not here"
-PATIENCE_S = 20
 
 
 @pytest.fixture
 def aside(own_cache: Path) -> Callable[[], list[Path]]:
-    """What is put aside now."""
+    """What was put aside since the test began and lies there now."""
     folder = own_cache / "edgeinfer" / "aside"
-    return lambda: sorted(folder.iterdir()) if folder.is_dir() else []
+
+    def found() -> set[Path]:
+        return set(folder.iterdir()) if folder.is_dir() else set()
+
+    before = found()
+    return lambda: sorted(found() - before)
+
+
+@pytest.fixture(autouse=True)
+def costs() -> Iterator[None]:
+    """Loading times nothing, the first time and again."""
+    with known_costs():
+        yield
+
+
+@pytest.fixture(scope="module")
+def kept(small_bundle: Path) -> Iterator[edgeinfer.Model]:
+    with known_costs(), edgeinfer.load(small_bundle, threads=1) as model:
+        yield model
 
 
 @pytest.fixture
-def fresh(small_bundle: Path) -> Iterator[edgeinfer.Model]:
-    with edgeinfer.load(small_bundle, threads=1) as model:
+def fresh(kept: edgeinfer.Model) -> edgeinfer.Model:
+    """A model in memory, with an empty cache."""
+    kept.score([5, 6])
+    return kept
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    """The timers of models, none of which goes off by itself."""
+    found = Timers()
+    monkeypatch.setattr("edgeinfer.residence.threading.Timer", found.make)
+    return found
+
+
+@pytest.fixture
+def left(small_bundle: Path, timers: Timers) -> Iterator[edgeinfer.Model]:
+    """A model that is unloaded when it was left alone for half a minute."""
+    with edgeinfer.load(small_bundle, threads=1, idle_unload=30) as model:
         yield model
 
 
 def is_loaded(model: edgeinfer.Model) -> bool:
     return model._residence._parts is not None
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def test_text_goes_on_as_if_nothing_had_happened(fresh: edgeinfer.Model, aside: Callable[[], list[Path]]) -> None:
@@ -122,8 +150,10 @@ import edgeinfer, sys
 from edgeinfer.runtime.memory import process_memory
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 model = edgeinfer.load(sys.argv[1], threads=1, speculation="off")
-model.generate("Once upon a time", max_tokens=40)
-model.unload()
+# What loading it again leaves the first time stays.
+for _ in range(2):
+    model.generate("Once upon a time", max_tokens=40)
+    model.unload()
 low = process_memory()
 model.generate("Once upon a time", max_tokens=40)
 high = process_memory()
@@ -131,74 +161,111 @@ model.unload()
 again = process_memory()
 print(low.anonymous, high.anonymous, again.anonymous, low.file, high.file)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(BUILTIN)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(BUILTIN)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     low, high, again, low_file, high_file = map(int, done.stdout.split())
-    weights = sum(tensor.nbytes for tensor in edgeinfer.load(BUILTIN, threads=1)._residence.facts.tensors)
+    with edgeinfer.load(BUILTIN, threads=1) as model:
+        weights = sum(tensor.nbytes for tensor in model._residence.facts.tensors)
     assert high + high_file - low - low_file > 0.5 * weights
     assert again - low < 2_000_000
 
 
-def test_nothing_is_unloaded_under_a_running_reply(small_bundle: Path) -> None:
-    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.05) as model:
-        stream = model.stream(PROMPT, max_tokens=8, ignore_eos=True)
-        ids = list(next(stream).token_ids)
-        time.sleep(0.3)
-        assert is_loaded(model)
-        refused: list[BaseException] = []
+def test_nothing_is_unloaded_under_a_running_reply(left: edgeinfer.Model, timers: Timers) -> None:
+    stream = left.stream(PROMPT, max_tokens=8, ignore_eos=True)
+    ids = list(next(stream).token_ids)
+    assert timers.waiting == []
+    for timer in timers:
+        timer.elapse()
+    assert is_loaded(left)
+    refused: list[BaseException] = []
 
-        def attempt() -> None:
-            try:
-                model.unload()
-            except UsageError as error:
-                refused.append(error)
+    def attempt() -> None:
+        try:
+            left.unload()
+        except UsageError as error:
+            refused.append(error)
 
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join()
-        assert refused
-        ids += [token for chunk in stream for token in chunk.token_ids]
-        wait_until(lambda: not is_loaded(model))
-        assert model.generate(PROMPT, max_tokens=8, ignore_eos=True).token_ids == tuple(ids)
-
-
-def test_long_work_is_not_idleness(small_bundle: Path) -> None:
-    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.05) as model:
-        model.generate(PROMPT, **OPTIONS)
-        rows = model.logits(list(range(2, 60)))
-        next(rows)
-        time.sleep(0.3)
-        assert is_loaded(model)
-        list(rows)
-        wait_until(lambda: not is_loaded(model))
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join(timeout=TIME_LIMIT)
+    assert refused
+    ids += [token for chunk in stream for token in chunk.token_ids]
+    (timer,) = timers.waiting
+    assert (timer.interval, timer.daemon) == (30, True)
+    timer.elapse()
+    assert not is_loaded(left)
+    assert left.generate(PROMPT, max_tokens=8, ignore_eos=True).token_ids == tuple(ids)
 
 
-def test_a_request_starts_the_waiting_over(small_bundle: Path) -> None:
-    with edgeinfer.load(small_bundle, threads=1, idle_unload=0.4) as model:
-        for _ in range(6):
-            model.generate("Hello", max_tokens=2)
-            time.sleep(0.1)
-            assert is_loaded(model)
-        wait_until(lambda: not is_loaded(model))
+def test_long_work_is_not_idleness(left: edgeinfer.Model, timers: Timers) -> None:
+    left.generate(PROMPT, **OPTIONS)
+    assert timers.waiting
+    rows = left.logits(list(range(2, 60)))
+    next(rows)
+    assert timers.waiting == []
+    list(rows)
+    (timer,) = timers.waiting
+    timer.elapse()
+    assert not is_loaded(left)
+
+
+def test_a_request_starts_the_waiting_over(left: edgeinfer.Model, timers: Timers) -> None:
+    for _ in range(3):
+        left.generate("Hello", max_tokens=2)
+    *earlier, last = timers
+    assert timers.waiting == [last]
+    # One may go off while a request stops it.
+    for timer in earlier:
+        timer.elapse()
+    assert is_loaded(left)
+    last.elapse()
+    assert not is_loaded(left)
+    assert timers.waiting == []
+
+
+def test_a_timer_that_goes_off_within_a_pass_changes_nothing(
+    left: edgeinfer.Model, timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = left.generate(PROMPT, **OPTIONS).token_ids
+    backend, goings_off = left._parts.engine.backend, []
+    forward = backend.forward
+
+    def interrupted(*arguments: Any) -> Any:
+        for timer in timers[-2:]:
+            thread = threading.Thread(target=timer.elapse)
+            thread.start()
+            goings_off.append(thread)
+        return forward(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "forward", interrupted)
+        left.score([5, 6])
+        assert left.generate(PROMPT, **OPTIONS).token_ids == expected
+    for thread in goings_off:
+        thread.join(timeout=TIME_LIMIT)
+    assert goings_off and is_loaded(left)
 
 
 def test_requests_and_unloading_may_meet_at_any_time(small_bundle: Path) -> None:
+    """With timers of the system's, which go off before, between and after requests."""
     with edgeinfer.load(small_bundle, threads=1, idle_unload=0.002) as model:
         expected = model.generate(PROMPT, **OPTIONS).token_ids
-        for pause in (0.0, 0.001, 0.002, 0.0025, 0.003, 0.004) * 2:
-            time.sleep(pause)
+        for turn in range(6):
+            if turn % 3 == 2:
+                wait_until(lambda: not is_loaded(model), "unloading")
             assert model.generate(PROMPT, **OPTIONS).token_ids == expected
 
 
-def test_a_model_that_is_not_asked_for_unloads_only_if_told(fresh: edgeinfer.Model) -> None:
-    fresh.generate("Hello", max_tokens=2)
-    time.sleep(0.2)
-    assert is_loaded(fresh)
+def test_a_model_that_is_not_asked_for_unloads_only_if_told(small_bundle: Path, timers: Timers) -> None:
+    with edgeinfer.load(small_bundle, threads=1) as model:
+        model.generate("Hello", max_tokens=2)
+        assert timers == []
 
 
 def test_a_model_that_nobody_holds_is_not_kept_by_its_timer(
     small_bundle: Path, aside: Callable[[], list[Path]]
 ) -> None:
-    model = edgeinfer.load(small_bundle, threads=1, idle_unload=PATIENCE_S)
+    model = edgeinfer.load(small_bundle, threads=1, idle_unload=600)
     model.generate(PROMPT, **OPTIONS)
     model.unload()
     assert aside()
@@ -225,7 +292,7 @@ def test_closing_removes_what_was_put_aside_and_ends_the_model(
     model.unload()
 
 
-def test_a_program_that_ends_leaves_nothing(small_bundle: Path, own_cache: Path) -> None:
+def test_a_program_that_ends_leaves_nothing(small_bundle: Path, tmp_path: Path) -> None:
     code = """
 import sys, edgeinfer
 from pathlib import Path
@@ -234,18 +301,18 @@ model.generate("Hello", max_tokens=2)
 model.unload()
 print(len(list(Path(sys.argv[2], "edgeinfer", "aside").iterdir())))
 """
-    environment = os.environ | {"XDG_CACHE_HOME": str(own_cache)}
-    command = [sys.executable, "-c", code, str(small_bundle), str(own_cache)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code, str(small_bundle), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     assert int(done.stdout) == 1
-    assert list((own_cache / "edgeinfer" / "aside").iterdir()) == []
+    assert list((tmp_path / "edgeinfer" / "aside").iterdir()) == []
 
 
 def test_what_a_killed_program_left_is_removed(
     fresh: edgeinfer.Model, own_cache: Path, aside: Callable[[], list[Path]]
 ) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
+    dead.wait(timeout=TIME_LIMIT)
     folder = own_cache / "edgeinfer" / "aside"
     folder.mkdir(parents=True, exist_ok=True)
     left = [folder / f"aside-{dead.pid}-1.session", folder / f".aside-{dead.pid}-2.session.abc"]

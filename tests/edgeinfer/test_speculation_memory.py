@@ -1,0 +1,129 @@
+"""What speculation takes in memory: planned before, measured after, less where the budget is small."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.bundle import open_bundle
+from edgeinfer.errors import BudgetError
+from edgeinfer.export import ExportConfig
+from tests.cache import export_checkpoint
+from tests.cli import TIME_LIMIT
+from tests.speculation import BUILTIN, DENSE, load_eager, needs_builtin, same
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_plan_has_terms_for_drafting(small_bundle: Path, short_drafter: Path) -> None:
+    off, auto, one, both = (
+        edgeinfer.plan(small_bundle, **options)
+        for options in (
+            {"speculation": "off"},
+            {},
+            {"draft_max": 1},
+            {"draft_model": short_drafter},
+        )
+    )
+    assert (off.draft_max, auto.draft_max, one.draft_max, both.draft_max) == (0, 15, 1, 15)
+    assert not {"drafting", "draft_model"} & set(off.terms)
+    # Verifying fourteen tokens more gives as many rows of logits more, and some smaller ones.
+    logits = 14 * open_bundle(small_bundle).manifest.geometry.vocab_size * 4
+    assert logits <= auto.terms["drafting"] - one.terms["drafting"] < 2 * logits
+    assert auto.terms["drafting"] == both.terms["drafting"] and "draft_model" not in auto.terms
+    weights = open_bundle(short_drafter).manifest.weight_bytes
+    kv = 2 * 2 * 2 * 16 * 4 * 33
+    assert both.terms["draft_model"] > weights + kv
+    assert both.to_dict()["choice"]["draft_max"] == 15
+
+
+@pytest.mark.parametrize("who", ["auto", *DENSE])
+def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, short_drafter: Path, who: str) -> None:
+    if who == "bits":
+        small_bundle = export_checkpoint(
+            small_bundle.parent / "checkpoint", tmp_path / "elastic", ExportConfig(bits=8, keep_small=False)
+        )
+    with load_eager(small_bundle, speculation=who, draft_model=short_drafter, remember=False) as model:
+        if who == "bits" and model.plan.layout != "native":
+            pytest.skip("planes need the native kernel")
+        model.generate([5 + i % 300 for i in range(400)], speculation=who, ignore_eos=True)
+        drafters = model._parts.speculator._drafters
+        small = model._parts.speculator._parts.model
+        assert small is not None
+        # The draft model has a term of its own.
+        held = sum(
+            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "hierarchical") else 0)
+            for d in drafters.values()
+        )
+        assert held <= model.plan.terms["drafting"]
+
+
+def test_drafts_that_were_asked_for_are_not_shortened(small_bundle: Path) -> None:
+    options: list[dict[str, Any]] = [{"speculation": "copy,ngram"}, {"draft_max": 15}, {"draft_max": 3}]
+    for option in options:
+        with pytest.raises(BudgetError) as caught:
+            edgeinfer.load(small_bundle, memory=1_000_000, **option)
+        assert caught.value.terms["drafting"] > 0 and caught.value.minimum_bytes > 1_000_000
+
+
+def test_a_model_in_a_tight_budget_drafts_less(small_bundle: Path) -> None:
+    size = edgeinfer.plan(small_bundle, draft_max=1).planned_bytes
+    with load_eager(small_bundle, memory=size + 4_000_000, draft_max=1) as model:
+        found = same(model, "auto", max_tokens=40, ignore_eos=True)
+        assert 0 < found.drafted <= found.rounds
+        same(model, "recycle", max_tokens=40, ignore_eos=True, draft_width=4)
+
+
+RUN = """
+import json, sys
+import edgeinfer
+from edgeinfer.errors import BudgetError
+options = json.loads(sys.argv[1])
+who = options["speculation"]
+if options.pop("tight"):
+    try:
+        edgeinfer.load(memory=1, context=1024, **options)
+    except BudgetError as error:
+        options |= {"memory": error.minimum_bytes, "context": 1024}
+with edgeinfer.load(**options) as model:
+    chat = model.chat()
+    for message in ("Tell me of a dog.", "Again, please.", "Once more, with a cat."):
+        for width in (1, 4):
+            reply = chat.send(message, max_tokens=90, speculation=who, draft_width=width)
+    found = reply.to_dict()
+    print(json.dumps([found["memory"], found["speculation"], model.plan.draft_max]))
+"""
+
+
+@pytest.mark.slow
+@needs_builtin
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "auto", "tight": False},
+        {"speculation": "auto", "tight": True},
+        {"speculation": "copy,ngram,recycle,hierarchical,exit,skip,bits", "draft_model": str(BUILTIN), "tight": True},
+    ],
+    ids=["auto", "tight", "all"],
+)
+def test_a_process_that_drafts_stays_within_its_plan(options: dict[str, Any], tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", RUN, json.dumps(options)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT, cwd=ROOT, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    memory, found, draft_max = json.loads(done.stdout)
+    assert memory["peak_rss_bytes"] <= memory["planned_bytes"] == sum(memory["terms"].values())
+    if "memory" in options:
+        assert memory["planned_bytes"] <= memory["budget_bytes"]
+    # On a model so small "auto" may find that asking costs more than it gains; it must not draft beyond its plan.
+    assert draft_max > 0 or found["rounds"] == 0
+    assert found["rounds"] > 0 or options["speculation"] == "auto"
