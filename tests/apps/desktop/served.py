@@ -22,10 +22,9 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk
+from tests.waiting import TIME_LIMIT
 
 __all__ = ["Gate", "Window", "gated", "served"]
-
-PATIENCE_S = 60.0
 
 
 class Window:
@@ -35,12 +34,25 @@ class Window:
         http: with the cookie.
         services: of the app.
         key: of the run.
+        folder: of the app's data.
     """
 
-    def __init__(self, http: httpx.Client, services: Services, key: str) -> None:
+    def __init__(self, http: httpx.Client, services: Services, key: str, folder: DataFolder) -> None:
         self.http = http
         self.services = services
         self.key = key
+        self.folder = folder
+
+    @property
+    def address(self) -> str:
+        """Of the page, with the key that signs a window in."""
+        return f"{self.http.base_url}?key={self.key}"
+
+    @property
+    def port(self) -> int:
+        """Of the page."""
+        assert self.http.base_url.port is not None
+        return self.http.base_url.port
 
     def call(self, method: str, path: str, body: Any = None, *, status: int = 200) -> Any:
         """Calls the API and checks how it answers."""
@@ -58,7 +70,7 @@ class Window:
 
     def events(self, path: str) -> Iterator[tuple[str, Any]]:
         """Events of a stream, kind and data, to its end."""
-        with self.http.stream("GET", f"/app/api{path}", timeout=PATIENCE_S) as stream:
+        with self.http.stream("GET", f"/app/api{path}", timeout=TIME_LIMIT) as stream:
             assert stream.status_code == 200
             assert stream.headers["content-type"].startswith("text/event-stream")
             kind = ""
@@ -67,6 +79,11 @@ class Window:
                     kind = line.removeprefix("event: ")
                 elif line.startswith("data: "):
                     yield kind, json.loads(line.removeprefix("data: "))
+
+    def new(self, **body: Any) -> str:
+        """A new conversation's id."""
+        id: str = self.call("POST", "/conversations", body, status=201)["id"]
+        return id
 
     def wait(self, kind: str, **wanted: Any) -> Any:
         """The first event of a kind whose data has these values."""
@@ -86,68 +103,86 @@ class Window:
 
 
 @contextlib.contextmanager
-def served(folder: Path, **options: Any) -> Iterator[Window]:
-    """The app with its data in a folder; its model is loaded.
+def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
+    """The app with its data in a folder, which begins to load its model.
 
     Args:
+        port: 0 picks a free one.
         options: of Services.make.
     """
-    access = Access()
+    access, data = Access(), DataFolder(folder)
     security = Security(max_body=MOST_BYTES, api_key=access.key)
-    services = Services.make(DataFolder(folder), security, ModelHost(parallel=2), **options)
+    services = Services.make(data, security, ModelHost(parallel=2), **options)
     begun, urls = threading.Event(), list[str]()
 
     def ready(url: str) -> None:
         urls.append(url)
         begun.set()
 
-    server = Server(make_desktop(services, access), "127.0.0.1", 0, ready=ready, stopping=services.stop)
+    server = Server(make_desktop(services, access), "127.0.0.1", port, ready=ready, stopping=services.stop)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        assert begun.wait(PATIENCE_S)
-        with httpx.Client(base_url=urls[0], timeout=PATIENCE_S) as http:
+        assert begun.wait(TIME_LIMIT)
+        with httpx.Client(base_url=urls[0], timeout=TIME_LIMIT) as http:
             assert http.get("/", params={"key": access.key}).status_code == 303
-            yield Window(http, services, access.key)
+            yield Window(http, services, access.key, data)
     finally:
         server.stop()
-        thread.join()
+        thread.join(TIME_LIMIT)
+    assert not thread.is_alive(), "the app did not end"
 
 
 class Gate:
     """Lets replies make so many tokens, and no more until it is opened further."""
 
     def __init__(self) -> None:
-        self._tokens = threading.Semaphore(0)
+        self._changed = threading.Condition()
+        self._tokens = 0
         self._open = False
 
     def let(self, tokens: int) -> None:
         """So many more."""
-        self._tokens.release(tokens)
+        with self._changed:
+            self._tokens += tokens
+            self._changed.notify_all()
 
     def open(self) -> None:
         """All that are to come."""
-        self._open = True
-        self._tokens.release(1)
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
 
     def pass_one(self, stream: TokenStream) -> None:
         """Waits for room; a reply that is cancelled needs none."""
-        while not self._open and not self._tokens.acquire(timeout=0.02):
-            if stream._parts.engine.cancelled:
-                return
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._open or self._tokens or stream._cancelled, TIME_LIMIT)
+            assert came, "nobody let the reply go on"
+            if not (self._open or stream._cancelled):
+                self._tokens -= 1
+
+    def cancelled(self) -> None:
+        """A reply was cancelled."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 @contextlib.contextmanager
 def gated() -> Iterator[Gate]:
     """Replies of every model go through the gate."""
-    gate, step = Gate(), TokenStream.__next__
+    gate, step, cancel = Gate(), TokenStream.__next__, TokenStream.cancel
 
     def gated_step(stream: TokenStream) -> Chunk:
         gate.pass_one(stream)
         return step(stream)
 
+    def gated_cancel(stream: TokenStream) -> None:
+        cancel(stream)
+        gate.cancelled()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenStream, "__next__", gated_step)
+        patch.setattr(TokenStream, "cancel", gated_cancel)
         try:
             yield gate
         finally:

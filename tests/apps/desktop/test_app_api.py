@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.desktop.library import Library
+from edgeinfer.apps.server import host
 from tests.apps.desktop.served import Window, served
 from tests.speculation import BUILTIN, needs_builtin
+from tests.waiting import TIME_LIMIT
 
 pytestmark = needs_builtin
 
+SETTINGS = {"options": {"temperature": 0.0, "max_tokens": 8}}
 
-@pytest.fixture
-def window(tmp_path: Path) -> Iterator[Window]:
-    settings = {"options": {"temperature": 0.0, "max_tokens": 8}}
-    with served(tmp_path / "data", settings=settings) as opened:
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
+    """Of an app whose model stays loaded, and which finds a model that can be used and two that cannot."""
+    folder = tmp_path_factory.mktemp("data")
+    models = folder / "models"
+    shutil.copytree(BUILTIN, models / "mine")
+    (models / "broken").mkdir()
+    (models / "broken" / "edgeinfer.json").write_text("{}")
+    (models / "odd.gguf").write_bytes(b"GGUF")
+    (models / "notes.txt").write_text("x")
+    with served(folder, settings=SETTINGS) as opened:
+        opened.wait("model", status="ready")
         yield opened
 
 
@@ -55,14 +69,20 @@ def test_conversations(window: Window) -> None:
     (found,) = window.call("GET", "/conversations?search=needle")["conversations"]
     assert (found["id"], "needle" in found["snippet"]) == (id, True)
     assert window.call("GET", "/conversations?search=nothing")["conversations"] == []
+    assert id in ids(window)
     assert window.call("DELETE", f"/conversations/{id}", status=204) is None
-    assert window.call("GET", "/conversations")["conversations"] == []
+    assert id not in ids(window)
     plain = window.call("POST", "/conversations", status=201)
     assert (plain["title"], plain["options"]) == ("New chat", {})
 
 
+def ids(window: Window) -> list[str]:
+    """Of the conversations listed."""
+    return [conversation["id"] for conversation in window.call("GET", "/conversations")["conversations"]]
+
+
 def test_export_and_import(window: Window) -> None:
-    id = window.call("POST", "/conversations", {}, status=201)["id"]
+    id = window.new()
     done = window.ask(id, "Größe? /..\\ 日本")
     file = window.http.get(f"/app/api/conversations/{id}/export?format=json")
     assert file.headers["content-disposition"] == (
@@ -77,10 +97,11 @@ def test_export_and_import(window: Window) -> None:
     assert done["content"] in text.text
     window.refused("GET", f"/conversations/{id}/export?format=pdf", status=400, code="invalid")
     assert window.http.post("/app/api/import", content=b"{}").json()["error"]["code"] == "invalid"
-    assert len(window.call("GET", "/conversations")["conversations"]) == 2
+    listed = ids(window)
+    assert (listed.count(id), listed.count(copy.json()["id"])) == (1, 1)
 
 
-def test_settings(window: Window, tmp_path: Path) -> None:
+def test_settings(window: Window) -> None:
     changed = window.call("PATCH", "/settings", {"theme": "dark", "system": "Be kind.", "options": {"top_k": 4}})
     assert (changed["theme"], changed["options"]["top_k"]) == ("dark", 4)
     assert window.call("POST", "/conversations", {}, status=201)["system"] == "Be kind."
@@ -88,16 +109,24 @@ def test_settings(window: Window, tmp_path: Path) -> None:
     for body in [*refused, {"options": {"temperature": -1}}]:
         window.refused("PATCH", "/settings", body, status=400, code="invalid")
     assert window.call("GET", "/state")["settings"] == changed
+    window.call("PATCH", "/settings", {"system": ""})
 
 
 def test_what_is_found_after_a_restart(tmp_path: Path) -> None:
+    mine = str(shutil.copytree(BUILTIN, tmp_path / "models" / "mine"))
     with served(tmp_path) as window:
         window.call("PATCH", "/settings", {"theme": "light", "options": {"max_tokens": 3}})
-        id = window.call("POST", "/conversations", {}, status=201)["id"]
+        window.call("POST", "/model/load", {"model": mine, "memory": None, "context": 256}, status=202)
+        assert window.wait("model", status="ready", id=mine)["context"] == 256
+        assert window.call("GET", "/state")["settings"]["model"] == mine
+        id = window.new()
         done = window.ask(id, "Hi")
     with served(tmp_path) as window:
         assert window.call("GET", "/state")["settings"]["theme"] == "light"
         assert window.call("GET", f"/conversations/{id}")["messages"][1] == done
+        # What was used last is loaded again.
+        ready = window.wait("model", status="ready")
+        assert (ready["id"], ready["context"]) == (mine, 256)
 
 
 def test_damaged_files_are_told_of(tmp_path: Path) -> None:
@@ -110,27 +139,25 @@ def test_damaged_files_are_told_of(tmp_path: Path) -> None:
         assert "put aside as" in notice
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
-        ("POST", "/conversations", {"title": 3}),
-        ("POST", "/conversations", {"name": "x"}),
-        ("POST", "/conversations", {"title": "x" * 201}),
-        ("POST", "/conversations", ["x"]),
-        ("POST", "/plan", {"model": "built-in", "memory": "many"}),
-        ("POST", "/plan", {"model": "built-in", "memory": True}),
-        ("POST", "/plan", {"model": "built-in", "memory": 0}),
-        ("POST", "/plan", {"model": "built-in", "kv": "int3"}),
-        ("POST", "/plan", {"model": "built-in", "context": 99999999}),
-        ("POST", "/model/load", {"model": 5}),
-        ("POST", "/downloads", {"id": ""}),
-        ("POST", "/downloads", {"id": "--help"}),
-    ],
-)
-def test_bad_requests_are_refused(window: Window, method: str, path: str, body: object) -> None:
-    answer = window.http.request(method, f"/app/api{path}", json=body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+def test_bad_requests_are_refused(window: Window) -> None:
+    refused: list[tuple[str, object]] = [
+        ("/conversations", {"title": 3}),
+        ("/conversations", {"name": "x"}),
+        ("/conversations", {"title": "x" * 201}),
+        ("/conversations", ["x"]),
+        ("/plan", {"model": "built-in", "memory": "many"}),
+        ("/plan", {"model": "built-in", "memory": True}),
+        ("/plan", {"model": "built-in", "memory": 0}),
+        ("/plan", {"model": "built-in", "kv": "int3"}),
+        ("/plan", {"model": "built-in", "context": 99999999}),
+        ("/model/load", {"model": 5}),
+        ("/downloads", {"id": ""}),
+        ("/downloads", {"id": "--help"}),
+    ]
+    for path, body in refused:
+        answer = window.http.post(f"/app/api{path}", json=body)
+        assert answer.status_code == 400, (path, body, answer.text)
+        assert answer.json()["error"]["message"]
 
 
 def test_what_is_not_there(window: Window) -> None:
@@ -150,67 +177,82 @@ def test_bodies_that_are_no_json(window: Window) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
 
-def test_models_and_what_they_need(tmp_path: Path) -> None:
-    models = tmp_path / "data" / "models"
-    shutil.copytree(BUILTIN, models / "mine")
-    (models / "broken").mkdir()
-    (models / "broken" / "edgeinfer.json").write_text("{}")
-    (models / "odd.gguf").write_bytes(b"GGUF")
-    (models / "notes.txt").write_text("x")
-    with served(tmp_path / "data") as window:
-        window.wait("model", status="ready")
-        found = {Path(model["id"]).name: model for model in window.call("GET", "/models")["models"]}
-        assert set(found) == {"built-in", "mine", "broken", "odd.gguf"}
-        mine = found["mine"]
-        assert (mine["source"], mine["name"], mine["context"], mine["error"]) == ("bundle", "tales", 1024, None)
-        assert 0 < mine["minimum_bytes"] <= mine["planned_bytes"] + 4_000_000
-        assert mine["bytes"] == found["built-in"]["bytes"] > 0
-        assert found["broken"]["error"]
-        assert (found["odd.gguf"]["source"], bool(found["odd.gguf"]["error"])) == ("gguf", True)
-        window.call("POST", "/model/load", {"model": mine["id"], "memory": None, "context": 256}, status=202)
-        assert window.wait("model", status="ready", id=mine["id"])["context"] == 256
-        assert window.call("GET", "/state")["settings"]["model"] == mine["id"]
-    # What was used last is loaded again.
-    with served(tmp_path / "data") as window:
-        assert window.wait("model", status="ready")["id"] == mine["id"]
+def test_models_and_what_they_need(window: Window) -> None:
+    found = {Path(model["id"]).name: model for model in window.call("GET", "/models")["models"]}
+    assert set(found) == {"built-in", "mine", "broken", "odd.gguf"}
+    mine = found["mine"]
+    assert (mine["source"], mine["name"], mine["context"], mine["error"]) == ("bundle", "tales", 1024, None)
+    assert 0 < mine["minimum_bytes"] <= mine["planned_bytes"] + 4_000_000
+    assert mine["bytes"] == found["built-in"]["bytes"] > 0
+    assert found["broken"]["error"]
+    assert (found["odd.gguf"]["source"], bool(found["odd.gguf"]["error"])) == ("gguf", True)
 
 
-def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(tmp_path: Path) -> None:
-    with served(tmp_path) as window:
-        ready = window.wait("model", status="ready")
-        window.ask(window.call("POST", "/conversations", {}, status=201)["id"], "Tell me a story.")
-        plan = window.call("POST", "/plan", {"model": "built-in", "context": 1024})
+def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(window: Window) -> None:
+    loaded = window.call("GET", "/state")["model"]
+    window.ask(window.new(), "Tell me a story.")
+    plan = window.call("POST", "/plan", {"model": "built-in", "context": loaded["context"]})
     # What a model leaves in the heap counts, and a process takes some more or less from one moment to the next.
-    assert plan["planned_bytes"] < ready["planned_bytes"] + 12e6
+    assert plan["planned_bytes"] < loaded["planned_bytes"] + 12e6
     assert plan["fits"]
 
 
-def test_budgets(window: Window) -> None:
-    window.wait("model", status="ready")
+def test_plans_under_a_budget(window: Window) -> None:
     free = window.call("POST", "/plan", {"model": "built-in", "memory": None, "context": 256})
     tight = window.call("POST", "/plan", {"model": "built-in", "memory": free["minimum_bytes"], "context": 256})
     assert (tight["budget_bytes"], tight["fits"]) == (free["minimum_bytes"], True)
     small = window.call("POST", "/plan", {"model": "built-in", "memory": 10_000_000, "context": 256})
     assert (small["fits"], small["budget_bytes"]) == (False, 10_000_000)
-    window.call("POST", "/model/load", {"model": "built-in", "memory": 10_000_000, "context": None}, status=202)
-    failed = window.wait("model", status="failed")
-    assert failed["error"]["minimum_bytes"] > 10_000_000
-    assert failed["budget_bytes"] == 10_000_000
-    reply = window.ask(window.call("POST", "/conversations", {}, status=201)["id"], "Hi")
-    assert (reply["error"]["code"], reply["error"]["minimum_bytes"] > 0) == ("memory_short", True)
-    body = {"model": "built-in", "memory": failed["error"]["minimum_bytes"] + 60_000_000, "context": None}
-    window.call("POST", "/model/load", body, status=202)
-    assert window.wait("model", status="ready")["budget_bytes"] == body["memory"]
 
 
-def test_cancel_and_unload(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
-    window.wait("model", status="ready")
-    assert window.call("POST", "/model/load", {"model": None}, status=202)["status"] == "loading"
-    window.call("POST", "/model/cancel", status=202)
-    assert window.wait("model", progress=None)["status"] in ("empty", "ready")
-    window.call("POST", "/model/unload", status=202)
-    empty = window.wait("model", status="empty")
-    assert (empty["id"], empty["planned_bytes"]) == (None, None)
+def test_loading_under_a_budget_and_unloading(tmp_path: Path) -> None:
+    with served(tmp_path, settings=SETTINGS | {"memory": 10_000_000}) as window:
+        failed = window.wait("model", status="failed")
+        assert failed["error"]["minimum_bytes"] > 10_000_000
+        assert failed["budget_bytes"] == 10_000_000
+        reply = window.ask(window.new(), "Hi")
+        assert (reply["error"]["code"], reply["error"]["minimum_bytes"] > 0) == ("memory_short", True)
+        body = {"model": "built-in", "memory": failed["error"]["minimum_bytes"] + 60_000_000, "context": None}
+        assert window.call("POST", "/model/load", body, status=202)["status"] == "loading"
+        assert window.wait("model", status="ready")["budget_bytes"] == body["memory"]
+        window.call("POST", "/model/unload", status=202)
+        empty = window.wait("model", status="empty")
+        assert (empty["id"], empty["planned_bytes"]) == (None, None)
+
+
+def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def sampling(library: Library, model: str | None) -> dict[str, object]:
+        begun.set()
+        assert go_on.wait(TIME_LIMIT)
+        return {}
+
+    def load(model: str | None, options: object, parallel: int, progress: Callable[[str, int, int], None]) -> None:
+        progress("weights", 2, 2)
+        sampling(window.services.library, model)
+        progress("graph", 1, 2)
+        raise AssertionError("loading went on")
+
+    def cancel_and_go_on(status: str) -> None:
+        assert begun.wait(TIME_LIMIT)
+        window.call("POST", "/model/cancel", status=202)
+        go_on.set()
+        assert window.wait("model", progress=None)["status"] == status
+        begun.clear()
+        go_on.clear()
+
+    with served(tmp_path) as window:
+        window.wait("model", status="ready")
+        with monkeypatch.context() as patch:
+            patch.setattr(Library, "sampling", sampling)
+            window.call("POST", "/model/load", {"model": None}, status=202)
+            # It has not begun, so the model that is there stays.
+            cancel_and_go_on("ready")
+        monkeypatch.setattr(host, "load_with_room", load)
+        window.call("POST", "/model/load", {"model": None}, status=202)
+        assert window.wait("model", progress={"stage": "weights", "done": 2, "total": 2})["status"] == "loading"
+        cancel_and_go_on("empty")
 
 
 def test_events_begin_with_the_present_state(window: Window) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,8 @@ from edgeinfer.apps.desktop import fetch
 from edgeinfer.apps.desktop.downloads import Download, Downloads
 from edgeinfer.apps.desktop.errors import ConflictError, NotFoundError
 from edgeinfer.errors import HubError
-from tests.apps.desktop.test_history_files import ENVIRONMENT
-from tests.edgeinfer.test_hub_server import Hub, environment, server
-
-__all__ = ["server"]
+from tests.cli import TIME_LIMIT, environment
+from tests.edgeinfer.test_hub_server import Hub, bundle_files
 
 SAYS = "import sys, json\nfor line in {lines}: print(json.dumps(line), flush=True)\n"
 WAITS = 'print(\'{"done": 1, "total": 9}\', flush=True)\nimport sys\nsys.stdin.read()\n'
@@ -28,19 +29,20 @@ class Watched:
 
     def __init__(self, program: str) -> None:
         self.states: list[Download] = []
-        self._changed = asyncio.Event()
+        self._told: asyncio.Queue[Download] = asyncio.Queue()
         self.downloads = Downloads(self._note, (sys.executable, "-c", program))
 
     def _note(self, state: Download) -> None:
         self.states.append(state)
-        self._changed.set()
+        self._told.put_nowait(state)
 
     async def until(self, status: str, done: int = 0) -> Download:
-        """The first state of a kind."""
-        while not (found := [s for s in self.states if s.status == status and s.done >= done]):
-            self._changed.clear()
-            await self._changed.wait()
-        return found[0]
+        """The next state of a kind."""
+        async with asyncio.timeout(TIME_LIMIT):
+            while True:
+                state = await self._told.get()
+                if state.status == status and state.done >= done:
+                    return state
 
 
 def test_progress_to_the_end() -> None:
@@ -105,50 +107,61 @@ def test_cancel() -> None:
     asyncio.run(work())
 
 
+@contextlib.contextmanager
+def fetching(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process with its standard input open, as the app holds it, which has ended when the block has."""
+    pipe, command = subprocess.PIPE, [sys.executable, *words]
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_the_fetching_process_offline() -> None:
-    command = [sys.executable, "-m", "edgeinfer.apps.desktop.fetch", "org/name"]
-    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with fetching("-m", "edgeinfer.apps.desktop.fetch", "org/name", env=environment()) as process:
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
-    assert process.returncode == HubError.exit_code
+        assert process.wait(TIME_LIMIT) == HubError.exit_code
     assert "offline" in said["error"]["message"]
     assert "when online" in said["error"]["hint"]
 
 
-def test_the_fetching_process_with_the_hubs_own_library(server: Hub, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "edgeinfer.apps.desktop.fetch", "org/bundle"]
-    with subprocess.Popen(
-        command,
-        env=environment(server, tmp_path) | {"PYTHONWARNINGS": "default"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A server that has a bundle."""
+    server = Hub({"org/bundle": bundle_files(tmp_path / "source")})
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(TIME_LIMIT)
+
+
+def test_the_fetching_process_with_the_hubs_own_library(hub: Hub, tmp_path: Path) -> None:
+    address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    env = environment() | address | {"HF_HOME": str(tmp_path), "PYTHONWARNINGS": "default"}
+    with fetching("-m", "edgeinfer.apps.desktop.fetch", "org/bundle", env=env) as process:
         assert process.stdout is not None
         said = [json.loads(line) for line in process.stdout]
-    assert process.returncode == 0
+        assert process.wait(TIME_LIMIT) == 0
     assert (Path(said[-1]["path"]) / "weights.bin").is_file()
     for each in said[:-1]:
         assert 0 <= each["done"] <= each["total"] or each["total"] == 0
 
 
-def test_the_fetching_process_ends_with_its_app(tmp_path: Path) -> None:
+def test_the_fetching_process_ends_with_its_app() -> None:
     program = (
         "import sys, time\nfrom edgeinfer import hub\nfrom edgeinfer.apps.desktop import fetch\n"
         "hub.pull = lambda *a, **k: (print('begun', flush=True), time.sleep(600))\nfetch.main('org/name')\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with fetching("-c", program, env=environment()) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "begun\n"
         process.stdin.close()
-        assert process.wait(60) == 1
+        assert process.wait(TIME_LIMIT) == 1
 
 
 def test_progress_is_of_the_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

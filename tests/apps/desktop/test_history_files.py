@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -14,9 +15,7 @@ import pytest
 from edgeinfer.apps.desktop import database, search
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.errors import StorageError
-
-ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+from tests.cli import TIME_LIMIT, environment
 
 WRITER = """
 import sys
@@ -160,11 +159,17 @@ def test_a_file_goes_between_machines_with_and_without_fts5(tmp_path: Path, monk
 def test_processes_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite3"
     command = [sys.executable, "-c", WRITER, str(path), "25"]
-    # From the first on, so that they also make the tables at the same time.
-    writers = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    for writer in writers:
-        _, said = writer.communicate()
-        assert writer.returncode == 0, said
+    with contextlib.ExitStack() as stack:
+        writers = []
+        # From the first on, so that they also make the tables at the same time.
+        for _ in range(3):
+            writer = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+            stack.enter_context(writer)
+            stack.callback(writer.kill)
+            writers.append(writer)
+        for writer in writers:
+            _, said = writer.communicate(timeout=TIME_LIMIT)
+            assert writer.returncode == 0, said
     history = History.open(path)
     assert history.put_aside is None
     assert len(history.summaries()) == 75

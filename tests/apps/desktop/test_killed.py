@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,12 @@ import httpx
 import pytest
 
 from edgeinfer.apps.desktop.history import History
-from tests.apps.desktop.served import PATIENCE_S, served
-from tests.apps.desktop.test_history_files import ENVIRONMENT, sound
+from tests.apps.desktop.held_app import HeldApp, held
+from tests.apps.desktop.served import served
+from tests.apps.desktop.test_history_files import sound
+from tests.cli import environment
 from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT, wait_until
 
 # Answers questions without end, and tells of each once it is kept; answers grow, so that kills find every page state.
 WRITER = """
@@ -38,14 +40,14 @@ for number in itertools.count():
 def test_during_a_write(tmp_path: Path, after: int) -> None:
     path = tmp_path / "history.sqlite3"
     command = [sys.executable, "-c", WRITER, str(path)]
-    writer = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    id = writer.stdout.readline().strip()
-    told = [writer.stdout.readline().split() for _ in range(after)]
-    writer.kill()
-    told += [line.split() for line in writer.stdout.read().splitlines()]
-    writer.stdout.close()
-    writer.wait()
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        try:
+            id = writer.stdout.readline().strip()
+            told = [writer.stdout.readline().split() for _ in range(after)]
+        finally:
+            writer.kill()
+        told += [line.split() for line in writer.stdout.read().splitlines()]
     history = History.open(path)
     assert history.put_aside is None
     kept = {message.id: message for message in history.conversation(id).messages}
@@ -64,29 +66,17 @@ def test_during_a_write(tmp_path: Path, after: int) -> None:
 
 @needs_builtin
 def test_during_a_reply(tmp_path: Path) -> None:
-    app = subprocess.Popen(
-        [sys.executable, "-m", "tests.apps.desktop.slow_app", str(tmp_path)],
-        env=ENVIRONMENT | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert app.stdout is not None
-        address = urlsplit(app.stdout.readline().strip())
-        with httpx.Client(base_url=f"http://{address.netloc}", timeout=PATIENCE_S) as http:
+    with held(tmp_path) as app:
+        address = urlsplit(app.address)
+        with httpx.Client(base_url=f"http://{address.netloc}", timeout=TIME_LIMIT) as http:
             http.get(f"/?{address.query}")
-            id, first, shown = _killed_in_the_second_reply(app, http)
-    finally:
-        app.kill()
-        app.wait()
-        if app.stdout is not None:
-            app.stdout.close()
+            id, first, shown = _killed_in_the_second_reply(app, http, tmp_path / "history.sqlite3")
     with served(tmp_path) as window:
         messages = window.call("GET", f"/conversations/{id}")["messages"]
         assert [message["status"] for message in messages] == ["complete", "complete", "complete", "interrupted"]
         assert messages[1] == first
         assert messages[3]["content"]
-        # What was shown and what was kept are some tenths of a second apart, at most.
+        # What was shown and what was kept are a token apart, at most.
         assert messages[3]["content"].startswith(shown) or shown.startswith(messages[3]["content"])
         path = f"/conversations/{id}/messages/{messages[3]['id']}/continue"
         window.call("PATCH", f"/conversations/{id}", {"options": {"max_tokens": 4}})
@@ -95,21 +85,26 @@ def test_during_a_reply(tmp_path: Path) -> None:
     assert sound(tmp_path / "history.sqlite3")
 
 
-def _killed_in_the_second_reply(app: subprocess.Popen[str], http: httpx.Client) -> tuple[str, Any, str]:
+def _killed_in_the_second_reply(app: HeldApp, http: httpx.Client, file: Path) -> tuple[str, Any, str]:
     """The conversation, its first reply, and the text of the second that was shown before the app was killed."""
     api = "/app/api/conversations"
     id = http.post(api, json={}).json()["id"]
     http.patch(f"{api}/{id}", json={"options": {"max_tokens": 3}})
     body: dict[str, Any] = {"parent": None, "content": "Tell me a story."}
+    # More than the first reply takes, and less than the second: it stays in the middle.
+    app.let(20)
     http.post(f"{api}/{id}/messages", json=body)
     with http.stream("GET", f"{api}/{id}/reply") as stream:
         stream.read()
     first = http.get(f"{api}/{id}").json()["messages"][1]
     http.patch(f"{api}/{id}", json={"options": {"max_tokens": 400}})
     http.post(f"{api}/{id}/messages", json=body | {"parent": first["id"], "content": "Tell me more."})
-    while True:
-        last = http.get(f"{api}/{id}").json()["messages"][-1]
-        assert last["status"] == "replying"
-        if last["content"]:
-            app.kill()
-            return id, first, last["content"]
+    history = History.open(file)
+    try:
+        wait_until(lambda: history.conversation(id).messages[3].content, "the text of the second reply in the file")
+    finally:
+        history.close()
+    last = http.get(f"{api}/{id}").json()["messages"][3]
+    app.kill()
+    assert last["status"] == "replying"
+    return id, first, last["content"]

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.desktop import replies
 from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.plans import Planner
 from edgeinfer.apps.desktop.records import Conversation, Message
 from edgeinfer.apps.desktop.replies import messages_for
 from edgeinfer.errors import BudgetError, StorageError
 from tests.apps.desktop.served import Gate, Window, gated, served
 from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT, wait_until
 
 pytestmark = needs_builtin
 
 
-@pytest.fixture
-def window(tmp_path: Path) -> Iterator[Window]:
-    settings = {"options": {"temperature": 0.0, "max_tokens": 12}}
-    with served(tmp_path / "data", settings=settings) as opened:
+SETTINGS = {"options": {"temperature": 0.0, "max_tokens": 12}}
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
+    """Of an app whose model stays loaded."""
+    with served(tmp_path_factory.mktemp("data"), settings=SETTINGS) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[edgeinfer.Model]:
+    """The built-in model, asked directly."""
+    with edgeinfer.load() as loaded:
+        yield loaded
 
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     with gated() as made:
         yield made
-
-
-def new(window: Window, **body: Any) -> str:
-    id: str = window.call("POST", "/conversations", body, status=201)["id"]
-    return id
 
 
 def grown(window: Window, id: str) -> str:
@@ -45,12 +53,11 @@ def grown(window: Window, id: str) -> str:
     raise AssertionError("the reply has no text")
 
 
-def test_a_reply_is_what_the_model_says(window: Window) -> None:
-    id = new(window, system="Be kind.")
+def test_a_reply_is_what_the_model_says(window: Window, model: edgeinfer.Model) -> None:
+    id = window.new(system="Be kind.")
     done = window.ask(id, "Tell me a story.")
-    with edgeinfer.load() as model:
-        messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me a story."}]
-        expected = model.stream_chat(messages, max_tokens=12).complete()
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me a story."}]
+    expected = model.stream_chat(messages, max_tokens=12).complete()
     assert (done["content"], done["status"], done["error"]) == (expected.text, "complete", None)
     figures = done["figures"]
     assert figures["prompt_tokens"] == expected.usage.prompt_tokens
@@ -64,7 +71,7 @@ def test_a_reply_is_what_the_model_says(window: Window) -> None:
 
 
 def test_what_was_said_before_is_part_of_the_prompt(window: Window) -> None:
-    id = new(window)
+    id = window.new()
     first = window.ask(id, "Tell me a story.")
     second = window.ask(id, "And then?", first["id"])
     assert second["figures"]["prompt_tokens"] > first["figures"]["prompt_tokens"]
@@ -72,7 +79,7 @@ def test_what_was_said_before_is_part_of_the_prompt(window: Window) -> None:
 
 
 def test_the_stream_shows_the_text_as_it_grows(window: Window, gate: Gate) -> None:
-    id = new(window)
+    id = window.new()
     kept = window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     assert (kept["user"]["status"], kept["assistant"]["status"]) == ("complete", "replying")
     gate.let(3)
@@ -87,22 +94,26 @@ def test_the_stream_shows_the_text_as_it_grows(window: Window, gate: Gate) -> No
         assert events[-1][1]["content"].startswith(data["content"])
 
 
-def test_a_reply_is_kept_before_and_while_it_is_made(window: Window, gate: Gate, tmp_path: Path) -> None:
-    id = new(window)
+def test_a_reply_is_kept_before_and_while_it_is_made(
+    window: Window, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "_KEEP_S", 0.0)
+    id = window.new()
     window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
-    other = History.open(tmp_path / "data" / "history.sqlite3")
+    other = History.open(window.folder.history)
     try:
         assert [m.status for m in other.conversation(id).messages] == ["complete", "replying"]
         gate.let(4)
-        while not other.conversation(id).messages[1].content:
-            pass
+        wait_until(lambda: other.conversation(id).messages[1].content, "the text of a growing reply in the file")
         assert other.conversation(id).messages[1].status == "replying"
     finally:
         other.close()
+    gate.open()
+    assert window.end(id)["status"] == "complete"
 
 
 def test_it_goes_on_without_a_window(window: Window, gate: Gate) -> None:
-    id = new(window)
+    id = window.new()
     window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     gate.let(2)
     grown(window, id)
@@ -111,7 +122,7 @@ def test_it_goes_on_without_a_window(window: Window, gate: Gate) -> None:
 
 
 def test_stop(window: Window, gate: Gate) -> None:
-    id = new(window)
+    id = window.new()
     window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     gate.let(4)
     begun = grown(window, id)
@@ -125,20 +136,20 @@ def test_stop(window: Window, gate: Gate) -> None:
 
 
 def test_one_reply_of_a_conversation_at_a_time(window: Window, gate: Gate) -> None:
-    id = new(window)
+    id = window.new()
     body = {"parent": None, "content": "Hi"}
     reply = window.call("POST", f"/conversations/{id}/messages", body, status=202)["assistant"]["id"]
     window.refused("POST", f"/conversations/{id}/messages", body, status=409, code="conflict")
     for act in ("regenerate", "continue"):
         window.refused("POST", f"/conversations/{id}/messages/{reply}/{act}", status=409, code="conflict")
-    other = new(window)
+    other = window.new()
     window.call("POST", f"/conversations/{other}/messages", body, status=202)
     gate.open()
     assert window.end(id)["content"] == window.end(other)["content"] != ""
 
 
 def test_regenerate_and_branches(window: Window) -> None:
-    id = new(window)
+    id = window.new()
     window.call("PATCH", f"/conversations/{id}", {"options": {"temperature": 1.0, "seed": 1}})
     first = window.ask(id, "Tell me a story.")
     window.call("PATCH", f"/conversations/{id}", {"options": {"temperature": 1.0, "seed": 2}})
@@ -151,7 +162,7 @@ def test_regenerate_and_branches(window: Window) -> None:
 
 
 def test_edit(window: Window) -> None:
-    id = new(window)
+    id = window.new()
     first = window.ask(id, "Tell me a story.")
     asked = f"/conversations/{id}/messages/{first['parent']}/edit"
     kept = window.call("POST", asked, {"content": "Tell me of Tom."}, status=202)
@@ -165,21 +176,19 @@ def test_edit(window: Window) -> None:
     assert window.end(id) == kept["assistant"]
 
 
-def test_continue_goes_on_with_the_same_text(window: Window) -> None:
-    id = new(window)
+def test_continue_goes_on_with_the_same_text(window: Window, model: edgeinfer.Model) -> None:
+    id = window.new()
     first = window.ask(id, "Tell me a story.")
     kept = window.call("POST", f"/conversations/{id}/messages/{first['id']}/continue", status=202)["assistant"]
     assert (kept["id"], kept["content"], kept["status"]) == (first["id"], first["content"], "replying")
     more = window.end(id)
-    with edgeinfer.load() as model:
-        ask = [{"role": "user", "content": "Tell me a story."}]
-        whole = model.stream_chat(ask, max_tokens=24).complete().text
-    assert more["content"] == whole
+    ask = [{"role": "user", "content": "Tell me a story."}]
+    assert more["content"] == model.stream_chat(ask, max_tokens=24).complete().text
     assert len(window.call("GET", f"/conversations/{id}")["messages"]) == 2
 
 
 def test_full_context(window: Window) -> None:
-    id = new(window)
+    id = window.new()
     failed = window.ask(id, "word " * 2000)
     assert (failed["status"], failed["error"]["code"], failed["content"]) == ("error", "context_full", "")
     assert failed["error"]["hint"]
@@ -194,7 +203,7 @@ def test_short_memory_is_kept_with_the_message(window: Window, monkeypatch: pyte
         raise BudgetError("The reply needs more memory.", "Give more.", minimum_bytes=123)
 
     monkeypatch.setattr(edgeinfer.Model, "stream_chat", refuse)
-    id = new(window)
+    id = window.new()
     error = window.ask(id, "Hi")["error"]
     assert (error["code"], error["minimum_bytes"], error["message"]) == (
         "memory_short",
@@ -206,16 +215,16 @@ def test_short_memory_is_kept_with_the_message(window: Window, monkeypatch: pyte
 def test_a_fault_of_ours_ends_the_reply_and_nothing_else(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(edgeinfer.Model, "stream_chat", lambda *_, **__: 1 / 0)
-        failed = window.ask(new(window), "Hi")
+        failed = window.ask(window.new(), "Hi")
     assert (failed["status"], failed["error"]["message"]) == ("error", "Unexpected ZeroDivisionError.")
-    assert window.ask(new(window), "Hi")["status"] == "complete"
+    assert window.ask(window.new(), "Hi")["status"] == "complete"
 
 
 def test_a_disk_that_is_full_meanwhile(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise StorageError("The disk is full.", "Free some space.")
 
-    id = new(window)
+    id = window.new()
     with monkeypatch.context() as patch:
         patch.setattr(History, "write", full)
         done = window.ask(id, "Hi")
@@ -228,32 +237,41 @@ def test_a_disk_that_is_full_meanwhile(window: Window, monkeypatch: pytest.Monke
     assert window.end(id)["status"] == "complete"
 
 
-def test_a_question_waits_for_the_model(tmp_path: Path) -> None:
-    with served(tmp_path, settings={"options": {"max_tokens": 3}}) as window:
-        # The model is loading still, or about to.
-        assert window.ask(new(window), "Hi")["status"] == "complete"
+def test_a_question_waits_for_the_model_and_fails_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, measure = threading.Event(), Planner.measure
 
+    def held(planner: Planner) -> None:
+        assert go_on.wait(TIME_LIMIT)
+        measure(planner)
 
-def test_without_a_model(window: Window) -> None:
-    window.wait("model", status="ready")
-    window.call("POST", "/model/unload", status=202)
-    failed = window.ask(new(window), "Hi")
-    assert (failed["status"], failed["error"]["code"]) == ("error", "no_model")
+    monkeypatch.setattr(Planner, "measure", held)
+    with served(tmp_path, settings=SETTINGS) as window:
+        id = window.new()
+        try:
+            window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
+            assert window.call("GET", "/state")["model"]["status"] == "loading"
+            assert window.call("GET", f"/conversations/{id}")["messages"][1]["content"] == ""
+        finally:
+            go_on.set()
+        assert window.end(id)["status"] == "complete"
+        window.call("POST", "/model/unload", status=202)
+        failed = window.ask(window.new(), "Hi")
+        assert (failed["status"], failed["error"]["code"]) == ("error", "no_model")
 
 
 def test_a_deleted_conversation_needs_no_reply(window: Window, gate: Gate) -> None:
-    id = new(window)
+    id = window.new()
     window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     gate.let(1)
     window.call("DELETE", f"/conversations/{id}", status=204)
     window.refused("GET", f"/conversations/{id}", status=404, code="not_found")
     gate.open()
-    assert window.ask(new(window), "Hi")["status"] == "complete"
+    assert window.ask(window.new(), "Hi")["status"] == "complete"
 
 
 def test_a_closing_app_keeps_what_there_is(tmp_path: Path, gate: Gate) -> None:
     with served(tmp_path) as window:
-        id = new(window)
+        id = window.new()
         window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
         gate.let(3)
         begun = grown(window, id)

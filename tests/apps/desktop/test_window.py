@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -19,19 +20,23 @@ from edgeinfer.apps.desktop import window
 from edgeinfer.apps.desktop.folders import user_data
 from edgeinfer.apps.desktop.window import DesktopConfig, run
 from edgeinfer.cli.main import main
-from tests.apps.desktop.served import PATIENCE_S
-from tests.cli import command, edgeinfer, environment, refuses
+from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.speculation import needs_builtin
 
 
 @needs_builtin
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_without_a_window(tmp_path: Path, number: signal.Signals) -> None:
     words = command("chat", "--no-window", "--data", tmp_path, "--temp", "0", "-n", "5", "--system", "Be kind.")
-    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as app:
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(words, env=environment(), stdout=pipe, stderr=pipe, text=True) as app,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(app.kill)
         assert app.stdout is not None
         address = urlsplit(app.stdout.readline().strip())
-        with httpx.Client(base_url=f"http://{address.netloc}", timeout=PATIENCE_S) as http:
+        with httpx.Client(base_url=f"http://{address.netloc}", timeout=TIME_LIMIT) as http:
             assert http.get(f"/?{address.query}").status_code == 303
             settings = http.get("/app/api/state").json()["settings"]
             assert (settings["options"], settings["system"]) == ({"temperature": 0.0, "max_tokens": 5}, "Be kind.")
@@ -39,8 +44,8 @@ def test_without_a_window(tmp_path: Path, number: signal.Signals) -> None:
             with http.stream("GET", "/app/api/events") as events:
                 next(events.iter_lines())
                 app.send_signal(number)
-                assert app.wait(PATIENCE_S) == 0
-        said = app.communicate()
+                assert app.wait(TIME_LIMIT) == 0
+        said = app.communicate(timeout=TIME_LIMIT)
     assert said == ("", "")
     assert (tmp_path / "history.sqlite3").is_file()
 
@@ -96,7 +101,7 @@ def test_a_window_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def start(**options: object) -> None:
         # What the window would do before it is closed.
         assert threading.current_thread() is threading.main_thread()
-        assert httpx.get(shown[0], timeout=PATIENCE_S).status_code == 303
+        assert httpx.get(shown[0], timeout=TIME_LIMIT).status_code == 303
 
     toolkit = types.ModuleType("webview")
     toolkit.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]

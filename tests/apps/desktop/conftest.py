@@ -1,0 +1,26 @@
+"""What the app's tests share: nothing of the device is measured when a model is loaded in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.speculation.costs import PassCosts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Models are loaded in half the time; what passes and guesses cost decides no text."""
+
+    def measured(backend: Backend, *, step: int, most: int) -> PassCosts:
+        return PassCosts(((1, 1.0), (32, 1.05)), step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "measure_passes", measured)
+        patch.setattr(device, "measure_guesses", lambda drafter, context: 0.1)
+        # Not where other tests would find them.
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "desktop"))
+        yield
