@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,44 +15,8 @@ import edgeinfer
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.cli.main import main
 from edgeinfer.errors import BackendError, ContextLengthError, UserError
-from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
-
-
-class FakeStream:
-    def __init__(self, text: str, interrupted: bool) -> None:
-        self._text, self._interrupted, self._cancelled = text, interrupted, False
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for index, word in enumerate(self._text.split(" ")):
-            if self._cancelled:
-                return
-            yield Chunk(word + " ", (index,))
-            if self._interrupted:
-                signal.raise_signal(signal.SIGINT)
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    @property
-    def result(self) -> Result:
-        return Result(
-            text=self._text,
-            token_ids=(1, 2),
-            finish_reason="stop",
-            usage=Usage(5, 2),
-            timings=Timings(1.0, 2.0, 12.0, 4.0, 4.0, 5.0, 250.0, 3),
-            memory=MemoryUse(None, 1_000_000, 2_000_000, 1_000_000, 500_000),
-            speculation=Speculation("off"),
-            model=ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+from tests.cli import interruptible
+from tests.fakes import FakeStream
 
 
 class FakeModel:
@@ -76,7 +39,8 @@ class FakeModel:
         if text == "break":
             raise BackendError("The engine failed.")
         self.log.append(("stream", text, options))
-        return FakeStream(f"You said {text}", interrupted=text == "interrupt")
+        words = [f"{word} " for word in f"You said {text}".split()]
+        return FakeStream(words, interrupt_after=1 if text == "interrupt" else None, cached=3)
 
     def reset(self) -> None:
         self.log.append("reset")
@@ -102,10 +66,11 @@ class FakeModel:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel()
     monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
-    return model
+    with interruptible():
+        yield model
 
 
 def typing(*lines: str | type[BaseException]) -> Callable[[], str]:
@@ -144,7 +109,7 @@ def test_commands(model: FakeModel) -> None:
     )
     assert "/reset          forget" in said
     assert "There is no reply yet." in said
-    assert "prompt 5 tokens (3 cached), reply 2 tokens" in said
+    assert "prompt 5 tokens (3 cached), reply 3 tokens" in said
     assert "250.0 tokens per second" in said
     assert "Saved to a b." in said
     assert "Loaded c d; 2 messages so far." in said

@@ -19,61 +19,14 @@ import pytest
 import edgeinfer
 from edgeinfer.cli.main import COMMANDS, main
 from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
-from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
-from tests.cli import environment
+from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
+from tests.cli import edgeinfer as run
+from tests.fakes import FakeStream
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILTIN = ROOT / "edgeinfer" / "builtin" / "tales" / "edgeinfer.json"
 needs_builtin = pytest.mark.skipif(not BUILTIN.is_file(), reason="the built-in model has not been made")
 WORDS = ("Once", " upon", " a", " time")
-
-
-class FakeStream:
-    """Streams WORDS; after `interrupt_after` words the user presses Ctrl-C."""
-
-    def __init__(self, interrupt_after: int | None) -> None:
-        self._interrupt_after = interrupt_after
-        self._cancelled = False
-        self._words: list[str] = []
-        self.closed = False
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for index, word in enumerate(WORDS):
-            if self._cancelled:
-                return
-            self._words.append(word)
-            yield Chunk(word, (index,))
-            if index + 1 == self._interrupt_after:
-                signal.raise_signal(signal.SIGINT)
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-    def complete(self) -> Result:
-        for _ in self:
-            pass
-        return self.result
-
-    @property
-    def result(self) -> Result:
-        return Result(
-            text="".join(self._words),
-            token_ids=tuple(range(len(self._words))),
-            finish_reason="cancelled" if self._cancelled else "length",
-            usage=Usage(3, len(self._words)),
-            timings=Timings(1.0, 2.0, 12.0, 4.0, 4.0, 5.0, 250.0, 0),
-            memory=MemoryUse(None, 1000, 2_000_000, 1_000_000, 500_000, {"weights": 900}),
-            speculation=Speculation("off"),
-            model=ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.closed = True
 
 
 @dataclass
@@ -100,7 +53,7 @@ class FakeModel:
         if self.fails is not None:
             raise self.fails
         self.prompts.append((prompt, options))
-        self.streams.append(FakeStream(self.interrupt_after))
+        self.streams.append(FakeStream(WORDS, self.interrupt_after))
         return self.streams[-1]
 
     def __enter__(self) -> Self:
@@ -113,10 +66,11 @@ class FakeModel:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel()
     monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
-    return model
+    with interruptible():
+        yield model
 
 
 def test_text_goes_to_stdout_and_nothing_to_stderr(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +127,7 @@ def test_json_is_the_only_output(model: FakeModel, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     data = json.loads(out)
     assert data["text"] == "Once upon a time"
-    assert data["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert data["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
     assert err == ""
 
 
@@ -298,7 +252,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     line = [sys.executable, "-m", "edgeinfer", "run", "--context", "no"]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--context" in done.stderr
 
@@ -309,34 +263,32 @@ def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixt
     assert f"  edgeinfer {command}" in capsys.readouterr().out
 
 
-def command_line(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.run(command, env=environment, text=True, check=False, **options)
-
-
 def test_closed_pipe_is_quiet() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = command_line("run", "--help", stdout=writer)
+        done = subprocess.run(
+            command("run", "--help"), env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=TIME_LIMIT
+        )
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @needs_builtin
+@pytest.mark.slow
 def test_builtin_model_tells_a_story() -> None:
-    first = command_line("run", "-p", "Once upon a time", "-n", "16")
+    """The same in another process."""
+    story = ("run", "-p", "Once upon a time", "-n", "16")
+    first = run(*story)
     assert first.returncode == 0, first.stderr
     assert len(first.stdout.split()) > 5
-    assert command_line("run", "-p", "Once upon a time", "-n", "16").stdout == first.stdout
+    assert edgeinfer_process(*story).stdout == first.stdout
 
 
 @needs_builtin
 def test_builtin_model_answers_in_json() -> None:
-    done = command_line("run", "-p", "Once upon a time", "-n", "8", "--json")
+    done = run("run", "-p", "Once upon a time", "-n", "8", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert data["usage"]["completion_tokens"] == len(data["token_ids"]) == 8
@@ -345,30 +297,18 @@ def test_builtin_model_answers_in_json() -> None:
 
 @needs_builtin
 def test_builtin_model_in_too_small_a_budget() -> None:
-    done = command_line("run", "-p", "Once upon a time", "--memory", "1MB")
-    assert done.returncode == 4
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    refuses(4, "MB", run("run", "-p", "Once upon a time", "--memory", "1MB"))
 
 
 @needs_builtin
-def test_empty_prompt() -> None:
-    done = command_line("run", "-p", "")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-
-
-@needs_builtin
+@pytest.mark.slow
 def test_ctrl_c_in_a_real_process() -> None:
     # The reference backend is slow enough for the signal to come before the end.
-    arguments = ("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference", "--spec", "off")
-    command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with start("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference", "--spec", "off") as process:
         assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 130
     assert out.endswith(b"\n")
     assert err == b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.bundle import Capabilities, Geometry, Manifest, seal
+from tests.cli import TIME_LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "c" * 40
@@ -89,115 +91,146 @@ def bundle_files(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Hub]:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     code = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle"}
     checkpoint = {"config.json": b"{}", "model.safetensors": b"tensors", "onnx/model.onnx": b"graph"}
     files = {"toy-Q4_0.gguf": b"GGUF", "toy-Q8_0-00001-of-00002.gguf": b"GGUF", "toy-Q8_0-00002-of-00002.gguf": b"GGUF"}
-    bundle = bundle_files(tmp_path / "source") | code
+    bundle = bundle_files(tmp_path_factory.mktemp("hub") / "source") | code
     hub = Hub({"org/bundle": bundle, "org/checkpoint": checkpoint | code, "org/gguf": files})
     thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield hub
     hub.shutdown()
     hub.server_close()
-    thread.join()
+    thread.join(TIME_LIMIT)
 
 
-def environment(server: Hub, home: Path, *, online: bool = True) -> dict[str, str]:
-    """Of a process for which this server is the hub."""
-    return os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+@pytest.fixture
+def server(started: Hub) -> Hub:
+    """The hub, that has served nothing yet."""
+    started.served.clear()
+    return started
+
+
+# Several commands in one process, which its first import of the library dominates.
+COMMANDS = """
+import contextlib, io, json, sys
+from edgeinfer.cli.main import main
+
+done = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    done.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(done))
+"""
+LISTINGS = """
+import json, sys
+from pathlib import Path
+from edgeinfer import hub
+
+def listed():
+    return [hub.cached(), [None if path is None else str(path) for path in map(hub.local, names)]]
+
+names = ["org/bundle", "org/absent", "org/gguf:Q8_0", "org/gguf:Q2_K"]
+empty = listed()
+for repo in ("org/bundle", "org/checkpoint", "org/gguf:Q4_0", "org/gguf:Q8_0"):
+    hub.pull(repo, progress=False)
+filled = listed()
+# A bundle that is not whole would have to be fetched.
+Path(filled[1][0], "weights.bin").unlink()
+print(json.dumps([empty, filled, listed()]))
+"""
+
+
+def python(port: int, home: Path, *arguments: str, online: bool = True) -> Any:
+    """The JSON that a program prints, for which the server of this port is the hub."""
+    env = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "0" if online else "1",
         "NO_PROXY": "127.0.0.1",
         "PYTHONPATH": str(ROOT),
     }
+    line = [sys.executable, "-c", *arguments]
+    done = subprocess.run(line, env=env, cwd=home, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
-def edgeinfer(server: Hub, home: Path, *arguments: str, online: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
-    env = environment(server, home, online=online)
-    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
+def edgeinfer(port: int, home: Path, *commands: str, online: bool = True) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command, whose words are parted by blanks; an underscore stands for one."""
+    lines = [[word.replace("_", " ") for word in command.split()] for command in commands]
+    return [tuple(done) for done in python(port, home, COMMANDS, json.dumps(lines), online=online)]
 
 
 def test_bundle_is_pulled_once_and_used_offline(server: Hub, tmp_path: Path) -> None:
-    pulled = edgeinfer(server, tmp_path, "pull", "org/bundle")
-    assert pulled.returncode == 0, pulled.stderr
+    inspect = "inspect org/bundle --verify --json"
+    (code, path, err), online = edgeinfer(server.server_port, tmp_path, "pull org/bundle", inspect)
+    assert code == 0, err
     assert sorted(server.served) == ["edgeinfer.json", "model.onnx", "weights.bin"]
-    for online in (True, False):
-        seen = edgeinfer(server, tmp_path, "inspect", "org/bundle", "--verify", "--json", online=online)
-        assert seen.returncode == 0, seen.stderr
-        assert json.loads(seen.stdout)["path"] == pulled.stdout.strip()
+    (offline,) = edgeinfer(server.server_port, tmp_path, inspect, online=False)
+    for code, out, err in (online, offline):
+        assert code == 0, err
+        assert json.loads(out)["path"] == path.strip()
     assert len(server.served) == 3
 
 
 def test_what_is_cached_is_listed(server: Hub, tmp_path: Path) -> None:
-    code = "import json; from edgeinfer import hub; print(json.dumps([hub.cached(), *map(str, map(hub.local, {}))]))"
-    names = ["org/bundle", "org/absent", "org/gguf:Q8_0", "org/gguf:Q2_K"]
-
-    def listed() -> tuple[list[str], list[str]]:
-        command = [sys.executable, "-c", code.format(names)]
-        env = environment(server, tmp_path, online=False)
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
-        found, *local = json.loads(done.stdout)
-        return found, local
-
-    assert listed() == ([], ["None"] * 4)
-    for repo in ("org/bundle", "org/checkpoint", "org/gguf:Q4_0", "org/gguf:Q8_0"):
-        assert edgeinfer(server, tmp_path, "pull", repo).returncode == 0
-    found, local = listed()
+    empty, (found, local), damaged = python(server.server_port, tmp_path, LISTINGS)
+    assert empty == [[], [None] * 4]
     assert [Path(name).name for name in found] == ["toy-Q4_0.gguf", "toy-Q8_0-00001-of-00002.gguf", "bundle"]
     assert found[2] == "org/bundle"
-    assert [Path(path).name for path in local] == [COMMIT, "None", "toy-Q8_0-00001-of-00002.gguf", "None"]
-    # A bundle that is not whole would have to be fetched.
-    (Path(local[0]) / "weights.bin").unlink()
-    assert "org/bundle" not in listed()[0]
+    assert [path and Path(path).name for path in local] == [COMMIT, None, "toy-Q8_0-00001-of-00002.gguf", None]
+    assert damaged[0] == found[:2]
 
 
+@pytest.mark.slow
 def test_interrupted_pull_is_completed(server: Hub, tmp_path: Path) -> None:
-    path = Path(edgeinfer(server, tmp_path, "pull", "org/bundle").stdout.strip())
-    weights = path / "weights.bin"
+    ((_, path, _),) = edgeinfer(server.server_port, tmp_path, "pull org/bundle")
+    weights = Path(path.strip()) / "weights.bin"
     weights.resolve().unlink()
     weights.unlink(missing_ok=True)
     server.served.clear()
-    done = edgeinfer(server, tmp_path, "inspect", "org/bundle", "--verify")
-    assert done.returncode == 0, done.stderr
+    ((code, _, err),) = edgeinfer(server.server_port, tmp_path, "inspect org/bundle --verify")
+    assert code == 0, err
     assert server.served == ["weights.bin"]
 
 
+@pytest.mark.slow
 def test_checkpoint_is_pulled_without_code(server: Hub, tmp_path: Path) -> None:
-    done = edgeinfer(server, tmp_path, "pull", "org/checkpoint", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["kind"] == "checkpoint"
+    ((code, out, err),) = edgeinfer(server.server_port, tmp_path, "pull org/checkpoint --json")
+    assert code == 0, err
+    assert json.loads(out)["kind"] == "checkpoint"
     assert sorted(server.served) == ["config.json", "model.safetensors"]
-    run = edgeinfer(server, tmp_path, "inspect", "org/checkpoint", online=False)
-    assert run.returncode == 3
-    assert "edgeinfer export org/checkpoint" in run.stderr
+    ((code, _, err),) = edgeinfer(server.server_port, tmp_path, "inspect org/checkpoint", online=False)
+    assert code == 3
+    assert "edgeinfer export org/checkpoint" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("org/gated",), "is gated. Accept its terms"),
-        (("org/absent",), "There is no org/absent on the hub"),
-        (("org/broken",), "The hub answered 500"),
-        (("org/bundle", "--revision", "missing"), "has no revision 'missing'"),
-        (("not an id",), "is not a hub id"),
-    ],
-)
-def test_refusals(server: Hub, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    done = edgeinfer(server, tmp_path, "pull", *arguments)
-    assert done.returncode == 3
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_refusals(server: Hub, tmp_path: Path) -> None:
+    refused = {
+        "org/gated": "is gated. Accept its terms",
+        "org/absent": "There is no org/absent on the hub",
+        "org/broken": "The hub answered 500",
+        "org/bundle --revision missing": "has no revision 'missing'",
+        "not_an_id": "is not a hub id",
+    }
+    done = edgeinfer(server.server_port, tmp_path, *(f"pull {arguments}" for arguments in refused))
+    for (code, _, err), said in zip(done, refused.values(), strict=True):
+        assert code == 3
+        assert said in err
+        assert err.count("\n") == 1
 
 
-def test_unreachable(server: Hub, tmp_path: Path) -> None:
-    server.shutdown()
-    server.server_close()
+@pytest.mark.slow
+def test_unreachable(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     for online in (True, False):
-        done = edgeinfer(server, tmp_path, "inspect", "org/bundle", online=online)
-        assert done.returncode == 3
-        assert "Run `edgeinfer pull org/bundle` when online" in done.stderr
-        assert done.stderr.count("\n") == 1
+        ((code, _, err),) = edgeinfer(port, tmp_path, "inspect org/bundle", online=online)
+        assert code == 3
+        assert "Run `edgeinfer pull org/bundle` when online" in err
+        assert err.count("\n") == 1
