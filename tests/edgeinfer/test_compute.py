@@ -20,7 +20,7 @@ from edgeinfer.openai.options import sampling
 from edgeinfer.results import Result
 from tests.compute import even_costs
 from tests.factories import make_bigram_bundle
-from tests.speculation import PROMPT, needs_builtin, plain, random_bundle
+from tests.speculation import PROMPT, known_costs, needs_builtin, plain, random_bundle
 
 WAYS: dict[str, dict[str, Any]] = {
     "unified": {"compute": "unified", "compute_speedup": 1.4},
@@ -37,7 +37,7 @@ IDS = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
 
 @pytest.fixture(scope="module", autouse=True)
 def costs() -> Iterator[None]:
-    with even_costs():
+    with even_costs(), known_costs():
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,20 @@ from edgeinfer.bundle import KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import read_kv_scales
 from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.kv_profile import kept_kv_scales_file, kv_scales
+from tests.cache import export_checkpoint
+from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.factories import make_bigram_bundle, make_checkpoint
-from tests.speculation import load_eager
+from tests.speculation import known_costs, load_eager
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs() -> Iterator[None]:
+    """Nothing is timed."""
+    with known_costs():
+        yield
+
 
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
 
@@ -106,8 +117,10 @@ def test_nothing_is_tuned_where_the_bundle_has_scales(bundle: Path) -> None:
     assert not kept_kv_scales_file(open_bundle(bundle)).exists()
 
 
-@pytest.mark.usefixtures("brisk")
-def test_the_tune_command_finds_scales_too(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tune_command_finds_scales_too(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgeinfer.device_tuning.Stopwatch", made_up_stopwatch(lambda way: 1.0))
     line = ["tune", "-m", str(bundle), "--evaluations", "2", "--json"]
     assert main(line) == 0
     assert json.loads(capsys.readouterr().out)["kv_scales"] is True

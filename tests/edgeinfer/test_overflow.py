@@ -9,7 +9,7 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.overflow.registry import POLICIES
-from tests.speculation import needs_builtin, random_bundle
+from tests.speculation import load_eager, needs_builtin, random_bundle
 
 STORY = "Once upon a time there was a dog. The dog liked to play with a ball in the park. One day the ball was gone. "
 
@@ -17,7 +17,7 @@ STORY = "Once upon a time there was a dog. The dog liked to play with a ball in 
 @needs_builtin
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_text_goes_on_and_says_what_was_lost(policy: str) -> None:
-    with edgeinfer.load(context=64, overflow=policy, threads=1, remember=False) as model:
+    with load_eager(context=64, overflow=policy, remember=False) as model:
         short = model.generate("Once", max_tokens=10, speculation="off")
         assert short.overflow == edgeinfer.results.Overflow(policy)
         assert short.overflow.lossless
@@ -38,7 +38,7 @@ def test_a_text_goes_on_and_says_what_was_lost(policy: str) -> None:
 
 @needs_builtin
 def test_without_a_policy_a_long_text_is_refused() -> None:
-    with edgeinfer.load(context=64, threads=1, remember=False) as model:
+    with load_eager(context=64, remember=False) as model:
         with pytest.raises(ContextLengthError, match="--overflow window"):
             model.generate(STORY * 4)
         assert model.generate("Once", max_tokens=2).overflow.policy == "stop"

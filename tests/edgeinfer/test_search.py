@@ -12,11 +12,12 @@ import pytest
 import edgeinfer
 from edgeinfer.cli.main import main
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.results import Result
 from edgeinfer.searching import SEARCHES
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
-from tests.speculation import BUILTIN, PROMPT, needs_builtin
+from tests.speculation import BUILTIN, PROMPT, known_costs, needs_builtin
 
 WARM: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,6 +30,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {},
     "beam": {"beams": 4, "beam_groups": 2},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs() -> Iterator[None]:
+    """Nothing is timed."""
+    with known_costs():
+        yield
 
 
 @pytest.fixture(scope="module", params=["builtin", "portable"])

@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer.errors import ModelError, StorageError, UsageError
 from edgeinfer.runtime.session_file import is_session
 from tests.edgeinfer.conftest import TEMPLATE
-from tests.speculation import random_bundle
+from tests.speculation import load_eager, random_bundle
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 QUESTION = "Tell me about the little dog and the cat that is not here"
@@ -27,7 +27,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgeinfer.Mod
     bundle = random_bundle(
         tmp_path_factory.mktemp("stranger"), chat_template=TEMPLATE, max_position_embeddings=512, seed=1
     )
-    with edgeinfer.load(bundle, threads=1) as model:
+    with load_eager(bundle) as model:
         yield model
 
 
@@ -55,7 +55,7 @@ def test_sampled_text_goes_on_the_same_in_another_process_or_model(
     chat = talk(model)
     chat.save(tmp_path / "talk.session")
     expected = chat.send("And now?", temperature=1.0, seed=9, **OPTIONS)
-    with edgeinfer.load(small_bundle, threads=1) as other:
+    with load_eager(small_bundle) as other:
         reply = other.load_chat(tmp_path / "talk.session").send("And now?", temperature=1.0, seed=9, **OPTIONS)
     assert reply.token_ids == expected.token_ids
     assert reply.timings.cached_prompt_tokens == expected.timings.cached_prompt_tokens
@@ -112,7 +112,7 @@ def test_another_way_of_running_evaluates_anew(
     prompt = model.tokenize(QUESTION)
     model.generate(prompt, **OPTIONS)
     model.save_session(tmp_path / "text.session")
-    with edgeinfer.load(small_bundle, threads=1, **options) as other:
+    with load_eager(small_bundle, **options) as other:
         assert other.load_session(tmp_path / "text.session")[: len(prompt)] == prompt
         assert reason in caplog.text
         assert other.generate(prompt[:10], max_tokens=1).timings.cached_prompt_tokens == 0
@@ -123,7 +123,7 @@ def test_plain_text_goes_on(model: edgeinfer.Model, small_bundle: Path, tmp_path
     model.save_session(tmp_path / "text.session")
     text = [*model.tokenize(QUESTION), *first.token_ids]
     expected = model.generate(text, **OPTIONS)
-    with edgeinfer.load(small_bundle, threads=1) as other:
+    with load_eager(small_bundle) as other:
         # The last token was chosen, but not yet fed.
         assert other.load_session(tmp_path / "text.session") == text[:-1]
         reply = other.generate(text, **OPTIONS)
@@ -152,12 +152,13 @@ def test_a_session_of_plain_text_is_no_chat(model: edgeinfer.Model, tmp_path: Pa
         model.load_chat(tmp_path / "text.session")
 
 
-def test_a_running_reply_is_not_disturbed_from_another_thread(model: edgeinfer.Model, tmp_path: Path) -> None:
+def test_saving_ends_a_running_reply(model: edgeinfer.Model, tmp_path: Path) -> None:
     chat = talk(model)
     stream = chat.stream("And now?", **OPTIONS)
     next(stream)
-    chat.save(tmp_path / "talk.session")  # by the same thread: ends the reply, which becomes part of the chat
+    chat.save(tmp_path / "talk.session")
     assert stream.result.finish_reason == "cancelled"
+    assert chat.messages[-1] == {"role": "assistant", "content": stream.result.text}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX systems")
@@ -177,7 +178,7 @@ def test_conversations_kept_beside_the_current_one(small_bundle: Path) -> None:
     replies: dict[int, list[tuple[int, ...]]] = {}
     cached: dict[int, list[int]] = {}
     for size in (0, 1_000_000):
-        with edgeinfer.load(small_bundle, threads=1, prefix_cache=size) as model:
+        with load_eager(small_bundle, prefix_cache=size) as model:
             chats = [model.chat(f"You are number {n}, and you never tell anyone what you are.") for n in range(2)]
             results = [chat.send(text, **OPTIONS) for text in (QUESTION, "Go on", "And then?") for chat in chats]
             replies[size] = [result.token_ids for result in results]
@@ -190,6 +191,6 @@ def test_a_session_survives_the_bundle_being_moved(model: edgeinfer.Model, small
     model.generate(QUESTION, **OPTIONS)
     model.save_session(tmp_path / "text.session")
     shutil.copytree(small_bundle, tmp_path / "elsewhere")
-    with edgeinfer.load(tmp_path / "elsewhere", threads=1) as other:
+    with load_eager(tmp_path / "elsewhere") as other:
         other.load_session(tmp_path / "text.session")
         assert other.generate(QUESTION, **OPTIONS).timings.cached_prompt_tokens > 5

@@ -229,6 +229,7 @@ def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
         GenerationConfig(**options)
 
 
+@pytest.mark.gguf
 def test_a_gguf_vocabulary_is_followed_as_well() -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
@@ -236,7 +237,7 @@ def test_a_gguf_vocabulary_is_followed_as_well() -> None:
 
     if not (BUILTIN / "edgeinfer.json").is_file():
         pytest.skip("the built-in model has not been made")
-    with edgeinfer.load(builtin_gguf(), context=256, threads=1) as model:
+    with load_eager(builtin_gguf(), context=256) as model:
         for form in ("schema", "regex", "grammar"):
             found = [
                 model.generate(PROMPT, max_tokens=120, speculation=who, **SAMPLED, **FORMS[form])

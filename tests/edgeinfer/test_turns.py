@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.generation import TokenStream
+from tests.cache import made
+from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint
 from tests.gguf_models import builtin_gguf
-from tests.speculation import BUILTIN, make_eager, needs_builtin
+from tests.speculation import BUILTIN, load_eager, needs_builtin
 
 PROMPTS = (
     "Once upon a time there was a girl named Lily. She had a red ball. She had a red ball and a dog.",
@@ -37,7 +39,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def tales() -> Iterator[edgeinfer.Model]:
-    with make_eager(edgeinfer.load(context=256, prefix_cache="32MB", draft_model=BUILTIN, threads=1)) as model:
+    with load_eager(context=256, prefix_cache="32MB", draft_model=BUILTIN) as model:
         yield model
 
 
@@ -67,10 +69,28 @@ def started(model: edgeinfer.Model, prompt: str, **options: Any) -> TokenStream:
     return stream
 
 
+turns = given(
+    ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=4), order=st.lists(st.integers(0, 3), max_size=40)
+)
+
+
 @needs_builtin
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(ways=st.lists(st.sampled_from(WAYS), min_size=2, max_size=4), order=st.lists(st.integers(0, 3), max_size=40))
+@settings(max_examples=4, deadline=None)
+@turns
 def test_text_does_not_depend_on_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]) -> None:
+    check_turns(tales, ways, order)
+
+
+@pytest.mark.slow
+@needs_builtin
+@settings(max_examples=20, deadline=None)
+@turns
+def test_text_depends_on_no_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]) -> None:
+    check_turns(tales, ways, order)
+
+
+def check_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]) -> None:
+    """Checks that replies that take turns are what they are alone."""
     alone = [
         tales.generate(PROMPTS[i % 3], **{"max_tokens": 40, "ignore_eos": "json_schema" not in way} | way)
         for i, way in enumerate(ways)
@@ -154,14 +174,14 @@ def test_cancelling_a_paused_reply_leaves_the_running_one_alone(tales: edgeinfer
     next(running)
     canceller = threading.Thread(target=paused.cancel)
     canceller.start()
-    canceller.join()
+    canceller.join(timeout=TIME_LIMIT)
     assert running.complete().text == alone.text
     assert [chunk.finish_reason for chunk in paused][-1] == "cancelled"
 
 
 @needs_builtin
 def test_nothing_is_paused_without_room_to_keep_it() -> None:
-    with edgeinfer.load(context=128) as model:
+    with load_eager(context=128) as model:
         stream = model.stream(PROMPTS[0], max_tokens=5)
         assert not stream.pause()
         assert len(stream.complete().token_ids) == 5
@@ -182,7 +202,7 @@ def test_a_paused_reply_keeps_the_model(tales: edgeinfer.Model) -> None:
 
 @needs_builtin
 def test_closing_the_model_finishes_paused_replies() -> None:
-    with edgeinfer.load(context=128, prefix_cache="8MB") as model:
+    with load_eager(context=128, prefix_cache="8MB") as model:
         streams = [started(model, prompt) for prompt in PROMPTS[:2]]
     assert [stream.result.finish_reason for stream in streams] == ["cancelled"] * 2
 
@@ -196,21 +216,25 @@ def test_a_reply_goes_on_with_what_it_says(tales: edgeinfer.Model) -> None:
     assert half + rest.text == whole.text
 
 
+def make_calibrated(folder: Path) -> None:
+    """A bundle with scales for quantized caches."""
+    make_checkpoint(folder / "checkpoint", "llama", seed=5)
+    edgeinfer.calibrate_kv(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32)), PROMPTS)
+
+
 @pytest.mark.parametrize("kv", ["float32", "int8"])
-def test_other_caches(tmp_path: Path, kv: str) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "llama", seed=5)
-    bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(32))
-    edgeinfer.calibrate_kv(bundle, PROMPTS)
-    with edgeinfer.load(bundle, kv=kv, prefix_cache="16MB", threads=1) as model:
+def test_other_caches(kv: str) -> None:
+    with load_eager(made(make_calibrated) / "bundle", kv=kv, prefix_cache="16MB") as model:
         alone = [model.generate(prompt, max_tokens=20, ignore_eos=True) for prompt in PROMPTS[:2]]
         streams = [started(model, prompt, max_tokens=20) for prompt in PROMPTS[:2]]
         assert interleaved(streams, [0, 1] * 9) == [result.text for result in alone]
 
 
+@pytest.mark.gguf
 @needs_builtin
 def test_gguf_models_take_turns() -> None:
     pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
-    with edgeinfer.load(builtin_gguf(), context=256, prefix_cache="32MB", threads=1) as model:
+    with load_eager(builtin_gguf(), context=256, prefix_cache="32MB") as model:
         alone = [model.generate(prompt, max_tokens=30, ignore_eos=True) for prompt in PROMPTS]
         streams = [started(model, prompt, max_tokens=30) for prompt in PROMPTS]
         assert interleaved(streams, [0, 1, 2] * 9) == [result.text for result in alone]
