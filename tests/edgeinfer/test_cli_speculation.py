@@ -13,9 +13,8 @@ import pytest
 
 import edgeinfer as package
 from edgeinfer.cli.main import main
-from edgeinfer.export import export_checkpoint
 from edgeinfer.runtime.speculation import tune
-from edgeinfer.runtime.speculation.device import DeviceCosts
+from tests.cache import export_checkpoint
 from tests.cli import edgeinfer, refuses
 from tests.factories import make_checkpoint, make_tokenizer
 from tests.speculation import BUILTIN, DENSE, PROMPT, needs_builtin
@@ -25,11 +24,7 @@ GREEDY = ("run", "-p", PROMPT, "-n", "30")
 SAMPLED = (*GREEDY, "--temp", "0.9", "--seed", "4", "--repeat-penalty", "1.1", "--stop", "zzz")
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache", "told_costs")
 
 
 def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
@@ -193,7 +188,6 @@ def test_tuning(
     capsys: Capture, small_bundle: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     monkeypatch.setattr(tune, "_PAYS", 0.0 if kept else 1e9)
-    monkeypatch.setattr(DeviceCosts, "_same_pace", lambda costs, passes: True)
     (tmp_path / "prompts.txt").write_text("Once upon a time\n\n  \nShe said: the cat\n")
     command = ("tune", "-m", small_bundle, "-t", "1", "--text", tmp_path / "prompts.txt", "--evaluations", "5")
     found = json.loads(run(capsys, *command, "--json", "--seed", "2"))
@@ -225,14 +219,14 @@ def test_tuning(
         assert line in table
 
 
-@pytest.mark.usefixtures("brisk", "cache")
+@pytest.mark.usefixtures("brisk")
 def test_tuning_by_prompts_of_its_own(capsys: Capture, small_bundle: Path) -> None:
     found = json.loads(run(capsys, "tune", "-m", small_bundle, "--evaluations", "1", "--granularity", "2", "--json"))
     assert found["skip"]["sets_tried"] == 1
     assert found["exit"]["layers"] == 2
 
 
-@pytest.mark.usefixtures("brisk", "cache")
+@pytest.mark.usefixtures("brisk")
 def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "blank").write_text("\n \n")
@@ -253,7 +247,7 @@ def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path, tmp_path: Path
         assert says in err and err.startswith("error: ") and "unexpected" not in err
 
 
-# What cannot be done, through the real command.
+# What cannot be done.
 
 
 def test_draft_models_that_do_not_fit(small_bundle: Path, tmp_path: Path) -> None:

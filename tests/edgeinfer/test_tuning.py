@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,29 +26,41 @@ from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.speculation import PROMPT
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("told_costs")
 
 
 def kept(cache: Path) -> list[Path]:
     return sorted((cache / "edgeinfer" / "tuned").glob("*"))
 
 
+# A device on which prompts run faster in chunks of 128.
+LONG_CHUNKS = made_up_stopwatch(lambda way: 0.5 if way.prefill_chunk == 128 else 1.0)
+
+
 @pytest.fixture
 def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which prompts run faster in chunks of 128."""
-    monkeypatch.setattr(
-        device_tuning, "Stopwatch", made_up_stopwatch(lambda way: 0.5 if way.prefill_chunk == 128 else 1.0)
-    )
+    monkeypatch.setattr(device_tuning, "Stopwatch", LONG_CHUNKS)
+
+
+@pytest.fixture(scope="module")
+def tuned_once(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, edgeinfer.DeviceTuning]:
+    """A cache with what was kept of the small model, and what was found."""
+    folder = tmp_path_factory.mktemp("tuned") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(device_tuning, "Stopwatch", LONG_CHUNKS)
+        return folder, edgeinfer.tune_device(small_bundle)
 
 
 @pytest.fixture
-def tuned(small_bundle: Path, cache: Path, long_chunks: None) -> edgeinfer.DeviceTuning:
+def tuned(
+    tuned_once: tuple[Path, edgeinfer.DeviceTuning], cache: Path, long_chunks: None
+) -> edgeinfer.DeviceTuning:
     """The small model, tuned and kept."""
-    return edgeinfer.tune_device(small_bundle)
+    folder, found = tuned_once
+    shutil.copytree(folder, cache)
+    assert found.path is not None
+    return dataclasses.replace(found, path=cache / found.path.relative_to(folder))
 
 
 # What is kept is used.
@@ -251,6 +265,7 @@ def test_a_bad_kept_profile_does_not_stop_tuning(
 # Real measuring.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("brisk", "cache")
 def test_a_device_is_measured(small_bundle: Path) -> None:
     told: list[tuple[str, int, int]] = []
@@ -295,6 +310,7 @@ def test_a_budget_is_kept_while_tuning(small_bundle: Path, watched: list[int], s
     assert max(watched) == most and found.parts["turn"].usual_ms > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On onnxruntime's own operators weights are packed or mapped."""
@@ -322,7 +338,6 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, mon
 
 @pytest.mark.usefixtures("long_chunks", "cache")
 def test_the_first_reply_after_tuning_measures_nothing(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_costs.DeviceCosts, "_same_pace", lambda costs, passes: True)
     monkeypatch.setattr("edgeinfer.runtime.speculation.tune._PAYS", 0.0)
     edgeinfer.tune_device(small_bundle, threads=1)
     with edgeinfer.load(small_bundle, threads=1) as model:

@@ -18,11 +18,7 @@ from tests.gguf_models import random_gguf
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache", "told_costs")
 
 
 @pytest.fixture
@@ -121,6 +117,7 @@ def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path)
     assert len(lines) == 1 and "bad.json" in lines[0] and "The usual settings are used." in lines[0]
 
 
+@pytest.mark.gguf
 @pytest.mark.usefixtures("brisk")
 def test_a_gguf_model_is_tuned_without_its_layers(capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
