@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import edgeinfer
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.runtime import ledger as ledgers
 from edgeinfer.runtime.memory import ProcessMemory
+from tests.cli import TIME_LIMIT, edgeinfer_process, refuses
 from tests.cli import edgeinfer as command
-from tests.cli import refuses
-from tests.speculation import PROMPT, load_eager, needs_builtin, plain
+from tests.speculation import PROMPT, load_eager, needs_builtin, plain, same
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1_000_000
@@ -30,11 +31,13 @@ def test_bad_budgets(size: str) -> None:
 
 
 @needs_builtin
+@pytest.mark.slow
 def test_a_budget_below_the_interpreter_tells_what_would_do() -> None:
-    done = command("run", "-p", "Once", "--memory", "20MB")
+    """As much as a process of its own takes."""
+    done = edgeinfer_process("run", "-p", "Once", "--memory", "20MB")
     refuses(4, "without a model", done)
     least = done.stderr.decode().split("at least ")[1].split(" MB")[0]
-    again = command("run", "-p", "Once", "-n", "3", "--memory", f"{float(least) + 1}MB", "--json")
+    again = edgeinfer_process("run", "-p", "Once", "-n", "3", "--memory", f"{float(least) + 1}MB", "--json")
     assert again.returncode == 0
     memory = json.loads(again.stdout)["memory"]
     assert memory["peak_rss_bytes"] <= memory["planned_bytes"] <= memory["budget_bytes"]
@@ -99,19 +102,33 @@ def test_over_the_budget_a_reply_ends_in_an_error_and_the_model_goes_on(
         assert model.generate(PROMPT, max_tokens=30, ignore_eos=True).text == expected.text
 
 
-@pytest.mark.parametrize("options", [{"kv": "int8"}, {"kv": "int4"}, {"weights": "streamed"}, {"prefill_chunk": 3}])
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "int8": {"kv": "int8"},
+    "int4": {"kv": "int4"},
+    "streamed": {"weights": "streamed"},
+    "short-chunks": {"prefill_chunk": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def configured(request: pytest.FixtureRequest) -> Iterator[edgeinfer.Model]:
+    with load_eager(**CONFIGURATIONS[request.param]) as model:
+        yield model
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("who", ["auto", "copy,ngram,recycle", "exit", "bits"])
+@pytest.mark.parametrize("configured", CONFIGURATIONS, indirect=True)
 @needs_builtin
-def test_speculation_is_exact_in_every_configuration(options: dict[str, Any]) -> None:
+def test_speculation_is_exact_in_every_configuration(
+    configured: edgeinfer.Model, who: str, sampling: dict[str, Any]
+) -> None:
     """The matrix of caches and places of weights, greedy and sampled."""
-    with load_eager(**options) as model:
-        for sampling in ({}, {"temperature": 0.9, "seed": 3}):
-            expected = plain(model, max_tokens=60, ignore_eos=True, **sampling)
-            for who in ("auto", "copy,ngram,recycle", "exit", "bits"):
-                result = model.generate(PROMPT, speculation=who, max_tokens=60, ignore_eos=True, **sampling)
-                assert (result.text, result.token_ids) == (expected.text, expected.token_ids), (who, sampling)
+    same(configured, who, max_tokens=40, ignore_eos=True, **sampling)
 
 
 @needs_builtin
+@pytest.mark.slow
 def test_a_transient_tokenizer_and_streamed_weights_give_the_same_text(tmp_path: Path) -> None:
     """As planned for a budget in a process of its own, which stays within it."""
     run = (
@@ -131,6 +148,7 @@ def test_a_transient_tokenizer_and_streamed_weights_give_the_same_text(tmp_path:
             check=False,
             cwd=ROOT,
             env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+            timeout=TIME_LIMIT,
         )
         assert (done.returncode, done.stderr) == (0, "")
         return json.loads(done.stdout)
@@ -143,6 +161,7 @@ def test_a_transient_tokenizer_and_streamed_weights_give_the_same_text(tmp_path:
         text=True,
         check=True,
         cwd=ROOT,
+        timeout=TIME_LIMIT,
     )
     tight, least, chosen = replies(int(probe.stdout))
     assert chosen["kv"] == "float32" and tight == texts

@@ -63,6 +63,7 @@ def test_a_device_that_is_not_installed_ends_with_the_package(
     assert f"Install {entry.package} in place of onnxruntime" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("told_costs")
 def test_results_and_plans_say_where_it_ran(
     small_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.cli.main import main
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
+from tests.cache import export_checkpoint, made
 from tests.factories import make_checkpoint
 
 STORIES = "Once upon a time there was a little dog.<|endoftext|>\nShe said: the cat is not here, is it?\n"
@@ -21,12 +23,16 @@ STORIES = "Once upon a time there was a little dog.<|endoftext|>\nShe said: the 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint, its 4-bit bundle and a text; temporary files are made in a folder of their own."""
-    make_checkpoint(tmp_path / "checkpoint", "llama")
-    export_checkpoint(tmp_path / "checkpoint", tmp_path / "small", ExportConfig(bits=4, keep_small=False))
+    shutil.copytree(made(make_checkpoint_and_bundle), tmp_path, dirs_exist_ok=True)
     (tmp_path / "text").write_text(STORIES, "utf-8")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path
+
+
+def make_checkpoint_and_bundle(folder: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "llama")
+    export_checkpoint(folder / "checkpoint", folder / "small", ExportConfig(bits=4, keep_small=False))
 
 
 def command(folder: Path, what: str, *more: str) -> list[str]:
@@ -44,7 +50,7 @@ def test_perplexity_needs_no_reference(folder: Path, capsys: pytest.CaptureFixtu
     assert f"{wanted.perplexity:.4f}" in out and "bits each" in out
 
 
-@pytest.mark.parametrize(("what", "line"), [("kld", "p99"), ("agree", "likeliest shared")])
+@pytest.mark.parametrize(("what", "line"), [("kld", "p99"), pytest.param("agree", "likeliest shared", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], what: str, line: str) -> None:
     reference = ("--reference", str(folder / "checkpoint"))
     assert main(command(folder, what, *reference)) == 0

@@ -183,7 +183,7 @@ def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -
 
 
 @pytest.mark.usefixtures("brisk")
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tuning(
     capsys: Capture, small_bundle: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:

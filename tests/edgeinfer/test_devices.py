@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,20 @@ PROMPT = "Tell me about the little dog and the cat"
 BROKEN = dataclasses.replace(STANDIN, name="broken", memory="cuda")
 
 
+pytestmark = pytest.mark.usefixtures("told_costs")
+
+
 @pytest.fixture(autouse=True)
 def standin(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, STANDIN)
 
 
-@pytest.fixture
-def expected(small_bundle: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def expected(small_bundle: Path) -> str:
     """The text of onnxruntime's own operators."""
-    with edgeinfer.load(small_bundle, threads=1, device="cpu", native=False, exact=False) as model:
-        yield model.generate(PROMPT, **OPTIONS).text
+    options: dict[str, Any] = {"device": "cpu", "native": False, "exact": False, "speculation": "off"}
+    with edgeinfer.load(small_bundle, threads=1, **options) as model:
+        return model.generate(PROMPT, **OPTIONS).text
 
 
 @pytest.mark.parametrize("device", ["auto", "standin"])

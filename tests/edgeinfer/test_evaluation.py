@@ -12,7 +12,8 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import ModelError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
 TEXTS = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
@@ -30,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(pair: tuple[Path, Path]) -> Iterator[edgeinfer.Model]:
     with edgeinfer.load(pair[0], speculation="off", threads=1) as loaded:
         yield loaded

@@ -303,7 +303,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("brisk", "cache")
-@pytest.mark.parametrize(("share", "most"), [(1.2, 1), (100.0, 2)])
+@pytest.mark.parametrize(("share", "most"), [pytest.param(1.2, 1, marks=pytest.mark.slow), (100.0, 2)])
 def test_a_budget_is_kept_while_tuning(small_bundle: Path, watched: list[int], share: float, most: int) -> None:
     plan = edgeinfer.plan(small_bundle)
     found = edgeinfer.tune_device(small_bundle, memory=min(round(plan.planned_bytes * share), 10**10), threads=1)
