@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -78,9 +80,8 @@ def test_options_name_what_there_is() -> None:
     assert set(BASELINES) < set(SWITCHING)
 
 
-@pytest.mark.parametrize(
-    ("layers", "speedup", "expected"),
-    [
+def test_unified_keeps_the_authors_layers() -> None:
+    examples = [
         (30, 5.0, [0, 6, 12, 18, 24, 29]),  # the authors' own example
         (24, 2.0, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 23]),
         (6, 1.5, [0, 2, 4, 5]),
@@ -89,12 +90,11 @@ def test_options_name_what_there_is() -> None:
         (6, 100.0, [0, 5]),
         (1, 2.0, [0]),
         (2, 1.5, [0, 1]),
-    ],
-)
-def test_unified_keeps_the_authors_layers(layers: int, speedup: float, expected: list[int]) -> None:
-    assert kept_layers(layers, speedup) == expected
-    mask = UnifiedPolicy().mask(GivenPrompt(np.zeros((layers + 1, 1, 2), np.float32)), wanted(speedup, layers))
-    assert kept(mask) == expected
+    ]
+    for layers, speedup, expected in examples:
+        assert kept_layers(layers, speedup) == expected
+        mask = UnifiedPolicy().mask(GivenPrompt(np.zeros((layers + 1, 1, 2), np.float32)), wanted(speedup, layers))
+        assert kept(mask) == expected
 
 
 def test_importance_is_one_less_the_cosine() -> None:
@@ -200,26 +200,26 @@ def test_entropy_decides_by_the_mean_of_five() -> None:
     assert made == [True, True, *[False] * 7, True, True]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
-def test_the_share_is_met_from_nothing(share: float) -> None:
+def test_the_share_is_met_from_nothing() -> None:
     """Without calibration, and however the two models' entropies differ."""
-    random = np.random.default_rng(0)
-    policy = EntropyPolicy(Entropies(), share, None, 4)
-    large, count = True, 0
-    for token in range(4000):
-        policy.seen(float(random.gamma(2.0, 0.5 if large else 1.0)))
-        large = policy.large()
-        count += large and token >= 1000
-    assert count / 3000 == pytest.approx(share, abs=0.05)
+    for share in (0.0, 0.2, 0.5, 0.8, 1.0):
+        random = np.random.default_rng(0)
+        policy = EntropyPolicy(Entropies(), share, None, 4)
+        large, count = True, 0
+        for token in range(4000):
+            policy.seen(float(random.gamma(2.0, 0.5 if large else 1.0)))
+            large = policy.large()
+            count += large and token >= 1000
+        assert count / 3000 == pytest.approx(share, abs=0.05)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_chance_meets_the_share_in_stretches(share: float) -> None:
-    policy = ChancePolicy(share, 4, seed=1)
-    made = [policy.large() for _ in range(8000)]
-    assert np.mean(made) == pytest.approx(share, abs=0.03)
-    lengths = np.diff(np.flatnonzero(np.diff(made)))
-    assert (lengths >= 4).all()
+def test_chance_meets_the_share_in_stretches() -> None:
+    for share in (0.0, 0.3, 1.0):
+        policy = ChancePolicy(share, 4, seed=1)
+        made = [policy.large() for _ in range(8000)]
+        assert np.mean(made) == pytest.approx(share, abs=0.03)
+        lengths = np.diff(np.flatnonzero(np.diff(made)))
+        assert (lengths >= 4).all()
 
 
 def logits_apart(nats: float) -> tuple[Floats, Floats]:
@@ -259,9 +259,8 @@ def test_without_a_floor_nothing_ends() -> None:
     assert floor.check(1, 1) and not floor.watching and floor.mean == pytest.approx(3.0, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
+def test_options_out_of_range() -> None:
+    options: list[dict[str, Any]] = [
         {"compute": "half"},
         {"compute": None},
         {"compute_speedup": 0.5},
@@ -279,10 +278,9 @@ def test_without_a_floor_nothing_ends() -> None:
         {"skip_cache": "below", "compute": "exit", "quality_floor": 0.1},
         {"quality_floor": -0.1},
         {"quality_floor": float("inf")},
-    ],
-    ids=str,
-)
-def test_options_out_of_range(option: dict[str, object]) -> None:
-    with pytest.raises(UsageError) as caught:
-        ComputeOptions(**option).check_compute()  # type: ignore[arg-type]
-    assert caught.value.hint
+    ]
+    for option in options:
+        with pytest.raises(UsageError) as caught:
+            ComputeOptions(**option).check_compute()
+            pytest.fail(f"{option} was taken")
+        assert caught.value.hint

@@ -58,10 +58,10 @@ def test_beyond_the_largest_size_rows_cost_what_the_last_half_says() -> None:
     assert replace(curve, step=2).ms(33) == 34.0
 
 
-@pytest.mark.parametrize("points", [((1, 10.0),), ((1, 10.0), (2, 10.0)), ((2, 20.0),)])
-def test_a_few_rows_do_not_make_many_look_free(points: tuple[tuple[int, float], ...]) -> None:
-    rows, ms = points[-1]
-    assert PassCosts(points).ms(rows + 4) == ms + 4 * ms / rows
+def test_a_few_rows_do_not_make_many_look_free() -> None:
+    assert PassCosts(((1, 10.0),)).ms(5) == 50.0
+    assert PassCosts(((1, 10.0), (2, 10.0))).ms(6) == 30.0
+    assert PassCosts(((2, 20.0),)).ms(6) == 60.0
 
 
 def test_a_disturbed_measurement_spoils_no_other() -> None:
@@ -83,19 +83,19 @@ def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_m
     assert {name: again.guess_ms(name) for name in guesses} == guesses
 
 
-@pytest.mark.parametrize("part", ["", "passes", "drafts"])
-@pytest.mark.parametrize("change", ["more", "less", "list"])
-def test_unknown_and_missing_fields_are_refused(part: str, change: str) -> None:
-    data: Any = json.loads(json.dumps(COSTS.to_dict()))
-    inner = data[part] if part else data
-    changed = inner | {"more": 1} if change == "more" else dict(list(inner.items())[1:]) if change == "less" else []
-    with pytest.raises(StorageError, match="fields"):
-        Costs.from_dict(data | {part: changed} if part else changed)
+def test_unknown_and_missing_fields_are_refused() -> None:
+    for part in ("", "passes", "drafts"):
+        data: Any = json.loads(json.dumps(COSTS.to_dict()))
+        inner = data[part] if part else data
+        changes: list[Any] = [inner | {"more": 1}, dict(list(inner.items())[1:]), []]
+        for changed in changes:
+            with pytest.raises(StorageError, match="fields"):
+                Costs.from_dict(data | {part: changed} if part else changed)
+                pytest.fail(f"{part!r} of {changed} was taken")
 
 
-@pytest.mark.parametrize(
-    "passes",
-    [
+def test_impossible_pass_costs_are_refused() -> None:
+    impossible: list[dict[str, Any]] = [
         {"points": []},
         {"points": [[1, 1.0], [1, 2.0]]},
         {"points": [[2, 1.0], [1, 2.0]]},
@@ -114,17 +114,18 @@ def test_unknown_and_missing_fields_are_refused(part: str, change: str) -> None:
         {"step": 0},
         {"step": None},
         {"step": True},
-    ],
-)
-def test_impossible_pass_costs_are_refused(passes: dict[str, Any]) -> None:
-    with pytest.raises(StorageError, match="Measure"):
-        PassCosts.from_dict(COSTS.passes.to_dict() | passes)
+    ]
+    for passes in impossible:
+        with pytest.raises(StorageError, match="Measure"):
+            PassCosts.from_dict(COSTS.passes.to_dict() | passes)
+            pytest.fail(f"{passes} was taken")
 
 
-@pytest.mark.parametrize("wrong", [{"round_ms": -1}, {"round_ms": None}, {"guess_ms": {"a": "b"}}, {"guess_ms": [1]}])
-def test_impossible_draft_costs_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(StorageError, match="Measure"):
-        DraftCosts.from_dict(COSTS.drafts.to_dict() | wrong)
+def test_impossible_draft_costs_are_refused() -> None:
+    for field, value in (("round_ms", -1), ("round_ms", None), ("guess_ms", {"a": "b"}), ("guess_ms", [1])):
+        with pytest.raises(StorageError, match="Measure"):
+            DraftCosts.from_dict(COSTS.drafts.to_dict() | {field: value})
+            pytest.fail(f"{field} of {value} was taken")
 
 
 def test_costs_say_where_they_are_from() -> None:
@@ -229,10 +230,10 @@ def test_a_slow_model_is_measured_at_two_sizes_at_least(clock: Clock) -> None:
     assert backend.passes == [1, 1, 2]
 
 
-@pytest.mark.parametrize(("capacity", "largest"), [(2, 2), (7, 7), (20, 16), (40, 32)])
-def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock, capacity: int, largest: int) -> None:
+def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock) -> None:
     tenth = {rows: seconds / 10 for rows, seconds in SMALL.items()}
-    assert TimedBackend(clock, tenth, capacity).measure().largest == largest
+    largest = {capacity: TimedBackend(clock, tenth, capacity).measure().largest for capacity in (2, 7, 20, 40)}
+    assert largest == {2: 2, 7: 7, 20: 16, 40: 32}
 
 
 def test_the_builtin_model_is_measured() -> None:
@@ -241,7 +242,7 @@ def test_the_builtin_model_is_measured() -> None:
     backend = OnnxBackend(open_bundle(resolve(None)), 128)
     curve = measure_passes(backend, budget_s=0.1, step=2)
     assert backend.length == 0
-    assert (curve.points[0][0], curve.step) == (1, 2) and 0 < curve.ms(1) < 1000
+    assert (curve.points[0][0], curve.step) == (1, 2) and curve.ms(1) > 0
     backend.close()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, StepOutput
@@ -20,37 +21,53 @@ from edgeinfer.runtime.reference import ReferenceBackend
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
 
-Bundles = Callable[[str], Bundle]
+
+class Clock:
+    """Time that goes on by so many seconds whenever it is looked at."""
+
+    def __init__(self, step: float = 0.0) -> None:
+        self.step, self.now = step, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.step
+        return self.now
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    """One small model in blocks of 128, where MatMulNBits wants an even number of rows, in each layout."""
-    folder = tmp_path_factory.mktemp("selfcheck")
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stands still, so that any budget is enough for all there is to measure."""
+    clock = Clock()
+    monkeypatch.setattr(selfcheck, "time", clock)
+    return clock
+
+
+def make_blocks(folder: Path, layout: Layout) -> None:
+    """One small model in blocks of 128, where MatMulNBits wants an even number of rows."""
     make_checkpoint(folder / "checkpoint", "qwen2", hidden_size=128, intermediate_size=256)
+    config = ExportConfig(4, 128, keep_small=False, layout=layout)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", config)
 
-    def export(layout: Any) -> Bundle:
-        path = folder / layout
-        config = ExportConfig(4, 128, keep_small=False, layout=layout)
-        return open_bundle(path if path.is_dir() else export_checkpoint(folder / "checkpoint", path, config))
 
-    return export
+def make_small(folder: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "llama", num_hidden_layers=1)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32))
 
 
 @pytest.fixture(params=["native", "portable"])
-def layout(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each layout that runs here."""
+def bundle(request: pytest.FixtureRequest) -> Bundle:
+    """The model in each layout that runs here."""
     if request.param == "native":
         require_kernel()
-    yield request.param
+    return open_bundle(made(make_blocks, request.param) / "bundle")
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 9, 200])
-def test_exact_passes_are_found_exact(bundles: Bundles, layout: str, capacity: int) -> None:
-    backend = OnnxBackend(bundles(layout), capacity)
+def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
+    backend = OnnxBackend(bundle, capacity)
     backend.forward(np.arange(2), np.arange(2), np.zeros(0, np.int64))
     check = check_exact(backend)
     assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
@@ -58,8 +75,8 @@ def test_exact_passes_are_found_exact(bundles: Bundles, layout: str, capacity: i
     backend.close()
 
 
-def test_unpadded_passes_are_found_out(bundles: Bundles, layout: str) -> None:
-    backend = OnnxBackend(bundles(layout), 200, exact=False)
+def test_unpadded_passes_are_found_out(bundle: Bundle) -> None:
+    backend = OnnxBackend(bundle, 200, exact=False)
     check = check_exact(backend, budget_s=0.5)
     assert not check.bit_identical and backend.length == 0
     # 1e-7 in attention flips roundings to 8 bits, each worth up to some hundredths of a logit.
@@ -100,16 +117,14 @@ class Disturbed:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def small() -> Bundle:
     """A float32 model for the reference backend."""
-    folder = tmp_path_factory.mktemp("small")
-    make_checkpoint(folder / "checkpoint", "llama", num_hidden_layers=1)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32)))
+    return open_bundle(made(make_small) / "bundle")
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.1])
 def test_noise_is_measured(small: Bundle, size: float) -> None:
-    check = check_exact(cast(Backend, Disturbed(small, size, 0)), budget_s=5)
+    check = check_exact(cast(Backend, Disturbed(small, size, 0)))
     assert not check.bit_identical
     # Of 64 rows of 320 logits the largest disturbance is some four standard deviations.
     assert 3 * size < check.largest_difference < 6 * size
@@ -118,7 +133,7 @@ def test_noise_is_measured(small: Bundle, size: float) -> None:
 
 
 def test_the_gap_of_a_changed_choice_is_told(small: Bundle) -> None:
-    check = check_exact(cast(Backend, Disturbed(small, 5.0, 0)), budget_s=5)
+    check = check_exact(cast(Backend, Disturbed(small, 5.0, 0)))
     assert 0 < check.worst_gap < 2 * check.largest_difference
 
 
@@ -127,11 +142,20 @@ def test_a_cache_that_differs_is_found_out(small: Bundle) -> None:
     assert (check.bit_identical, check.largest_difference, check.worst_gap) == (False, 0, 0)
 
 
-@pytest.mark.parametrize("capacity", [2, 8, 20])
-def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle, capacity: int) -> None:
-    backend = Disturbed(small, 0.1, 1e-6, capacity)
-    check = check_exact(cast(Backend, backend), budget_s=0)
-    assert not check.bit_identical and backend.length == 0 and np.isfinite(check.noise)
+def test_noise_is_measured_in_small_contexts_and_little_time(small: Bundle) -> None:
+    for capacity in (2, 8, 20):
+        backend = Disturbed(small, 0.1, 1e-6, capacity)
+        check = check_exact(cast(Backend, backend), budget_s=0)
+        assert not check.bit_identical and backend.length == 0 and np.isfinite(check.noise)
+
+
+def test_rows_are_measured_until_the_budget_is_spent(small: Bundle, clock: Clock) -> None:
+    """Beside the 16 rows that tell that there is noise, for four fifths of its seconds."""
+    rows = []
+    for budget_s in (0.0, 1.25, 1e3):
+        clock.step = 0.125
+        rows.append(check_exact(cast(Backend, Disturbed(small, 0.1, 0)), budget_s).rows)
+    assert rows == [16 + 1, 16 + 8, 16 + 64]
 
 
 ROWS = st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12).map(lambda row: np.array(row, np.float32))
@@ -181,10 +205,9 @@ def test_the_edge_of_a_truncation_counts() -> None:
     assert not any(near_edge(choose(position), row, 0.0001) for position in range(40))
 
 
-@pytest.mark.parametrize("promised", [True, False])
-def test_what_promises_nothing_is_not_exact_by_chance(small: Bundle, promised: bool) -> None:
-    backend = Disturbed(small, 0.0, 0.0)
-    backend._inner.capabilities = replace(backend._inner.capabilities, exact=promised)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selfcheck, "_same", lambda a, b: True)
+def test_what_promises_nothing_is_not_exact_by_chance(small: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "_same", lambda a, b: True)
+    for promised in (True, False):
+        backend = Disturbed(small, 0.0, 0.0)
+        backend._inner.capabilities = replace(backend._inner.capabilities, exact=promised)
         assert check_exact(cast(Backend, backend)).bit_identical == promised
