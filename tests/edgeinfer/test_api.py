@@ -23,11 +23,8 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
-from edgeinfer.export import ExportConfig
-from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT
-from tests.factories import make_checkpoint
-from tests.speculation import load_eager
+from tests.speculation import load_eager, random_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time there was a little dog."
@@ -336,10 +333,8 @@ def test_closing_ends_a_running_reply(small_bundle: Path) -> None:
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "llama")
-    bundle = export_checkpoint(
-        tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(layout="portable", name="plain")
-    )
-    with load_eager(bundle) as model, pytest.raises(TemplateError, match="plain has no chat template") as caught:
+    bundle = random_bundle(tmp_path)
+    name = open_bundle(bundle).manifest.name
+    with load_eager(bundle) as model, pytest.raises(TemplateError, match=f"{name} has no chat template") as caught:
         model.chat().send("Hello")
     assert "generate" in caught.value.hint

@@ -17,7 +17,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.kv_profile import kept_kv_scales_file, kv_scales
-from tests.cache import export_checkpoint
+from tests.cache import export_checkpoint, made
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.speculation import known_costs, load_eager
@@ -33,11 +33,13 @@ def costs() -> Iterator[None]:
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
 
 
+def make_random(folder: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "llama", seed=11)
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kv-calibration") / "checkpoint"
-    make_checkpoint(folder, "llama", seed=11)
-    return folder
+def checkpoint() -> Path:
+    return made(make_random) / "checkpoint"
 
 
 @pytest.fixture

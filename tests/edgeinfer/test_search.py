@@ -12,10 +12,10 @@ import pytest
 import edgeinfer
 from edgeinfer.cli.main import main
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.results import Result
 from edgeinfer.searching import SEARCHES
-from tests.cache import export_checkpoint
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.speculation import BUILTIN, PROMPT, known_costs, needs_builtin
 
@@ -154,10 +154,14 @@ def test_a_backend_for_chains_only_resists_repetition(bigrams: Path) -> None:
     assert found.search is not None and found.search.trials > 0
 
 
-def test_the_reference_backend_branches_too(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "llama")
-    export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(bits=32))
-    with edgeinfer.load(tmp_path / "plain", threads=1, backend="reference", remember=False) as model:
+def make_plain(folder: Path) -> None:
+    """A bundle that is not quantized."""
+    make_checkpoint(folder / "checkpoint", "llama")
+    export_checkpoint(folder / "checkpoint", folder / "plain", ExportConfig(bits=32))
+
+
+def test_the_reference_backend_branches_too() -> None:
+    with edgeinfer.load(made(make_plain) / "plain", threads=1, backend="reference", remember=False) as model:
         asked: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True} | WARM
         found = model.generate(PROMPT, search="samples", samples=3, **asked)
         assert found.search is not None

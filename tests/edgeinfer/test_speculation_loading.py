@@ -11,19 +11,17 @@ import pytest
 import edgeinfer
 from edgeinfer.config import DRAFTERS
 from edgeinfer.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
-from edgeinfer.export import ExportConfig
+from edgeinfer.export import export_checkpoint
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.speculation.registry import KINDS
-from tests.cache import export_checkpoint
+from tests.cache import made
 from tests.cli import contents
 from tests.factories import make_checkpoint, make_tokenizer
 from tests.speculation import PROMPT, load_eager, needs_builtin, random_bundle, same
 
 
 def test_a_choice_that_the_model_has_no_logits_for(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "llama", vocab_size=300)
-    bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "narrow", ExportConfig(bits=4, keep_small=False))
-    with load_eager(bundle) as model:
+    with load_eager(random_bundle(tmp_path, vocab_size=300)) as model:
         for who in ("off", "auto"):
             with pytest.raises(
                 UsageError, match="' upon a time' holds a token id outside the model's vocabulary of 300"
@@ -92,10 +90,15 @@ def refused(error: type[EdgeInferError], code: int, says: str, **options: Any) -
     assert caught.value.hint
 
 
+def make_other(folder: Path) -> None:
+    """A bundle with a tokenizer of its own."""
+    make_checkpoint(folder / "checkpoint", "llama")
+    make_tokenizer(folder / "checkpoint", sentences=["all the other words of another language"] * 3)
+    export_checkpoint(folder / "checkpoint", folder / "bundle")
+
+
 def test_draft_models_that_do_not_fit(small_bundle: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "merges" / "checkpoint", "llama")
-    make_tokenizer(tmp_path / "merges" / "checkpoint", sentences=["all the other words of another language"] * 3)
-    other = export_checkpoint(tmp_path / "merges" / "checkpoint", tmp_path / "merges" / "bundle")
+    other = made(make_other) / "bundle"
     refused(ModelError, 3, "different (vocabulary|merges)", model=small_bundle, draft_model=other)
     narrow = random_bundle(tmp_path / "narrow", vocab_size=256)
     refused(ModelError, 3, r"\d+ tokens and 256 logits", model=small_bundle, draft_model=narrow)

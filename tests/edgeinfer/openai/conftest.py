@@ -1,4 +1,4 @@
-"""The built-in model, loaded once for the tests of a module."""
+"""The built-in model, loaded once for all tests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import edgeinfer
 from tests.speculation import BUILTIN
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tales() -> Iterator[edgeinfer.Model]:
-    """The built-in model."""
+    """The built-in model, which drafts nothing."""
     if not (BUILTIN / "edgeinfer.json").is_file():
         pytest.skip("the built-in model has not been made")
-    with edgeinfer.load(threads=1, context=1024) as model:
+    with edgeinfer.load(threads=1, context=1024, speculation="off") as model:
         yield model

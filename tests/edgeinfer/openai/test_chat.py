@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
@@ -283,15 +283,32 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
-@given(
+anything = given(
     kind=st.sampled_from(["chat.completion", "text_completion", "response"]),
     body=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5),
     whole=st.booleans(),
 )
+
+
+@settings(max_examples=40, deadline=None)
+@anything
 def test_whatever_is_asked_is_answered_or_refused(
-    model: edgeinfer.Model, kind: str, body: dict[str, Any], whole: bool
+    loaded: edgeinfer.Model, kind: str, body: dict[str, Any], whole: bool
 ) -> None:
+    check_answer(loaded, kind, body, whole)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@anything
+def test_much_that_is_asked_is_answered_or_refused(
+    loaded: edgeinfer.Model, kind: str, body: dict[str, Any], whole: bool
+) -> None:
+    check_answer(loaded, kind, body, whole)
+
+
+def check_answer(model: edgeinfer.Model, kind: str, body: dict[str, Any], whole: bool) -> None:
+    """Checks that a request is taken, or refused as the caller's fault."""
     body = {**NEEDED[kind], **body} if whole else body
     try:
         completion = make_completion(kind, body, model)

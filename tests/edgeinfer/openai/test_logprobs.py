@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from tests.speculation import PROMPT, load_eager, needs_builtin
 
 SAMPLED = {"temperature": 1.2, "top_k": 30, "seed": 4, "frequency_penalty": 0.5, "logit_bias": {40: 3.0}}
 DRAFTED = {"speculation": "ngram,copy,recycle", "draft_max": 6}
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[edgeinfer.Model]:
+    """The built-in model, drafting what it can."""
+    with load_eager(context=1024) as model:
+        yield model
 
 
 def told(model: edgeinfer.Model, prompt: Any = PROMPT, **options: Any) -> tuple[list[TokenLogprob], Result]:
@@ -49,12 +57,12 @@ def test_they_are_the_models_own(tales: edgeinfer.Model, options: dict[str, Any]
 @needs_builtin
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_change_nothing(options: dict[str, Any], width: int) -> None:
-    with load_eager(context=1024) as model:
-        expected, _ = told(model, speculation="off", max_tokens=80, **options)
-        found, result = told(model, **DRAFTED, draft_width=width, max_tokens=80, **options)
-        assert result.speculation.drafted
-        assert found == expected
+def test_drafts_change_nothing(eager: edgeinfer.Model, options: dict[str, Any], width: int) -> None:
+    eager.restore_drafting({})
+    expected, _ = told(eager, speculation="off", max_tokens=80, **options)
+    found, result = told(eager, **DRAFTED, draft_width=width, max_tokens=80, **options)
+    assert result.speculation.drafted
+    assert found == expected
 
 
 def test_drafts_change_little_where_rows_differ_between_passes(small_bundle: Path) -> None:
@@ -67,14 +75,13 @@ def test_drafts_change_little_where_rows_differ_between_passes(small_bundle: Pat
 
 
 @needs_builtin
-def test_other_verifications_tell_them_too() -> None:
-    with load_eager(context=1024) as model:
-        for verification in ("rejection", "typical"):
-            # What ends the reply shows no text, so no logarithm either; whether it comes depends on what is drafted.
-            options = {"temperature": 1.0, "seed": 3, "verification": verification, "ignore_eos": True}
-            found, result = told(model, **DRAFTED, **options)
-            expected = scored(model, model.tokenize(PROMPT), result.token_ids)
-            assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-3)
+def test_other_verifications_tell_them_too(eager: edgeinfer.Model) -> None:
+    for verification in ("rejection", "typical"):
+        # What ends the reply shows no text, so no logarithm either; whether it comes depends on what is drafted.
+        options = {"temperature": 1.0, "seed": 3, "verification": verification, "ignore_eos": True}
+        found, result = told(eager, **DRAFTED, **options)
+        expected = scored(eager, eager.tokenize(PROMPT), result.token_ids)
+        assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-3)
 
 
 @needs_builtin

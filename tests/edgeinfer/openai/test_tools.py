@@ -16,6 +16,7 @@ from edgeinfer.openai import RequestError
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.tools import FORMATS, Dialect
 from edgeinfer.openai.tools.conversation import conversation
+from tests.cache import made
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, as_tools
 from tests.factories import make_checkpoint
 
@@ -209,14 +210,17 @@ def add_marker(path: Path) -> None:
     path.write_text(json.dumps(tokenizer), "utf-8")
 
 
-@pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgeinfer.Model]:
-    """A random model whose marker is a special token."""
-    folder = tmp_path_factory.mktemp("mistral")
+def make_marked(folder: Path) -> None:
+    """A bundle whose marker is a special token."""
     make_checkpoint(folder / "checkpoint", "llama", chat_template=TEMPLATE, max_position_embeddings=2048)
     add_marker(folder / "checkpoint" / "tokenizer.json")
-    bundle = export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
-    with edgeinfer.load(bundle, threads=1, context=2048) as model:
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
+
+
+@pytest.fixture(scope="module")
+def mistral() -> Iterator[edgeinfer.Model]:
+    """A random model whose marker is a special token."""
+    with edgeinfer.load(made(make_marked) / "bundle", threads=1, context=2048, speculation="off") as model:
         yield model
 
 
