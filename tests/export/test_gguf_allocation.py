@@ -25,6 +25,8 @@ from edgeinfer.export.gguf.rounding import RowQuantizer
 from edgeinfer.export.gguf.writer import open_subject, write_gguf
 from edgeinfer.export.planned_tensors import PlannedTensors
 
+pytestmark = pytest.mark.gguf
+
 TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8, 8, 120])]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import open_bundle
-from edgeinfer.errors import CheckpointError, StorageError, UsageError
+from edgeinfer.errors import CheckpointError, StorageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from tests.factories import make_checkpoint
 
@@ -24,6 +24,8 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf import route, writer
 from edgeinfer.export.gguf.vocabulary import Vocabulary
 from tests.export.test_gguf_parity import gguf_logits
+
+pytestmark = pytest.mark.gguf
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
 # Rows of 64 and 96 hold blocks of 32, not of 256.
@@ -57,34 +59,6 @@ def test_a_bundle_of_each_type(kind: str, source: Path, tmp_path: Path) -> None:
     assert not manifest.capabilities.layer_skip and manifest.capabilities.tree
     assert bundle.gguf.by_name["blk.0.attn_q.weight"].type.name == TYPES[kind]
     assert all(0 <= done < of for done, of in steps) and steps
-
-
-@pytest.mark.parametrize(("bits", "kind"), [(2, "Q2_K"), (4, "Q4_0"), (8, "Q8_0"), (16, "F16"), (32, "F32")])
-def test_bits_stand_for_types(bits: int, kind: str) -> None:
-    assert gguf(bits=bits).gguf_kind == kind
-
-
-def test_names_of_types_are_taken_in_any_case() -> None:
-    assert gguf("q4_k_m").gguf_kind == "Q4_K_M"
-
-
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        ({"format": "mlx"}, "format='mlx'"),
-        ({"format": "onnx", "gguf_type": "Q8_0"}, "GGUF type"),
-        ({"format": "onnx", "bits": 16}, "bits=16"),
-        ({"format": "gguf", "gguf_type": "Q9_9"}, "Q9_9"),
-        ({"format": "gguf", "exporter": "optimum"}, "exporter"),
-        ({"format": "gguf", "layout": "portable"}, "layout"),
-        ({"format": "gguf", "group_size": 32}, "group_size"),
-        ({"format": "gguf", "symmetric": True}, "symmetric"),
-        ({"format": "gguf", "keep_small": False}, "keep_small"),
-    ],
-)
-def test_impossible_options_are_refused(given: dict[str, Any], what: str) -> None:
-    with pytest.raises(UsageError, match=what):
-        ExportConfig(**given)
 
 
 def test_a_mixtures_parameters_and_plain_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ pytest.importorskip("llama_cpp")
 from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf.writer import gguf_tensor_names, write_gguf
-from tests.export.test_parity import Runner, rotary_tables
+from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
+
+pytestmark = pytest.mark.gguf
 
 Floats = NDArray[np.float32]
 
-TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
 # What is asked is 1e-3; logits are around 3, so this is float32's rounding.
 TOLERANCE = 2e-5
 # llama.cpp's graph of OLMoE has no queries that share keys, as no published one has.
@@ -38,12 +39,6 @@ REFUSED = {
 # llama.cpp takes LongRoPE's factors by the size of its context, of 256 tokens here, and transformers by the text's.
 LENGTHS = {"phi3-longrope": 512}
 WRITTEN = [a for a in (*VARIANTS, *MIXTURES) if a not in REFUSED or a in CHANGES]
-
-
-def expected_logits(model: Any, tokens: NDArray[np.int64]) -> Floats:
-    with torch.no_grad():
-        logits: Floats = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
-    return logits
 
 
 def gguf_logits(path: Path, tokens: NDArray[np.int64]) -> Floats:

@@ -24,6 +24,8 @@ from edgeinfer.export.gguf.file_types import FILE_TYPES, fitting
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 
+pytestmark = pytest.mark.gguf
+
 IDS = [0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]
 DOWN = "blk.0.ffn_down.weight"
 

@@ -43,6 +43,8 @@ from edgeinfer.export.hf_config import read_config
 from edgeinfer.runtime.llamacpp.model import LlamaModel
 from edgeinfer.runtime.llamacpp.tokenizer import LlamaTokenizer
 
+pytestmark = pytest.mark.gguf
+
 ROWS = 900
 UNDERLINE = "\u2581"
 SPECIAL = ["<s>", "</s>", "<|user|>"]

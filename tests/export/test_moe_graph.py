@@ -21,18 +21,27 @@ from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.contracts import ExpertChoice, StepOutput
 from edgeinfer.runtime.reference import ReferenceBackend
+from tests.cache import made
+from tests.export.passes import TOKENS, feeds
 from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint
 from tests.kernel import require_kernel
 
 Array = NDArray[Any]
-TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)
 CAPACITY = 16
 ROWS = np.arange(len(TOKENS))
 
 
+def make(folder: Path, arch: str, config: ExportConfig, settings: dict[str, Any]) -> None:
+    if arch.startswith("block-ffn"):
+        make_block_ffn_checkpoint(folder / "checkpoint", joined=arch.endswith("joined"))
+    else:
+        make_checkpoint(folder / "checkpoint", arch, **settings)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", config)
+
+
 def export(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> Bundle:
-    make_checkpoint(folder / "checkpoint", arch, **settings)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    """A bundle of one's own, as running it in the other layout adds weights to it."""
+    return open_bundle(made(make, arch, config, settings, copy_to=folder / "made") / "bundle")
 
 
 class Graph:
@@ -51,34 +60,13 @@ class Graph:
 
     def run(self, *, mask: Array | None = None, experts: ExpertChoice | None = None) -> tuple[Array, Array]:
         """Logits (S, V) and experts (L, S, K)."""
-        spec, size = self.spec, len(TOKENS)
-        assert spec.moe is not None
-        cos, sin = rope_tables(spec.rope, CAPACITY, CAPACITY)
-        choice = experts or ExpertChoice(spec.moe.top_k)
-        nothing = np.zeros((spec.num_layers, spec.moe.experts), np.float32)
-        distance = ROWS[:, None] - ROWS
-        feeds: dict[str, Array] = {
-            graph.INPUT_IDS: TOKENS[None],
-            graph.POSITION_IDS: ROWS[None],
-            graph.COS_CACHE: cos,
-            graph.SIN_CACHE: sin,
-            graph.ATTENTION_BIAS: np.zeros((1, 1, size, size), np.float32),
-            graph.WINDOW_BIAS: np.where(distance < spec.window_size, 0, -1e9).astype(np.float32)[None, None],
-            graph.SEQLENS_K: np.array([size - 1], np.int32),
-            graph.TOTAL_LENGTH: np.array(size, np.int32),
-            graph.LAYER_MASK: np.ones(2 * spec.num_layers, np.bool_) if mask is None else mask,
-            graph.HIDDEN_IN: np.zeros((1, 1, spec.hidden_size), np.float32),
-            graph.USE_HIDDEN: np.array([False]),
-            graph.LOGIT_ROWS: ROWS,
-            graph.PLANES: np.array([2], np.int32),
-            graph.EXPERT_COUNT: np.array([choice.count]),
-            graph.EXPERT_BIAS: nothing if choice.bias is None else choice.bias,
-        }
+        spec = self.spec
+        given = feeds(spec, TOKENS, rope_tables(spec.rope, CAPACITY, CAPACITY), mask=mask, experts=experts)
         cache = np.zeros((1, spec.num_kv_heads, CAPACITY, spec.head_dim), np.float32)
-        feeds |= {name: cache for layer in range(spec.num_layers) for name in graph.past_names(layer)}
+        given |= {name: cache for layer in range(spec.num_layers) for name in graph.past_names(layer)}
         names = {i.name for i in self.session.get_inputs()}
         wanted = [graph.LOGITS, graph.EXPERT_IDS]
-        logits, ids = self.session.run(wanted, {name: feeds[name] for name in names})
+        logits, ids = self.session.run(wanted, {name: given[name] for name in names})
         return logits, ids
 
 
@@ -151,9 +139,8 @@ def test_quantized_mixtures_compute_what_their_weights_say(
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
 def test_ungated_experts_that_are_quantized(layout: Layout, joined: bool, tmp_path: Path) -> None:
-    make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=joined)
-    path = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4, keep_small=False))
-    bundle, runner = open_bundle(path), Graph(open_bundle(path), layout)
+    bundle = export(tmp_path, "block-ffn-joined" if joined else "block-ffn", ExportConfig(bits=4, keep_small=False))
+    runner = Graph(bundle, layout)
     for choice in (None, ExpertChoice(3)):
         wanted = reference(bundle, experts=choice)
         logits, ids = runner.run(experts=choice)
