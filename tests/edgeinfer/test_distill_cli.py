@@ -20,9 +20,12 @@ from edgeinfer.cli.main import main
 from edgeinfer.config import LoadConfig
 from edgeinfer.distilling import ModelReplier, measure_drafter
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.loading import Bundles
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("told_costs")
 
 QUICK = ["--steps", "3", "--rows", "2", "--length", "16", "--samples", "640", "-t", "1", "--device", "cpu"]
 
@@ -49,7 +52,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [json.dumps({"text": f"the cat number {i} ran to the dog and sat on it {i * i} times"}) for i in range(60)]
+    lines = [json.dumps({"text": f"the cat number {i} ran to the dog and sat on it {i * i} times"}) for i in range(16)]
     file.write_text("\n".join(lines), "utf-8")
     return file
 

@@ -10,9 +10,12 @@ import pytest
 from edgeinfer.bundle import MANIFEST, open_bundle
 from edgeinfer.bundle.heads import has_heads
 from edgeinfer.cli.main import main
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.training.judge import JudgeTask
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("told_costs")
 
 TRAINED = ("--steps", "3", "--rows", "2", "--length", "16", "-t", "1", "--json")
 
@@ -23,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("target", 0), ("drafter", 1)):
         make_checkpoint(path / f"{name}-checkpoint", "llama", seed=seed)
         export_checkpoint(path / f"{name}-checkpoint", path / name, ExportConfig(8, keep_small=False))
-    lines = [json.dumps({"text": f"The little dog number {n} had a red ball and ran {n} times."}) for n in range(60)]
+    lines = [json.dumps({"text": f"The little dog number {n} had a red ball and ran {n} times."}) for n in range(16)]
     (path / "text.jsonl").write_text("\n".join(lines), "utf-8")
     return path
 
