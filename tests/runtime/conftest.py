@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
-from tests.factories import VARIANTS, make_checkpoint
+from edgeinfer.bundle import Bundle
+from edgeinfer.export import ExportConfig
+from tests.factories import VARIANTS
+from tests.runtime.models import bundle_of, checkpoint_of
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,15 @@ class Family:
     """A random checkpoint, as transformers' own model and as a float32 bundle."""
 
     name: str
-    model: Any
+    checkpoint: Path
     bundle: Bundle
 
     known: dict[tuple[int, ...], NDArray[np.float32]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def model(self) -> Any:
+        """transformers' model."""
+        return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint)
 
     def expected(self, tokens: Sequence[int]) -> NDArray[np.float32]:  # (S, V)
         """Logits of a text in one pass of transformers."""
@@ -37,17 +45,13 @@ class Family:
 
 
 @pytest.fixture(scope="session")
-def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Family]:
+def make_family() -> Callable[..., Family]:
     """Makes a family by its variant's name and settings; asked again, gives the one it made."""
-    # Models this small run no faster on more threads, and far slower where other work shares the cores.
-    torch.set_num_threads(1)
 
     @cache
     def make(name: str, **settings: Any) -> Family:
-        folder = tmp_path_factory.mktemp(name)
-        model = make_checkpoint(folder / "checkpoint", name, **settings)
-        path = export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32))
-        return Family(name, model, open_bundle(path))
+        bundle = bundle_of(name, ExportConfig(bits=32), **settings)
+        return Family(name, checkpoint_of(name, **settings), bundle)
 
     return make
 

@@ -11,13 +11,18 @@ import pytest
 
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.runtime.allocation import allocating, is_refusal, require_room
+from tests.cli import TIME_LIMIT
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")
 _UNHEARD_OF = 1 << 60  # bytes
 
-# Runs a script whose allocations beyond what it has at the time are refused.
+# A script that refuses what it allocates beyond what it has at the time.
 _LIMITED = """
+import os
 import resource
+import signal
+import sys
+import traceback
 from pathlib import Path
 import edgeinfer
 from edgeinfer.errors import EdgeInferError
@@ -27,21 +32,42 @@ def limit(more):
     has = int(fields["VmData"].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (has + more, resource.RLIM_INFINITY))
 
-def load():
-    return edgeinfer.load(context=1024, threads=2, remember=False, native=NATIVE)
+def unlimited():
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+
+def load(**options):
+    return edgeinfer.load(context=1024, remember=False, native=NATIVE, **options)
 
 def outcome(work):
     try:
         return work()
     except EdgeInferError as error:
         return type(error).__name__ + ": " + error.message
+
+def under_each(limits, work):
+    # Each from the same state, in a process of its own: what one leaves would be room for the next.
+    for more in limits:
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            signal.alarm(SECONDS)
+            code = 1
+            try:
+                limit(more)
+                work()
+                sys.stdout.flush()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        assert os.waitpid(process, 0)[1] == 0, more
 """
 
 
 def run(script: str, native: bool | None = None) -> list[str]:
     """The lines that a script prints, which no refusal may end."""
-    code = _LIMITED.replace("NATIVE", str(native)) + script
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    code = _LIMITED.replace("NATIVE", str(native)).replace("SECONDS", str(TIME_LIMIT // 2)) + script
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIME_LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -97,53 +123,62 @@ def test_room_is_asked_for() -> None:
 
 
 @linux
-@pytest.mark.parametrize("more", [0, 5_000_000, 10_000_000, 14_000_000])
-@pytest.mark.parametrize("native", [None, False])
-def test_a_load_that_is_refused(more: int, native: bool | None) -> None:
+@pytest.mark.parametrize("native", [None, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_load_that_is_refused(native: bool | None) -> None:
     # Everything is imported by then.
-    script = f"""
+    script = """
 edgeinfer.plan()
 import edgeinfer.runtime.onnx_backend
-limit({more})
-print(outcome(load))
-resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-print(load().generate("Once upon", max_tokens=3).usage.completion_tokens)
+
+def work():
+    print(outcome(lambda: load(threads=2)))
+    unlimited()
+    print(load(threads=2).generate("Once upon", max_tokens=3).usage.completion_tokens)
+
+under_each((0, 5_000_000, 10_000_000, 14_000_000), work)
 """
-    first, second = run(script, native)
-    assert first.startswith("BudgetError: ") and "that the system refuses" in first
-    assert second == "3"
+    lines = run(script, native)
+    assert len(lines) == 8
+    for first, second in zip(lines[::2], lines[1::2], strict=True):
+        assert first.startswith("BudgetError: ") and "that the system refuses" in first
+        assert second == "3"
 
 
 @linux
-@pytest.mark.parametrize("more", [300_000, 1_000_000, 2_000_000, 4_000_000])
-@pytest.mark.parametrize("speculation", ["off", "auto"])
-def test_a_model_goes_on_after_a_reply_that_is_refused(more: int, speculation: str) -> None:
+@pytest.mark.parametrize("speculation", ["off", pytest.param("auto", marks=pytest.mark.slow)])
+def test_a_model_goes_on_after_a_reply_that_is_refused(speculation: str) -> None:
+    # One thread, for others are lost where a process is copied.
     script = f"""
-model = load()
 options = {{"max_tokens": 12, "speculation": {speculation!r}}}
 short, long = [5] * 200, [7] * 950
+model = load(threads=1)
 before = model.generate(short, **options).token_ids
 reference = model.generate(long, **options).token_ids
 model.close()
-model = load()
+model = load(threads=1)
 model.generate(short, **options)
-limit({more})
-print(outcome(lambda: model.generate(long, **options)))
-print(outcome(lambda: model.generate(short, **options).token_ids) == before)
-print(outcome(lambda: model.generate(long, **options)))
-resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-print(model.generate(long, **options).token_ids == reference)
-print(model.generate(short, **options).token_ids == before)
+
+def work():
+    print(outcome(lambda: model.generate(long, **options)))
+    print(outcome(lambda: model.generate(short, **options).token_ids) == before)
+    print(outcome(lambda: model.generate(long, **options)))
+    unlimited()
+    print(model.generate(long, **options).token_ids == reference)
+    print(model.generate(short, **options).token_ids == before)
+
+under_each((300_000, 1_000_000, 2_000_000, 4_000_000), work)
 """
-    refused, _, again, long_after, short_after = run(script)
-    assert refused.startswith("BudgetError: ") and again.startswith("BudgetError: ")
-    assert (long_after, short_after) == ("True", "True")
+    lines = run(script)
+    assert len(lines) == 20
+    for refused, _, again, long_after, short_after in zip(*(lines[n::5] for n in range(5)), strict=True):
+        assert refused.startswith("BudgetError: ") and again.startswith("BudgetError: ")
+        assert (long_after, short_after) == ("True", "True")
 
 
 @linux
 def test_a_shorter_prompt_works_where_a_long_one_was_refused() -> None:
     script = """
-model = load()
+model = load(threads=2)
 before = model.generate([5] * 200, max_tokens=12).token_ids
 limit(2_500_000)
 print(outcome(lambda: model.generate([7] * 950, max_tokens=12)))

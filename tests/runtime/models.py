@@ -1,0 +1,33 @@
+"""Random checkpoints and bundles of them, made once for all tests of the runtime; whoever changes one takes a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.cache import made
+from tests.factories import make_checkpoint
+
+__all__ = ["bundle_of", "checkpoint_of"]
+
+Settings = list[tuple[str, Any]]
+
+
+def checkpoint_of(variant: str, **settings: Any) -> Path:
+    """The checkpoint of a variant, as tests.factories makes it."""
+    return made(_checkpoint, variant, sorted(settings.items())) / "checkpoint"
+
+
+def bundle_of(variant: str, config: ExportConfig, **settings: Any) -> Bundle:
+    """The bundle of that checkpoint."""
+    return open_bundle(made(_bundle, variant, sorted(settings.items()), config) / "bundle")
+
+
+def _checkpoint(folder: Path, variant: str, settings: Settings) -> None:
+    make_checkpoint(folder / "checkpoint", variant, **dict(settings))
+
+
+def _bundle(folder: Path, variant: str, settings: Settings, config: ExportConfig) -> None:
+    export_checkpoint(checkpoint_of(variant, **dict(settings)), folder / "bundle", config)
