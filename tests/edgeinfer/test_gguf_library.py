@@ -42,6 +42,7 @@ def test_a_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_pa
         library._checked.__wrapped__()
 
 
+@pytest.mark.gguf
 class TestInstalled:
     """With the library itself."""
 

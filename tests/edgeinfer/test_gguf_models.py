@@ -12,15 +12,16 @@ import pytest
 import edgeinfer
 from edgeinfer.config import GGUF_KV_TYPES
 from edgeinfer.errors import BudgetError, CapabilityError, ModelError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.gguf.quantize import quantize_gguf
+from tests.cache import export_checkpoint
 from tests.gguf_models import builtin_checkpoint, builtin_gguf, random_gguf
 from tests.runtime.llamacpp.models import Shape, write_gguf
 from tests.speculation import BUILTIN, PROMPT, check_figures, load_eager, needs_builtin, plain, same
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
-pytestmark = needs_builtin
+pytestmark = [needs_builtin, pytest.mark.gguf]
 
 WHO = ("auto", "copy", "ngram", "recycle", "copy,ngram,recycle", "model", "hierarchical,model")
 WAYS: dict[str, dict[str, Any]] = {
@@ -153,14 +154,14 @@ def test_a_conversation_goes_on_from_its_cache(tales: edgeinfer.Model) -> None:
 
 
 def test_sessions_are_saved_and_taken_up_again(tmp_path: Path) -> None:
-    with edgeinfer.load(builtin_gguf(), context=256, prefix_cache="4MB") as model:
+    with load_eager(builtin_gguf(), context=256, prefix_cache="4MB") as model:
         chat = model.chat()
         first = chat.send("Tell me a story about Tom.", max_tokens=30)
         chat.save(tmp_path / "talk.session")
         expected = chat.send("What did Tom see?", max_tokens=20).text
         other = model.generate("Once upon a time", max_tokens=20).text
         assert model.generate("Once upon a time", max_tokens=20).text == other
-    with edgeinfer.load(builtin_gguf(), context=256) as model:
+    with load_eager(builtin_gguf(), context=256) as model:
         again = model.load_chat(tmp_path / "talk.session")
         result = again.send("What did Tom see?", max_tokens=20)
         assert result.text == expected
@@ -178,7 +179,7 @@ def test_conversations_put_aside_come_back_from_the_prefix_cache() -> None:
 
 
 def test_cancelling_ends_a_reply() -> None:
-    with edgeinfer.load(builtin_gguf(), context=512) as model:
+    with load_eager(builtin_gguf(), context=512) as model:
         stream = model.stream("Once upon a time", ignore_eos=True)
         next(stream)
         stream.cancel()

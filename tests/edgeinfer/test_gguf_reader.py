@@ -171,7 +171,7 @@ def test_fingerprints_tell_files_apart(tmp_path: Path) -> None:
     assert fingerprint(whole + b"\0") != first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     texts=st.dictionaries(st.from_regex(r"[a-z]{1,8}\.[a-z_]{1,8}", fullmatch=True), st.text(max_size=30), max_size=6),
     arrays=st.lists(st.lists(st.text(max_size=12), max_size=9), max_size=4),
@@ -192,6 +192,7 @@ def test_whatever_is_written_is_read(
 # Beside the gguf package
 
 
+@pytest.mark.gguf
 def test_types_are_those_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     sizes = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
@@ -201,6 +202,7 @@ def test_types_are_those_of_the_gguf_package() -> None:
     assert ggml_type("Q4_K").quantized and not ggml_type("BF16").quantized
 
 
+@pytest.mark.gguf
 def test_files_of_the_gguf_package_are_read(tmp_path: Path) -> None:
     package = pytest.importorskip("gguf")
     path = tmp_path / "m.gguf"
