@@ -16,6 +16,8 @@ pytest.importorskip("llama_cpp")
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf.reader import read_gguf
 
+pytestmark = pytest.mark.gguf
+
 TEXT = "Once upon a time there was a little dog. She said: the cat is not here, is it?\n" * 40
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, additions, open_bundle, seal, store
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, open_bundle, seal
 from edgeinfer.bundle import kv_scales as module
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.kv_scales import KV_SCALES, LayerScales, add_kv_scales, read_kv_scales
-from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.export import ExportConfig
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
 LAYERS, CHANNELS = 3, 32
@@ -62,36 +62,6 @@ def test_scales_are_read_as_they_were_written(bundle: Bundle) -> None:
     assert sealed.manifest.files.keys() == bundle.manifest.files.keys() | {KV_SCALES}
     modes = {path.stat().st_mode & 0o777 for path in bundle.path.iterdir()}
     assert len(modes) == 1
-
-
-def test_scales_can_be_replaced(bundle: Bundle) -> None:
-    add_kv_scales(bundle.path, some_scales())
-    other = replace(some_scales(), tokens=10)
-    assert_same(read_kv_scales(add_kv_scales(bundle.path, other)), other)
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize("writes", [0, 1, 2])
-def test_a_full_disk_leaves_a_bundle_that_opens(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, before: bool, writes: int
-) -> None:
-    if before:
-        add_kv_scales(bundle.path, some_scales())
-    write, done = store.write_file, iter(range(writes))
-
-    def scarce(path: Path, data: bytes) -> None:
-        if next(done, None) is None:
-            raise StorageError("The disk is full.")
-        write(path, data)
-
-    monkeypatch.setattr(additions, "write_file", scarce)
-    if writes < 2 + before:
-        with pytest.raises(StorageError):
-            add_kv_scales(bundle.path, replace(some_scales(), tokens=10))
-    left = open_bundle(bundle.path)
-    left.verify()
-    scales = read_kv_scales(left)
-    assert scales is None or scales.tokens in (9, 10)
 
 
 def test_scales_of_another_model_are_refused(bundle: Bundle) -> None:
@@ -172,14 +142,6 @@ def test_the_longest_numbers_are_not_too_large() -> None:
     geometry = Geometry(10, 64, num_layers=2, num_kv_heads=1, head_dim=64, max_positions=10)
     scales = KVScales(dict.fromkeys(("int8", "int4"), (longest, longest)), tokens=10**6)
     assert len(scales.to_json()) <= module.most_bytes(geometry)
-
-
-def test_edited_scales_are_refused(bundle: Bundle) -> None:
-    add_kv_scales(bundle.path, some_scales())
-    path = bundle.path / KV_SCALES
-    path.write_text(path.read_text().replace('"tokens": 9', '"tokens": 8'))
-    with pytest.raises(BundleError, match="does not match its sha256"):
-        read_kv_scales(open_bundle(bundle.path))
 
 
 def test_bundles_made_before_quantized_caches_run_float32_only(bundle: Bundle) -> None:
