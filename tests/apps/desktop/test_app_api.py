@@ -223,24 +223,29 @@ def test_loading_under_a_budget_and_unloading(tmp_path: Path) -> None:
 def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def sampling(library: Library, model: str | None) -> dict[str, object]:
+    def hold() -> None:
         begun.set()
         assert go_on.wait(TIME_LIMIT)
+
+    def sampling(*_: object) -> dict[str, object]:
+        hold()
         return {}
 
     def load(model: str | None, options: object, parallel: int, progress: Callable[[str, int, int], None]) -> None:
         progress("weights", 2, 2)
-        sampling(window.services.library, model)
+        hold()
         progress("graph", 1, 2)
         raise AssertionError("loading went on")
 
-    def cancel_and_go_on(status: str) -> None:
+    def cancelled(window: Window) -> str:
+        """The state after a load that is held was cancelled."""
         assert begun.wait(TIME_LIMIT)
         window.call("POST", "/model/cancel", status=202)
         go_on.set()
-        assert window.wait("model", progress=None)["status"] == status
+        status: str = window.wait("model", progress=None)["status"]
         begun.clear()
         go_on.clear()
+        return status
 
     with served(tmp_path) as window:
         window.wait("model", status="ready")
@@ -248,11 +253,11 @@ def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypat
             patch.setattr(Library, "sampling", sampling)
             window.call("POST", "/model/load", {"model": None}, status=202)
             # It has not begun, so the model that is there stays.
-            cancel_and_go_on("ready")
+            assert cancelled(window) == "ready"
         monkeypatch.setattr(host, "load_with_room", load)
         window.call("POST", "/model/load", {"model": None}, status=202)
         assert window.wait("model", progress={"stage": "weights", "done": 2, "total": 2})["status"] == "loading"
-        cancel_and_go_on("empty")
+        assert cancelled(window) == "empty"
 
 
 def test_events_begin_with_the_present_state(window: Window) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.cli import command, environment
+from tests.cli import TIME_LIMIT, command, environment
 from tests.speculation import BUILTIN
 
 __all__ = ["App", "make_models", "running"]
@@ -30,32 +30,21 @@ class App:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
 
-    @property
-    def port(self) -> str:
-        """Of the page."""
-        return self.address.split("/?")[0].rpartition(":")[2]
-
     def logged(self) -> str:
         """What the app has written on stderr."""
         self.log.seek(0)
         return self.log.read().decode()
 
-    def stop(self) -> int:
-        """Ends the app as Ctrl-C in its terminal does, and gives its exit code."""
+    def stop(self) -> None:
+        """Ends the app as Ctrl-C in its terminal does."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=60)
-
-    def kill(self) -> None:
-        """Ends the app without a chance to keep anything."""
-        self.process.kill()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=TIME_LIMIT)
 
 
 @contextlib.contextmanager
 def running(data: Path, *arguments: str | Path) -> Iterator[App]:
-    """The app with its data in a folder, which is ended with the block unless the test has ended it."""
-    words = command("chat", "--no-window", "--data", data, *arguments)
-    words += [] if "--port" in words else ["--port", "0"]
+    """The app with its data in a folder, which is ended with the block."""
+    words = command("chat", "--no-window", "--port", "0", "--data", data, *arguments)
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
         process = stack.enter_context(subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=log))
         stack.callback(process.kill)
@@ -63,8 +52,7 @@ def running(data: Path, *arguments: str | Path) -> Iterator[App]:
         app = App(process.stdout.readline().decode().strip(), process, log)
         assert app.address, app.logged()
         yield app
-        if process.poll() is None:
-            app.stop()
+        app.stop()
 
 
 def make_models(folder: Path) -> Path:

@@ -1,19 +1,25 @@
-"""A browser and an app for each module of tests and a window for each test, which must not complain."""
+"""A browser and an app for each module of tests and a window for each test, which must not complain.
+
+The app runs in a thread of this process, so that tests can hold its replies; where its memory counts it has its own.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 pytest.importorskip("starlette", reason="the chat app needs the extra `desktop`")
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser and is not installed")
 
-from tests.apps.desktop.browser.app_process import App, make_models, running
+from tests.apps.desktop.browser.app_process import make_models
 from tests.apps.desktop.browser.window import Window, open_window
+from tests.apps.desktop.served import Gate, gated, served
+from tests.apps.desktop.served import Window as Api
+from tests.waiting import TIME_LIMIT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -23,12 +29,22 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OpenWindow = Callable[..., Window]
 
 
+class App(Protocol):
+    """An app that serves its page."""
+
+    @property
+    def address(self) -> str:
+        """With the key that signs a window in."""
+
+
 # While its driver runs, the thread has a running event loop, in which tests of other modules could not begin theirs.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium without a display."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    # A plan takes a second of a processor that others may be using.
+    expect.set_options(timeout=TIME_LIMIT * 1000)
     found = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if found is None:
         pytest.skip(f"no browser: none of {', '.join(_BROWSERS)} is installed")
@@ -40,11 +56,18 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """The app with the built-in model, a copy of it and a broken copy."""
     models = make_models(tmp_path_factory.mktemp("models"))
-    with running(tmp_path_factory.mktemp("data"), "--models", models) as started:
+    with served(tmp_path_factory.mktemp("data"), models=[models]) as started:
         yield started
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Holds the replies of apps in this process."""
+    with gated() as made:
+        yield made
 
 
 @pytest.fixture

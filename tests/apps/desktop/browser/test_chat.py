@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
-from tests.apps.desktop.browser.app_process import App, running
+from tests.apps.desktop.browser.app_process import running
 from tests.apps.desktop.browser.conftest import OpenWindow
 from tests.apps.desktop.browser.window import STORY, Window, window_in
 from tests.speculation import needs_builtin
 
-pytestmark = needs_builtin
+pytestmark = [needs_builtin, pytest.mark.browser]
 
 
 def test_first_start_welcomes_and_a_suggestion_begins_a_chat(data: Path, open_at: OpenWindow) -> None:
@@ -150,7 +151,7 @@ def test_unsent_text_and_the_chat_survive_a_reload(window: Window) -> None:
     expect(window.prompt).to_have_value("")
 
 
-def test_two_windows_show_the_same(app: App, window: Window) -> None:
+def test_two_windows_show_the_same(window: Window) -> None:
     window.ask()
     other = window_in(window.page.context, window.page.url)
     assert other.finished() == window.finished()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.apps.desktop.browser.app_process import App
 from tests.apps.desktop.browser.conftest import OpenWindow
-from tests.apps.desktop.browser.window import Window
+from tests.apps.desktop.browser.window import STORY, Window
+from tests.apps.desktop.served import Window as Api
 from tests.speculation import needs_builtin
 
-pytestmark = needs_builtin
+pytestmark = [needs_builtin, pytest.mark.browser]
 
 GROUND = "getComputedStyle(document.body).backgroundColor"
 REPLY = """A list:
@@ -34,13 +33,20 @@ print("hello", 42)
 """
 
 
+@pytest.fixture(scope="module")
+def conversation(app: Api) -> str:
+    """A conversation whose reply has all kinds of Markdown, a long line among them."""
+    id = app.new()
+    reply = app.ask(id, STORY)
+    text = REPLY + "\n" + "x" * 400
+    app.call("POST", f"/conversations/{id}/messages/{reply['id']}/edit", {"content": text}, status=202)
+    return id
+
+
 @pytest.fixture
-def written(window: Window, tmp_path: Path) -> Window:
-    """A window that shows a reply with all kinds of Markdown, a long line among them."""
-    window.ask()
-    window.button("Edit", window.replies.last).click()
-    window.page.get_by_role("textbox", name="Edit the reply").fill(REPLY + "\n" + "x" * 400)
-    window.button("Save").click()
+def written(window: Window, conversation: str) -> Window:
+    """A window that shows the conversation."""
+    window.page.goto(f"{window.page.url.partition('#')[0]}#/chat/{conversation}")
     expect(window.replies.last.locator("ol")).to_be_visible()
     return window
 
@@ -51,7 +57,7 @@ def brightness(window: Window) -> int:
     return int(colour.partition("(")[2].split(",")[0])
 
 
-def test_the_theme_is_the_systems_until_one_is_chosen(app: App, open_at: OpenWindow) -> None:
+def test_the_theme_is_the_systems_until_one_is_chosen(app: Api, open_at: OpenWindow) -> None:
     window = open_at(app.address, color_scheme="dark")
     window.wait_ready()
     assert brightness(window) < 60
@@ -89,17 +95,17 @@ def test_code_is_copied(written: Window) -> None:
     assert copied == 'import os  # a comment\nprint("hello", 42)\n'
 
 
-@pytest.mark.parametrize("width", [380, 600, 820, 1000, 1600])
-def test_nothing_overflows_at_any_width(written: Window, width: int) -> None:
-    written.page.set_viewport_size({"width": width, "height": 700})
-    assert written.page.evaluate("document.documentElement.scrollWidth") <= width
-    thread = "(() => { const t = document.getElementById('thread'); return t.scrollWidth - t.clientWidth; })()"
-    assert written.page.evaluate(thread) <= 0
-    expect(written.prompt).to_be_in_viewport(ratio=1)
-    expect(written.button("Send")).to_be_in_viewport(ratio=1)
+def test_nothing_overflows_at_any_width(written: Window) -> None:
+    for width in (380, 600, 820, 1000, 1600):
+        written.page.set_viewport_size({"width": width, "height": 700})
+        assert written.page.evaluate("document.documentElement.scrollWidth") <= width
+        thread = "(() => { const t = document.getElementById('thread'); return t.scrollWidth - t.clientWidth; })()"
+        assert written.page.evaluate(thread) <= 0, width
+        expect(written.prompt).to_be_in_viewport(ratio=1)
+        expect(written.button("Send")).to_be_in_viewport(ratio=1)
 
 
-def test_a_narrow_window_has_the_list_in_a_drawer(app: App, open_at: OpenWindow) -> None:
+def test_a_narrow_window_has_the_list_in_a_drawer(app: Api, open_at: OpenWindow) -> None:
     window = open_at(app.address, viewport={"width": 380, "height": 700})
     window.wait_ready()
     window.ask("Tell me a story about a drawer.")
@@ -143,7 +149,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(written: Window) 
     assert "Regenerate" in names and "Copy" in names
 
 
-def test_the_page_works_without_any_other_host_and_is_guarded(app: App, window: Window) -> None:
+def test_the_page_works_without_any_other_host_and_is_guarded(window: Window) -> None:
     answer = window.page.request.get(window.page.url)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'self'" in policy

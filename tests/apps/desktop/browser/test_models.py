@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.apps.desktop.browser.app_process import make_models, running
-from tests.apps.desktop.browser.conftest import OpenWindow
+from tests.apps.desktop.browser.app_process import App, make_models, running
 from tests.apps.desktop.browser.window import Window
 from tests.speculation import needs_builtin
 
-pytestmark = needs_builtin
+pytestmark = [needs_builtin, pytest.mark.browser]
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """The app in a process of its own: budgets are of whole processes, and tests are large ones."""
+    models = make_models(tmp_path_factory.mktemp("models"))
+    with running(tmp_path_factory.mktemp("data"), "--models", models) as started:
+        yield started
 
 
 @pytest.fixture
-def own(data: Path, tmp_path: Path, open_at: OpenWindow) -> Iterator[Window]:
-    """A window of an app of its own, whose model may be replaced."""
-    with running(data, "--models", make_models(tmp_path / "models")) as app:
-        opened = open_at(app.address)
-        opened.wait_ready()
-        yield opened
-        opened.page.context.close()
+def own(window: Window) -> Iterator[Window]:
+    """A window whose model may be replaced."""
+    yield window
+    load(window)
+
+
+def load(window: Window, memory: int | None = None) -> None:
+    """Lets the app load the built-in model under a budget."""
+    body = {"model": "built-in", "memory": memory, "context": None}
+    origin = window.page.url.partition("#")[0]
+    assert window.page.request.post(f"{origin}app/api/model/load", data=body).status == 202
 
 
 def megabytes(text: str) -> float:
@@ -81,7 +91,7 @@ def test_switching_models_under_a_budget(own: Window) -> None:
     own.models.locator("#load-button").click()
     expect(own.models).to_be_hidden()
     button = own.page.locator("#model-button")
-    expect(button).to_contain_text("of 400 MB · 512 context", timeout=30_000)
+    expect(button).to_contain_text("of 400 MB · 512 context")
     own.wait_ready()
     assert len(own.ask()) > 20
     expect(own.page.locator(".meter")).to_contain_text("/ 512")
@@ -105,16 +115,15 @@ def test_unloading_frees_the_model_and_says_so(own: Window) -> None:
     expect(own.button("Send")).to_be_enabled()
 
 
-def test_a_budget_that_is_too_small_says_what_would_do(data: Path, open_at: OpenWindow) -> None:
-    with running(data, "--memory", "40MB") as app:
-        window = open_at(app.address)
-        notice = window.page.get_by_role("region", name="The memory budget is too small")
-        expect(notice).to_be_visible(timeout=30_000)
-        assert "40.0 MB" in notice.inner_text()
-        window.button(re.compile("Load with"), notice).click()
-        window.wait_ready()
-        assert len(window.ask()) > 20
-        window.page.context.close()
+def test_a_budget_that_is_too_small_says_what_would_do(own: Window) -> None:
+    load(own, memory=40_000_000)
+    notice = own.page.get_by_role("region", name="The memory budget is too small")
+    expect(notice).to_be_visible()
+    assert "40.0 MB" in notice.inner_text()
+    own.button(re.compile("Load with"), notice).click()
+    expect(notice).to_be_hidden()
+    own.wait_ready()
+    assert len(own.ask()) > 20
 
 
 def test_a_download_that_cannot_be_had_says_why(window: Window) -> None:
@@ -122,5 +131,5 @@ def test_a_download_that_cannot_be_had_says_why(window: Window) -> None:
     window.models.get_by_label("Download from the hub").fill("nobody/nothing")
     window.button("Download", window.models).click()
     failed = window.models.locator(".download.failed, .toast").first
-    expect(failed).to_be_visible(timeout=30_000)
+    expect(failed).to_be_visible()
     assert "nobody/nothing" in failed.inner_text()

@@ -8,22 +8,25 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.apps.desktop.browser.app_process import App, running
 from tests.apps.desktop.browser.conftest import OpenWindow
 from tests.apps.desktop.browser.window import Window
+from tests.apps.desktop.held_app import held
+from tests.apps.desktop.served import Gate, served
+from tests.apps.desktop.served import Window as Api
 from tests.speculation import needs_builtin
+from tests.waiting import wait_until
 
-pytestmark = needs_builtin
+pytestmark = [needs_builtin, pytest.mark.browser]
 
-# The same model computed without haste, and text without an end in sight: replies take seconds.
-SLOW = ("--backend", "reference", "--temp", "2", "--top-p", "1", "--seed", "1")
+# Text without an end in sight.
+ENDLESS = {"options": {"temperature": 2.0, "top_p": 1.0, "seed": 1}}
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """An app whose replies take seconds."""
-    with running(tmp_path_factory.mktemp("slow"), *SLOW) as app:
-        yield app
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """An app whose replies go on as long as a test lets them."""
+    with served(tmp_path_factory.mktemp("data"), settings=ENDLESS) as started:
+        yield started
 
 
 def replying(window: Window) -> None:
@@ -32,10 +35,20 @@ def replying(window: Window) -> None:
     expect(window.replies.last.locator(".markdown p").first).not_to_be_empty()
 
 
+def length(window: Window) -> int:
+    """Characters of the last reply as it is shown."""
+    return len(window.replies.last.inner_text())
+
+
+def wait_longer(window: Window, than: int) -> None:
+    """Waits until more than so many characters of the last reply are shown."""
+    grown = "n => [...document.querySelectorAll('article.assistant')].at(-1).innerText.length > n"
+    window.page.wait_for_function(grown, arg=than)
+
+
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stopping_keeps_what_there_is(slow: App, open_at: OpenWindow, how: str) -> None:
-    window = open_at(slow.address)
-    window.wait_ready()
+def test_stopping_keeps_what_there_is(window: Window, gate: Gate, how: str) -> None:
+    gate.let(30)
     window.send("Tell me a story.")
     replying(window)
     if how == "button":
@@ -50,50 +63,63 @@ def test_stopping_keeps_what_there_is(slow: App, open_at: OpenWindow, how: str) 
     assert window.finished() == text
     window.button("Continue", window.replies.last.locator(".mishap")).click()
     replying(window)
+    gate.let(30)
+    wait_longer(window, len(text) + 20)
     window.page.keyboard.press("Escape")
     assert window.finished().startswith(text[:20])
     expect(window.replies).to_have_count(1)
 
 
-def test_a_reply_goes_on_while_one_looks_elsewhere(slow: App, open_at: OpenWindow) -> None:
-    window = open_at(slow.address)
-    window.wait_ready()
+def test_a_reply_goes_on_while_one_looks_elsewhere(app: Api, window: Window, gate: Gate) -> None:
+    gate.let(10)
     window.send("Tell me a story.")
     replying(window)
     address = window.page.url
+    id = address.rpartition("/")[2]
     window.new_chat()
     expect(window.prompt).to_be_focused()
+    gate.let(150)
+
+    def made() -> int:
+        return len(app.call("GET", f"/conversations/{id}")["messages"][-1]["content"])
+
+    wait_until(lambda: made() > 100, "more of the reply")
     window.page.goto(address)
     replying(window)
+    wait_longer(window, 100)
     window.page.reload()
     replying(window)
+    wait_longer(window, 100)
     window.button("Stop the reply").click()
     assert window.finished()
 
 
-def test_reading_back_is_not_disturbed_by_a_growing_reply(slow: App, open_at: OpenWindow) -> None:
-    window = open_at(slow.address, viewport={"width": 900, "height": 420})
+def test_reading_back_is_not_disturbed_by_a_growing_reply(app: Api, open_at: OpenWindow, gate: Gate) -> None:
+    window = open_at(app.address, viewport={"width": 900, "height": 420})
     window.wait_ready()
+    gate.let(200)
     window.send("Tell me a story.")
     thread = window.page.locator("#thread")
-    window.page.wait_for_function("() => { const t = document.getElementById('thread'); return t.scrollTop > 60; }")
+    window.page.wait_for_function("() => document.getElementById('thread').scrollTop > 60")
     thread.hover()
-    window.page.mouse.wheel(0, -2000)
+    window.page.mouse.wheel(0, -5000)
     newest = window.button("Go to the newest message")
     expect(newest).to_be_visible()
-    length = len(window.replies.last.inner_text())
-    window.page.wait_for_function(
-        "n => document.querySelector('article.assistant').innerText.length > n + 50", arg=length
-    )
+    window.page.wait_for_function("() => document.getElementById('thread').scrollTop === 0")
+    before = length(window)
+    gate.let(100)
+    wait_longer(window, before + 50)
     assert thread.evaluate("t => t.scrollTop") == 0
     newest.click()
     expect(newest).to_be_hidden()
-    assert thread.evaluate("t => t.scrollHeight - t.scrollTop - t.clientHeight") < 80
+    near = "() => { const t = document.getElementById('thread'); return t.scrollHeight - t.scrollTop - t.clientHeight"
+    window.page.wait_for_function(f"{near} < 80; }}")
     window.page.keyboard.press("Escape")
+    window.finished()
 
 
 def test_a_full_context_is_told_with_a_way_out(data: Path, open_at: OpenWindow) -> None:
-    with running(data, "--context", "256") as app:
+    with served(data, settings={"context": 256}) as app:
         window = open_at(app.address)
         window.wait_ready()
         notice = window.page.get_by_role("region", name="The context is full")
@@ -109,15 +135,14 @@ def test_a_full_context_is_told_with_a_way_out(data: Path, open_at: OpenWindow) 
 
 
 def test_a_restart_finds_the_history_and_the_choices(data: Path, open_at: OpenWindow) -> None:
-    with running(data) as app:
+    with served(data) as app:
         window = open_at(app.address)
         window.wait_ready()
         reply = window.ask("Tell me a story about a whale.")
         window.button("Dark theme").click()
         expect(window.page.locator("html")).to_have_attribute("data-theme", "dark")
         window.page.context.close()
-        assert app.stop() in (0, 130)
-    with running(data) as app:
+    with served(data) as app:
         window = open_at(app.address)
         expect(window.page.locator("html")).to_have_attribute("data-theme", "dark")
         window.entries.filter(has_text="whale").click()
@@ -126,16 +151,17 @@ def test_a_restart_finds_the_history_and_the_choices(data: Path, open_at: OpenWi
 
 
 def test_a_reply_that_a_crash_cut_short_is_shown_and_goes_on(data: Path, open_at: OpenWindow) -> None:
-    with running(data, *SLOW) as app:
-        window = open_at(app.address)
+    with held(data) as process:
+        process.let(20)
+        window = open_at(process.address)
         window.wait_ready()
         window.send("Tell me a story about a crab.")
         replying(window)
-        app.kill()
+        process.kill()
         expect(window.page.get_by_text("The app's server does not answer.")).to_be_visible()
         window.page.context.close()
         window.problems.clear()
-    with running(data) as app:
+    with served(data) as app:
         window = open_at(app.address)
         window.wait_ready()
         window.entries.filter(has_text="crab").click()
@@ -147,26 +173,23 @@ def test_a_reply_that_a_crash_cut_short_is_shown_and_goes_on(data: Path, open_at
 
 
 def test_a_window_says_that_it_is_signed_out_by_a_restart_on_the_same_port(data: Path, open_at: OpenWindow) -> None:
-    with running(data) as app:
+    with served(data) as app:
         window = open_at(app.address)
         window.wait_ready()
         window.ask("Tell me a story about a crow.")
-        app.stop()
-        expect(window.page.get_by_text("The app's server does not answer.")).to_be_visible()
-        window.prompt.fill("Not lost")
-        expect(window.button("Send")).to_be_disabled()
-        with running(data, "--port", app.port) as again:
-            expect(window.page.get_by_text("This window is no longer signed in.")).to_be_visible()
-            window.page.goto(again.address)
-            window.wait_ready()
-            expect(window.entries.filter(has_text="crow")).to_be_visible()
-            window.page.context.close()
+    expect(window.page.get_by_text("The app's server does not answer.")).to_be_visible()
+    window.prompt.fill("Not lost")
+    expect(window.button("Send")).to_be_disabled()
+    with served(data, port=app.port) as again:
+        expect(window.page.get_by_text("This window is no longer signed in.")).to_be_visible()
+        window.page.goto(again.address)
+        window.wait_ready()
+        expect(window.entries.filter(has_text="crow")).to_be_visible()
+        window.page.context.close()
     window.problems.clear()
 
 
-def test_text_that_grows_moves_nothing_else(slow: App, open_at: OpenWindow) -> None:
-    window = open_at(slow.address)
-    window.wait_ready()
+def test_text_that_grows_moves_nothing_else(window: Window, gate: Gate) -> None:
     window.page.evaluate(
         """() => {
             window.shifts = [];
@@ -176,9 +199,10 @@ def test_text_that_grows_moves_nothing_else(slow: App, open_at: OpenWindow) -> N
     )
     composer = window.page.locator(".composer")
     before = composer.bounding_box()
+    gate.let(300)
     window.send("Tell me a story.")
     replying(window)
-    window.page.wait_for_function("() => document.querySelector('article.assistant').innerText.length > 600")
+    wait_longer(window, 600)
     window.page.keyboard.press("Escape")
     window.finished()
     assert composer.bounding_box() == before

@@ -55,7 +55,7 @@ class Window:
 
     def wait_ready(self) -> None:
         """Waits until a model is loaded."""
-        expect(self.page.locator("#model-button .dot")).to_have_class("dot ready", timeout=30_000)
+        expect(self.page.locator("#model-button .dot")).to_have_class("dot ready")
 
     def send(self, text: str) -> None:
         """Sends a message without waiting for the reply."""
@@ -72,7 +72,7 @@ class Window:
     def finished(self) -> str:
         """The last reply once it is finished."""
         last = self.replies.last
-        expect(last).to_have_attribute("aria-busy", "false", timeout=30_000)
+        expect(last).to_have_attribute("aria-busy", "false")
         return last.locator(".markdown").inner_text()
 
     def new_chat(self) -> None:
