@@ -1,10 +1,12 @@
-"""The decoding loop: what is reused, where it ends, how it is cancelled; over a table and over a real model."""
+"""The decoding loop: what is reused, where it ends, how it is cancelled; over a table."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
 from edgeinfer.runtime.contracts import (
-    Backend,
     CacheSnapshot,
     Edit,
     ExpertChoice,
@@ -27,15 +28,10 @@ from edgeinfer.runtime.contracts import (
     check_pass,
 )
 from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import Family
+from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11
 CAPACITY = 40
-PATIENCE_S = 20
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -104,7 +100,7 @@ class TableBackend:
         if len(self.passes) == self.paused_at:
             self._cancelled.clear()
             self.reached.set()
-            if self._cancelled.wait(PATIENCE_S):
+            if self._cancelled.wait(TIME_LIMIT):
                 raise PassCancelledError("The pass was cancelled.")
 
     def truncate(self, length: int) -> None:
@@ -192,10 +188,14 @@ def test_asks_for_the_token_of_each_absolute_position(engine: Engine) -> None:
     assert chooser.positions == [3, 4, 5, 6]
 
 
-def test_times_every_step(engine: Engine) -> None:
+def test_times_every_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(looks) / 1000)  # on which a millisecond passes between two looks
+    monkeypatch.setattr("edgeinfer.runtime.engine.time", clock)
     steps = list(engine.generate([1, 2, 3], Greedy(), max_tokens=4, stop_ids=frozenset()))
-    assert all(step.ms >= 0 for step in steps)
-    assert 0 <= engine.prefill.ms <= steps[0].ms
+    assert engine.prefill.ms == pytest.approx(1)
+    # A token's time is that from the one before, and the first one's holds the prompt's.
+    assert [step.ms for step in steps] == pytest.approx([3, 1, 1, 1])
 
 
 @given(
@@ -306,20 +306,29 @@ def test_a_failing_pass_leaves_the_engine_usable(engine: Engine, table: TableBac
     assert generate(engine, prompt) == continued(prompt, 5)
 
 
+@contextmanager
+def canceller(engine: Engine, table: TableBackend) -> Iterator[None]:
+    """Another thread, which cancels when the pass that is held has begun."""
+
+    def cancel() -> None:
+        assert table.reached.wait(TIME_LIMIT)
+        engine.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    yield
+    thread.join(TIME_LIMIT)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("paused_at", [0, 1, 2, 3, 5], ids=lambda n: f"pass-{n}")
 def test_cancelling_from_another_thread(engine: Engine, table: TableBackend, paused_at: int) -> None:
     """Passes 0 to 2 are the prompt's, the others decode."""
     prompt = list(range(10))
     table.paused_at = paused_at
 
-    def cancel() -> None:
-        assert table.reached.wait(PATIENCE_S)
-        engine.cancel()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    reply = generate(engine, prompt, 20)
-    thread.join()
+    with canceller(engine, table):
+        reply = generate(engine, prompt, 20)
     assert reply == continued(prompt, max(0, paused_at - 2))
     assert len(table.passes) == paused_at
     assert engine.cancelled
@@ -342,76 +351,7 @@ def test_a_cancelled_prompt_says_what_it_reused(engine: Engine, table: TableBack
     generate(engine, [1, 2, 3, 4], 1)
     table.paused_at = len(table.passes)
 
-    def cancel() -> None:
-        assert table.reached.wait(PATIENCE_S)
-        engine.cancel()
-
-    canceller = threading.Thread(target=cancel)
-    canceller.start()
-    assert generate(engine, [9, 9, 9]) == []
-    canceller.join()
+    with canceller(engine, table):
+        assert generate(engine, [9, 9, 9]) == []
     assert engine.prefill.cached == 0
     assert engine.prefill.evaluated <= 3
-
-
-@pytest.fixture(params=[OnnxBackend, ReferenceBackend], ids=["onnx", "reference"])
-def real(request: pytest.FixtureRequest, make_family: Callable[..., Family]) -> Iterator[tuple[Family, Backend]]:
-    family = make_family("llama", max_position_embeddings=1024)
-    backend: Backend = request.param(family.bundle, 64)
-    yield family, backend
-    backend.close()
-
-
-def greedy_by_transformers(family: Family, prompt: Sequence[int], count: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(count):
-        text.append(int(family.expected(text)[-1].argmax()))
-    return text[len(prompt) :]
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_greedy_text_is_that_of_transformers(real: tuple[Family, Backend], chunk: int) -> None:
-    family, backend = real
-    engine = Engine(backend, chunk)
-    prompt = [0, 17, 300, 5, 42, 99, 7]
-    assert generate(engine, prompt, 10) == greedy_by_transformers(family, prompt, 10)
-    # A new turn, then a prompt that shares only its beginning.
-    for other in ([*prompt, 8, 9], [*prompt[:3], 77, 78, 79]):
-        assert generate(engine, other, 6) == greedy_by_transformers(family, other, 6)
-        assert engine.prefill.cached == (7 if len(other) == 9 else 3)
-
-
-def test_a_full_context_on_a_real_backend(real: tuple[Family, Backend]) -> None:
-    family, backend = real
-    prompt = [int(t) for t in np.random.default_rng(5).integers(0, 320, 60)]
-    assert generate(Engine(backend, 16), prompt, None) == greedy_by_transformers(family, prompt, 5)
-
-
-def cancel_when(ready: Callable[[], bool], engine: Engine, done: threading.Event) -> threading.Thread:
-    def watch() -> None:
-        while not ready() and not done.wait(0.0005):
-            pass
-        engine.cancel()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("length", [1, 300, 515], ids=["first-chunk", "later-chunk", "decoding"])
-def test_cancelling_a_real_pass(make_family: Callable[..., Family], length: int) -> None:
-    """The cache, which tells how far the engine came, grows by no more than the pass at hand."""
-    family = make_family("llama", max_position_embeddings=1024)
-    backend = OnnxBackend(family.bundle, 1024)
-    engine, done = Engine(backend, 8), threading.Event()
-    prompt = [int(t) for t in np.random.default_rng(6).integers(0, 320, 512)]
-    thread = cancel_when(lambda: backend.length >= length, engine, done)
-    reply = generate(engine, prompt, 500)
-    done.set()
-    thread.join()
-    assert engine.cancelled
-    assert len(reply) < 500
-    if length < 512:
-        assert not reply
-    assert generate(engine, prompt[:20], 4) == greedy_by_transformers(family, prompt[:20], 4)
-    backend.close()
