@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.utils import logging as library
 
 from edgeinfer.errors import ModelError, StorageError, TemplateError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.training.acceptance import measure_acceptance, run_lengths
 from edgeinfer.export.training.depths import layer_states, require_plain
 from edgeinfer.export.training.dialogues import clean, dialogue, main, names_in
@@ -35,6 +35,7 @@ from edgeinfer.export.training.student import hidden_states, make_student, save_
 from edgeinfer.export.training.target import Target, load_target
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.tokens import open_tokens, write_tokens
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from edgeinfer.errors import UsageError
+from edgeinfer.export.training import drafter
 from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
 from edgeinfer.export.training.exits import ExitsOptions, tune_exits
 from edgeinfer.export.training.options import Progress
@@ -92,16 +95,33 @@ def test_another_size_or_text_does_not_go_on(tmp_path: Path, target: Target, tex
     assert {path: path.read_bytes() for path in (tmp_path / "reading").rglob("*.json")} == before
 
 
-def test_minutes_become_steps_that_a_resumed_run_keeps(tmp_path: Path, target: Target, text: TextSource) -> None:
-    options = replace(OPTIONS, steps=None, minutes=0.01, samples=None)
-    with pytest.raises(KeyboardInterrupt):
-        train_drafter(target, text, options, tmp_path, progress=first)
-    schedule = json.loads((tmp_path / "schedule.json").read_text())
-    found = train_drafter(target, text, options, tmp_path)
-    assert len(found.reading.losses) == schedule["reading"] >= 1
-    assert len(found.distilling.losses) == schedule["distilling"] >= 1
+def test_minutes_become_steps_that_a_resumed_run_keeps(
+    tmp_path: Path, target: Target, text: TextSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    # Whatever is timed takes a fiftieth of a second.
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 50, monotonic=lambda: 0.0)
+    monkeypatch.setattr(drafter, "time", clock)
+    found = {}
+    for minutes in (0.005, 0.01):
+        options = replace(OPTIONS, steps=None, minutes=minutes, samples=None)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(target, text, options, tmp_path / str(minutes), progress=first)
+        found[minutes] = json.loads((tmp_path / str(minutes) / "schedule.json").read_text())
+    few, many = found.values()
+    assert 1 <= few["reading"] < few["distilling"]
+    assert many["reading"] == pytest.approx(2 * few["reading"], abs=1)
+    assert many["distilling"] == pytest.approx(2 * few["distilling"], abs=1)
+
+    def asked_again() -> float:
+        raise AssertionError("what steps take is known")
+
+    clock.perf_counter = asked_again
+    options = replace(OPTIONS, steps=None, minutes=0.005, samples=None)
+    trained = train_drafter(target, text, options, tmp_path / "0.005")
+    assert len(trained.reading.losses) == few["reading"] and len(trained.distilling.losses) == few["distilling"]
     with pytest.raises(UsageError, match="other minutes"):
-        train_drafter(target, text, replace(options, minutes=0.02), tmp_path)
+        train_drafter(target, text, replace(options, minutes=0.02), tmp_path / "0.005")
 
 
 def test_depths_learn_together(tmp_path: Path, target: Target, text: TextSource) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads, read_heads
 from edgeinfer.errors import BundleError, ModelError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.training.heads_task import HeadsShape, HeadsTask
 from edgeinfer.export.training.hydra import HydraTask
 from edgeinfer.export.training.judge import JudgeTask, area_under_curve
@@ -34,6 +33,7 @@ from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.states import StateDrafter
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import context, take_in
 
@@ -264,12 +264,3 @@ def test_heads_of_another_model_are_refused(target: Target, text: Tokens, tmp_pa
     with pytest.raises(BundleError, match="of shape"):
         add_heads(wide, heads)
     assert read_heads(open_bundle(wide), "medusa") is None
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Few threads suit small models, and sums are the same each time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

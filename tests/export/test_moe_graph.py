@@ -31,11 +31,14 @@ CAPACITY = 16
 ROWS = np.arange(len(TOKENS))
 
 
-def make(folder: Path, arch: str, config: ExportConfig, settings: dict[str, Any]) -> None:
+def make_model(folder: Path, arch: str, settings: dict[str, Any]) -> Any:
     if arch.startswith("block-ffn"):
-        make_block_ffn_checkpoint(folder / "checkpoint", joined=arch.endswith("joined"))
-    else:
-        make_checkpoint(folder / "checkpoint", arch, **settings)
+        return make_block_ffn_checkpoint(folder, joined=arch.endswith("joined"))
+    return make_checkpoint(folder, arch, **settings)
+
+
+def make(folder: Path, arch: str, config: ExportConfig, settings: dict[str, Any]) -> None:
+    make_model(folder / "checkpoint", arch, settings)
     export_checkpoint(folder / "checkpoint", folder / "bundle", config)
 
 
@@ -103,10 +106,7 @@ def test_every_mixture_is_the_checkpoints_own_model(mixture: tuple[Any, Bundle])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Bundle]:
     """Every mixture's model and float32 bundle."""
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param.startswith("block-ffn"):
-        model = make_block_ffn_checkpoint(folder / "checkpoint", joined=request.param.endswith("joined"))
-    else:
-        model = make_checkpoint(folder / "checkpoint", request.param)
+    model = make_model(folder / "checkpoint", request.param, {})
     path = export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32))
     return model, open_bundle(path)
 
@@ -165,7 +165,7 @@ def test_experts_of_mixed_widths(tmp_path: Path) -> None:
 def test_a_layer_partly_of_float_experts_is_refused(tmp_path: Path) -> None:
     config = ExportConfig(bits=4, keep_small=False, bits_for=(("*.experts.3.down", 32),))
     with pytest.raises(UsageError, match="Some experts of layer 0 are quantized and others are not"):
-        export(tmp_path, "qwen3-moe", config)
+        make(tmp_path, "qwen3-moe", config, {})
 
 
 @pytest.mark.parametrize("field", [{"attention_type": "mla"}, {"norm_after_router": "sum"}, {"ffn_type": "vanilla"}])

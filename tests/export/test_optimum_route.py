@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 VOCABULARY = {"vocab_size": 320, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

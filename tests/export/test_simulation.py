@@ -10,9 +10,10 @@ import pytest
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.simulation import Form, main, simulate
 from edgeinfer.quant.codebook import quantize_codebook
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
 TEXT = "Once upon a time there was a little dog. She said: the cat is not here, is it? " * 20

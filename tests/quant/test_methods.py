@@ -52,6 +52,7 @@ def test_layout_for_any_shape(method: str, scheme: QuantScheme, n: int, k: int, 
         zeros = np.full((n, blocks), 2 ** (scheme.bits - 1))
     else:
         assert matrix.zero_points is not None
+        assert matrix.zero_points.shape == (n, packed_bytes(blocks, scheme.bits))
         zeros = unpack(matrix.zero_points, scheme.bits, blocks)
     # The end of the last block is exactly zero, or activations that kernels pad with anything would count.
     padding = blocks * scheme.block_size - k
