@@ -20,6 +20,7 @@ from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.overflow.observation import Observer, attention
 from edgeinfer.runtime.overflow.registry import POLICIES, make_overflow, planned_bytes
 from edgeinfer.runtime.reference import ReferenceBackend
+from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint
 
 if TYPE_CHECKING:
@@ -58,9 +59,7 @@ def test_observes_what_a_pass_attends_to(family: Family, monkeypatch: pytest.Mon
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("observed")
+def make_quantized(folder: Path) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -68,22 +67,27 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 512,
     }
     make_checkpoint(folder / "checkpoint", "qwen2", **sizes)
-    return export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, 128, keep_small=False))
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, 128, keep_small=False))
 
 
-@pytest.mark.parametrize("size", [2, 7, 16])
-def test_looking_leaves_every_bit_of_the_cache(quantized: Path, size: int) -> None:
+@pytest.fixture(scope="module")
+def quantized() -> Path:
+    return made(make_quantized) / "bundle"
+
+
+def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
     bundle = open_bundle(quantized)
     backend = OnnxBackend(bundle, 40)
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
         backend.forward(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64))
     before = backend.snapshot()
-    Observer(bundle, backend).queries(TOKENS[-size:].tolist())
-    after = backend.snapshot()
-    assert after.length == before.length == 40
-    pairs = zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True)
-    assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+    for size in (2, 7, 16):
+        Observer(bundle, backend).queries(TOKENS[-size:].tolist())
+        after = backend.snapshot()
+        assert after.length == before.length == 40
+        pairs = zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True)
+        assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
     backend.close()
 
 

@@ -27,6 +27,7 @@ from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.tuning import Tuning
 from edgeinfer.runtime.speculation.verification import find_verification
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
 from tests.runtime.speculation.prices import FLAT, Prices
@@ -100,17 +101,17 @@ class Writer:
     params=[("8-bit", "native"), ("4-bit", "portable")],
     ids="-".join,
 )
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(request: pytest.FixtureRequest) -> Bundle:
     width, layout = request.param
     if layout == "native":
         require_kernel()
-    return random_bundle(tmp_path_factory.mktemp("overflow"), 8 if width == "8-bit" else 4, layout)
+    return open_bundle(made(make_bundle, 8 if width == "8-bit" else 4, layout) / "bundle")
 
 
-def random_bundle(folder: Path, bits: Any, layout: Layout) -> Bundle:
+def make_bundle(folder: Path, bits: Any, layout: Layout) -> None:
     make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
     config = ExportConfig(bits, 64, keep_small=False, layout=layout)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    export_checkpoint(folder / "checkpoint", folder / "bundle", config)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def test_a_long_prompt_is_taken_in_as_if_it_had_been_written(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_came_before_never_changes_a_reply(writer: Callable[..., Writer], data: st.DataObject) -> None:
     policy = data.draw(st.sampled_from([*POLICIES]))
     subject, expected = writer(policy), {}

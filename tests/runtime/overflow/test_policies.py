@@ -50,7 +50,7 @@ def merge_policy(store: Store, **options: Any) -> MergePolicy:
 
 
 @given(capacity=capacities, count=texts, sinks=st.integers(0, 4), freed=st.sampled_from([0.01, 0.125, 0.5]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_window_holds_the_first_and_the_latest(capacity: int, count: int, sinks: int, freed: float) -> None:
     store = Store(capacity, TEXT)
     lost = fill(store, WindowPolicy(SPEC, store, sinks, freed), count)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_window_holds_the_first_and_the_latest(capacity: int, count: int, sinks:
 
 
 @given(capacity=capacities, count=texts, recent=st.sampled_from([0.1, 0.25, 0.5]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_eviction_without_merging_keeps_rows_whole_and_in_order(capacity: int, count: int, recent: float) -> None:
     store = Store(capacity, TEXT)
     lost = fill(store, merge_policy(store, similar=2.0, recent=recent), count)
@@ -81,7 +81,7 @@ def test_eviction_without_merging_keeps_rows_whole_and_in_order(capacity: int, c
 
 
 @given(capacity=capacities, count=texts, chunk=st.sampled_from([2, 7, 64]), freed=st.sampled_from([0.1, 0.25]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_clusters_lose_nothing_but_detail(capacity: int, count: int, chunk: int, freed: float) -> None:
     store = Store(capacity, TEXT)
     policy = ClusterPolicy(SPEC, store, ClusterOptions(chunk=chunk, freed=freed))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_clusters_lose_nothing_but_detail(capacity: int, count: int, chunk: int,
 
 
 @given(capacity=capacities, count=texts)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_merging_everything_loses_nothing_but_detail(capacity: int, count: int) -> None:
     store = Store(capacity, TEXT)
     policy = merge_policy(store, similar=-2.0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,9 +45,8 @@ def rotated(keys: Floats, cos: Floats, sin: Floats) -> Floats:  # (n, H, h), 2 x
     return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@given(data=st.data())
-@settings(deadline=None, max_examples=25)
+@given(name=st.sampled_from([*SPECS]), data=st.data())
+@settings(deadline=None)
 def test_moved_keys_are_those_of_the_new_position(name: str, data: st.DataObject) -> None:
     places = st.lists(st.integers(0, CONTEXT - 1), min_size=5, max_size=5)
     old, new = np.array(data.draw(places)), np.array(data.draw(places))

@@ -101,10 +101,11 @@ def test_popping_stops_at_the_prompt() -> None:
         counts.pop()
 
 
-@pytest.mark.parametrize("token", [-1, V])
-def test_bias_outside_the_vocabulary_is_refused(token: int) -> None:
-    with pytest.raises(UsageError, match="logit_bias"):
-        Penalties.from_config(GenerationConfig(logit_bias={token: 1.0}), V)
+def test_bias_outside_the_vocabulary_is_refused() -> None:
+    for token in (-1, V):
+        with pytest.raises(UsageError, match="logit_bias"):
+            Penalties.from_config(GenerationConfig(logit_bias={token: 1.0}), V)
+            pytest.fail(f"bias of token {token}")
 
 
 def test_infinite_bias_bans_and_forces_without_nan() -> None:

@@ -30,7 +30,7 @@ def fed_prompt(capacity: int = 200) -> LettersBackend:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
     few, module._FEW = module._FEW, 3
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,21 +41,25 @@ def test_every_way_tells_what_it_did(name: str) -> None:
         assert list(use.texts[use.chosen].token_ids) == found
 
 
-@pytest.mark.parametrize("name", DRAWING)
-def test_drawing_needs_a_temperature(name: str) -> None:
+def test_drawing_needs_a_temperature() -> None:
     greedies: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}]
-    for greedy in greedies:
+    for name, greedy in product(DRAWING, greedies):
         with pytest.raises(UsageError, match="temperature above 0"):
             Trial(LettersBackend(), search=name, **greedy)
+            pytest.fail(f"{name} takes {greedy}")
 
 
-@pytest.mark.parametrize("name", RULED)
-@pytest.mark.parametrize(
-    "option", [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 2.0}}, {"presence_penalty": 1.0}]
-)
-def test_rules_of_its_own_leave_no_place_for_others(name: str, option: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(option))):
-        Trial(LettersBackend(), search=name, **option)
+def test_rules_of_its_own_leave_no_place_for_others() -> None:
+    others: dict[str, Any] = {
+        "temperature": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {1: 2.0},
+        "presence_penalty": 1.0,
+    }
+    for name, (option, value) in product(RULED, others.items()):
+        with pytest.raises(UsageError, match=option):
+            Trial(LettersBackend(), search=name, **{option: value})
+            pytest.fail(f"{name} takes {option}")
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -73,23 +78,23 @@ def test_only_some_follow_a_constraint(name: str) -> None:
     assert trial.tokens() in [[*choice, END] for choice in choices]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_branches_need_a_backend_that_can_and_a_context_that_keeps(name: str) -> None:
+def test_branches_need_a_backend_that_can_and_a_context_that_keeps() -> None:
     class Single(LettersBackend):
         capabilities = TableBackend.capabilities
 
-    if name == "momentum":
-        assert len(Trial(Single(), forgets=True, max_tokens=5, stop_ids=frozenset(), **options_of(name)).tokens()) == 5
-        return
-    with pytest.raises(CapabilityError, match=r"several texts in one cache.*momentum"):
-        Trial(Single(), **options_of(name))
-    with pytest.raises(UsageError, match="forgets nothing"):
-        Trial(LettersBackend(), forgets=True, **options_of(name))
+    for name in {*WAYS} - {"momentum"}:
+        with pytest.raises(CapabilityError, match=r"several texts in one cache.*momentum"):
+            Trial(Single(), **options_of(name))
+            pytest.fail(f"{name} in a single text")
+        with pytest.raises(UsageError, match="forgets nothing"):
+            Trial(LettersBackend(), forgets=True, **options_of(name))
+            pytest.fail(f"{name} in a context that forgets")
+    trial = Trial(Single(), forgets=True, max_tokens=5, stop_ids=frozenset(), search="momentum")
+    assert len(trial.tokens()) == 5
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_wrong_values_are_refused() -> None:
+    wrongs: list[dict[str, Any]] = [
         {"search": "magic"},
         {"search": 3},
         {"search": ["vote"]},
@@ -117,12 +122,12 @@ def test_branches_need_a_backend_that_can_and_a_context_that_keeps(name: str) ->
         {"search": "contrast"},
         {"lame_prompt": "ab"},
         {"search": "contrast", "lame_prompt": 3},
-    ],
-)
-def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        GenerationConfig(**wrong)
-    assert caught.value.hint
+    ]
+    for wrong in wrongs:
+        with pytest.raises(UsageError) as caught:
+            GenerationConfig(**wrong)
+            pytest.fail(f"{wrong} was taken")
+        assert caught.value.hint
 
 
 def test_defaults_are_right() -> None:

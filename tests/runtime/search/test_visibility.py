@@ -30,7 +30,7 @@ ORDER = "abcacbcabacbacc"
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen3-tied-biases"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3-tied-biases"])
 def some_family(request: pytest.FixtureRequest, make_family: Callable[..., Family]) -> Family:
     return make_family(request.param)
 
@@ -51,7 +51,7 @@ MAKERS: dict[str, Callable[[Bundle, int], Backend]] = {
 }
 
 
-@pytest.fixture(params=list(MAKERS))
+@pytest.fixture(scope="module", params=list(MAKERS))
 def backend(request: pytest.FixtureRequest, some_family: Family) -> Iterator[Backend]:
     made = MAKERS[request.param](some_family.bundle, CAPACITY)
     yield made

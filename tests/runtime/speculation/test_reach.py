@@ -24,17 +24,15 @@ def test_shares_of_rounds_by_place() -> None:
     assert max(reach_of(again.state())) < 0.01
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [
+def test_damage_counts_as_nothing() -> None:
+    damaged: list[dict[str, NDArray[Any]]] = [
         {},
         {"counts": np.zeros(3)},
         {"counts": np.full(64, np.nan)},
         {"counts": np.full(64, -1.0)},
         {"counts": np.ones(64, np.int64)},
         {"counts": np.ones(64), "more": np.ones(1)},
-    ],
-)
-def test_damage_counts_as_nothing(kept: dict[str, NDArray[Any]]) -> None:
-    assert reach_of(kept) == () == reach_of(None)
-    assert not Reach(kept).state()["counts"].any()
+    ]
+    for kept in damaged:
+        assert reach_of(kept) == () == reach_of(None)
+        assert not Reach(kept).state()["counts"].any()

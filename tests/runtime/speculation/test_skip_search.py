@@ -17,6 +17,7 @@ from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from edgeinfer.runtime.speculation.skip_samples import Sample
 from edgeinfer.runtime.speculation.skip_search import best_exit, best_skip_set
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import EXPORTS, make_backend, take_in
 
@@ -26,20 +27,24 @@ IDLE = (3, 4, 5, 6)
 EVEN = BlockCosts(1.0, (1.0,) * 10, tuple(11.0 + 0.1 * row for row in range(9)))
 
 
-def plant(folder: Path, blocks: tuple[int, ...]) -> Bundle:
+def plant(*blocks: int) -> Bundle:
     """A model in which these blocks add nothing."""
+    return open_bundle(made(_plant, blocks) / "bundle")
+
+
+def _plant(folder: Path, blocks: tuple[int, ...]) -> None:
     model = make_checkpoint(folder / "checkpoint", "llama", num_hidden_layers=LAYERS, hidden_size=128)
     with torch.no_grad():
         for block in blocks:
             layer = model.model.layers[block // 2]
             (layer.mlp.down_proj if block % 2 else layer.self_attn.o_proj).weight.zero_()
     model.save_pretrained(folder / "checkpoint")
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", EXPORTS["portable"]))
+    export_checkpoint(folder / "checkpoint", folder / "bundle", EXPORTS["portable"])
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Backend:
-    return make_backend("portable", plant(tmp_path_factory.mktemp("planted"), IDLE), 128)
+def planted() -> Backend:
+    return make_backend("portable", plant(*IDLE), 128)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +111,8 @@ def test_groups_of_layers_are_skipped_together(planted: Backend, samples: list[S
     assert everything.speedup == found.speedup
 
 
-def test_the_exit_before_idle_layers_is_found(tmp_path: Path, samples: list[Sample]) -> None:
-    target = make_backend("portable", plant(tmp_path, (6, 7, 8, 9)), 128)
+def test_the_exit_before_idle_layers_is_found(samples: list[Sample]) -> None:
+    target = make_backend("portable", plant(6, 7, 8, 9), 128)
     found = best_exit(target, samples, EVEN)
     assert found.layers == 3
     assert found.layer_mask.tolist() == [True] * 6 + [False] * 4
@@ -122,13 +127,13 @@ def test_the_exit_before_idle_layers_is_found(tmp_path: Path, samples: list[Samp
             best_exit(target, samples, EVEN, granularity=granularity)
 
 
-def test_a_search_that_cannot_be_made_is_refused(tmp_path: Path, planted: Backend, samples: list[Sample]) -> None:
+def test_a_search_that_cannot_be_made_is_refused(planted: Backend, samples: list[Sample]) -> None:
     for nothing in ([], [Sample((), (1,))], [Sample((1,), ())]):
         with pytest.raises(UsageError, match="no text"):
             best_skip_set(planted, nothing, EVEN)
     with pytest.raises(UsageError, match="granularity"):
         best_skip_set(planted, samples, EVEN, granularity=0)
-    backend = ReferenceBackend(plant(tmp_path, ()), 128)
+    backend = ReferenceBackend(plant(), 128)
     backend.capabilities = Capabilities(layer_skip=False, hidden=True, tree=True)
     for search in (best_skip_set, best_exit):
         with pytest.raises(CapabilityError, match="cannot skip layers"):

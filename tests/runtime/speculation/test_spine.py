@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict
 from edgeinfer.runtime.speculation.spine import settle, spine_first
+from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
 
@@ -76,16 +78,18 @@ def test_a_verdict_settles_on_rows_of_the_spine(draft: Draft, data: st.DataObjec
         assert (settled.token, settled.bonus) == (draft.guesses[side].token, False)
 
 
-@pytest.fixture(scope="module", params=["native", "portable"])
-def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnnxBackend]:
+def make_bundle(folder: Path, layout: Layout) -> None:
     """A small model with a sliding window, in blocks of 128."""
+    make_checkpoint(folder / "checkpoint", "qwen2-windows", hidden_size=128, intermediate_size=256)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, 128, keep_small=False, layout=layout))
+
+
+@pytest.fixture(scope="module", params=["native", "portable"])
+def backend(request: pytest.FixtureRequest) -> Iterator[OnnxBackend]:
     layout: Layout = request.param
     if layout == "native":
         require_kernel()
-    folder = tmp_path_factory.mktemp("spine")
-    make_checkpoint(folder / "checkpoint", "qwen2-windows", hidden_size=128, intermediate_size=256)
-    config = ExportConfig(4, 128, keep_small=False, layout=layout)
-    backend = OnnxBackend(open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config)), 64)
+    backend = OnnxBackend(open_bundle(made(make_bundle, layout) / "bundle"), 64)
     yield backend
     backend.close()
 
@@ -100,7 +104,7 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 
 
 @given(trees(), st.integers(1, PAST))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
     draft = spine_first(draft)
     size = 1 + spine_of(draft)

@@ -116,15 +116,15 @@ def test_long_contexts_are_entered_when_they_come_again() -> None:
     assert used[0] <= 3 * 11 < used[1]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_contexts_are_found_in_either_slot(bits: int) -> None:
-    crowded = NgramDrafter(V, bits)
-    for token in range(V - 1):
-        alone = taught(*[[token, token + 1]] * 3)
-        for _ in range(3):
-            crowded.begin([token, token + 1])
-            crowded.close()
-        assert ask(crowded, [token]) == ask(alone, [token]) != []
+def test_contexts_are_found_in_either_slot() -> None:
+    for bits in (1, 2, 4):
+        crowded = NgramDrafter(V, bits)
+        for token in range(V - 1):
+            alone = taught(*[[token, token + 1]] * 3)
+            for _ in range(3):
+                crowded.begin([token, token + 1])
+                crowded.close()
+            assert ask(crowded, [token]) == ask(alone, [token]) != []
 
 
 @settings(deadline=None)
@@ -214,9 +214,8 @@ def put(value: int, where: Any = 0) -> Any:
     return change
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
+def test_damaged_tables_are_refused_and_change_nothing() -> None:
+    changes: list[tuple[str, Any]] = [
         ("tokens", put(V)),
         ("tokens", put(-2)),
         ("tokens", put(-1)),
@@ -229,22 +228,23 @@ def put(value: int, where: Any = 0) -> Any:
         ("tokens", lambda a: a.reshape(-1)),
         ("vocabulary", lambda a: a + 1),
         ("vocabulary", lambda a: np.array(float("nan"))),
-    ],
-)
-def test_damaged_tables_are_refused_and_change_nothing(name: str, change: Any) -> None:
+    ]
     drafter = taught([1, 2, 3])
-    with pytest.raises(StorageError) as caught:
-        drafter.restore(damaged(name, change))
-    assert caught.value.hint
-    assert ask(drafter, [1, 2])[0].token == 3
+    for number, (name, change) in enumerate(changes):
+        with pytest.raises(StorageError) as caught:
+            drafter.restore(damaged(name, change))
+            pytest.fail(f"change {number}, of {name}, was taken")
+        assert caught.value.hint
+        assert ask(drafter, [1, 2])[0].token == 3
 
 
-@pytest.mark.parametrize("name", ["tags", "tokens", "counts", "vocabulary"])
-def test_missing_tables_are_refused(name: str) -> None:
-    state = damaged(name, lambda a: a)
-    del state[name]
-    with pytest.raises(StorageError):
-        taught().restore(state)
+def test_missing_tables_are_refused() -> None:
+    for name in ("tags", "tokens", "counts", "vocabulary"):
+        state = damaged(name, lambda a: a)
+        del state[name]
+        with pytest.raises(StorageError):
+            taught().restore(state)
+            pytest.fail(f"nobody missed {name}")
 
 
 def test_tables_of_another_size_are_refused() -> None:

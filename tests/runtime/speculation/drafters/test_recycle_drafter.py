@@ -219,9 +219,8 @@ def change_of(index: Any, value: int) -> Any:
     return change
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
+def test_damaged_candidates_are_refused_and_change_nothing() -> None:
+    changes: list[tuple[str, Any]] = [
         ("rows", change_of(0, 11)),
         ("rows", change_of(0, -1)),
         ("rows", change_of(2, V)),
@@ -237,21 +236,22 @@ def change_of(index: Any, value: int) -> Any:
         ("came", lambda a: a[:2]),
         ("came", lambda a: a.astype(np.int32)),
         ("vocabulary", lambda a: a + 1),
-    ],
-)
-def test_damaged_candidates_are_refused_and_change_nothing(name: str, change: Any) -> None:
+    ]
     drafter = learnt()
-    state = {key: array.copy() for key, array in drafter.state().items()}
-    state[name] = change(state[name])
-    with pytest.raises(StorageError) as caught:
-        drafter.restore(state)
-    assert caught.value.hint
-    assert candidates(drafter, 11) == [3]
+    for number, (name, change) in enumerate(changes):
+        state = {key: array.copy() for key, array in drafter.state().items()}
+        state[name] = change(state[name])
+        with pytest.raises(StorageError) as caught:
+            drafter.restore(state)
+            pytest.fail(f"change {number}, of {name}, was taken")
+        assert caught.value.hint
+        assert candidates(drafter, 11) == [3]
 
 
-@pytest.mark.parametrize("name", ["rows", "best", "came", "vocabulary"])
-def test_missing_candidates_are_refused(name: str) -> None:
-    state = dict(learnt().state())
-    del state[name]
-    with pytest.raises(StorageError):
-        RecycleDrafter(V).restore(state)
+def test_missing_candidates_are_refused() -> None:
+    for name in ("rows", "best", "came", "vocabulary"):
+        state = dict(learnt().state())
+        del state[name]
+        with pytest.raises(StorageError):
+            RecycleDrafter(V).restore(state)
+            pytest.fail(f"nobody missed {name}")

@@ -174,12 +174,11 @@ def test_exits_and_masks_that_fit_no_model_are_refused() -> None:
             SkipDrafter(target, mask)
 
 
-@pytest.mark.parametrize(
-    ("layers", "skipped"), [(3, [1]), (4, [1]), (6, [1, 3]), (24, [*range(1, 20, 2)]), (32, [*range(1, 28, 2)])]
-)
-def test_every_second_layer_is_skipped_up_to_a_share(layers: int, skipped: list[int]) -> None:
-    mask = every_second(layers)
-    assert sorted({*np.flatnonzero(~mask)}) == sorted(block for i in skipped for block in (2 * i, 2 * i + 1))
+def test_every_second_layer_is_skipped_up_to_a_share() -> None:
+    expected = {3: [1], 4: [1], 6: [1, 3], 24: [*range(1, 20, 2)], 32: [*range(1, 28, 2)]}
+    for layers, skipped in expected.items():
+        mask = every_second(layers)
+        assert sorted({*np.flatnonzero(~mask)}) == sorted(block for i in skipped for block in (2 * i, 2 * i + 1))
 
 
 def test_two_layers_are_too_few_to_skip_one() -> None:
@@ -187,9 +186,10 @@ def test_two_layers_are_too_few_to_skip_one() -> None:
         every_second(2)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_backend_that_only_decodes_is_refused(name: str) -> None:
+def test_a_backend_that_only_decodes_is_refused() -> None:
     target = ReferenceBackend(export("reference"), 64)
     target.capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
-    with pytest.raises(CapabilityError, match=r"reference backend cannot .* another drafter"):
-        DRAFTERS[name](target)
+    for name, make in DRAFTERS.items():
+        with pytest.raises(CapabilityError, match=r"reference backend cannot .* another drafter"):
+            make(target)
+            pytest.fail(f"{name} was made")

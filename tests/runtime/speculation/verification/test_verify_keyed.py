@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,21 +38,19 @@ class ChosenTarget:
 TREE = make_draft((-1, 5, None), (-1, 7, None), (0, 1, None), (1, 1, None), (1, 2, None), (4, 3, None))
 
 
-@pytest.mark.parametrize(
-    ("choices", "verdict"),
-    [
+def test_a_tree_is_followed_along_the_targets_choices() -> None:
+    expected: list[tuple[dict[tuple[int, ...], int], Verdict]] = [
         ({(): 4}, Verdict((), 4, bonus=False)),
         ({(): 5, (5,): 1, (5, 1): 9}, Verdict((0, 2), 9, bonus=True)),
         ({(): 7, (7,): 3}, Verdict((1,), 3, bonus=False)),
         ({(): 7, (7,): 1, (7, 1): 0}, Verdict((1, 3), 0, bonus=True)),
         ({(): 7, (7,): 2, (7, 2): 1}, Verdict((1, 4), 1, bonus=False)),
         ({(): 7, (7,): 2, (7, 2): 3, (7, 2, 3): 3}, Verdict((1, 4, 5), 3, bonus=True)),
-    ],
-)
-def test_a_tree_is_followed_along_the_targets_choices(choices: dict[tuple[int, ...], int], verdict: Verdict) -> None:
-    target = ChosenTarget(TREE, choices)
-    assert verify_keyed(TREE, target) == verdict
-    assert target.asked == len(verdict.accepted) + 1
+    ]
+    for choices, verdict in expected:
+        target = ChosenTarget(TREE, choices)
+        assert verify_keyed(TREE, target) == verdict
+        assert target.asked == len(verdict.accepted) + 1
 
 
 def test_chains_and_empty_drafts() -> None:
@@ -74,7 +71,7 @@ def test_output_is_lossless_however_guesses_come_about() -> None:
     check_lossless(verify_keyed, drafts(lambda path: [drafter(path), 1], 2, repeats=False), target, 2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.data())
 def test_text_is_that_of_plain_decoding(seed: int, data: st.DataObject) -> None:
     laws: Laws = random_laws(seed, 4, sharpness=3.0)

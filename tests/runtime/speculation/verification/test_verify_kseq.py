@@ -123,7 +123,7 @@ def test_acceptance_is_that_of_the_paper(k: int) -> None:
 rows = st.lists(st.floats(0, 1) | st.just(0.0), min_size=6, max_size=6).filter(lambda x: sum(x) > 0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(rows, rows, st.integers(1, 8))
 def test_rho_leaves_nothing_negative_and_accepts_enough(p: list[float], q: list[float], k: int) -> None:
     law, proposal = np.array(p) / sum(p), np.array(q) / sum(q)
