@@ -20,6 +20,7 @@ from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, dequantize
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.cache import made
 from tests.factories import make_checkpoint
 
 PAGE = 4096
@@ -138,13 +139,16 @@ def test_rows_that_cannot_take_turns_are_refused() -> None:
             replace(entry, **change)
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A native bundle whose experts have all widths."""
-    folder = tmp_path_factory.mktemp("mixed")
+def make_mixed(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "qwen3-moe")
     config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "native", config))
+    export_checkpoint(folder / "checkpoint", folder / "native", config)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Bundle:
+    """A native bundle whose experts have all widths."""
+    return open_bundle(made(make_mixed) / "native")
 
 
 def test_converting_mixed_widths_keeps_every_value(mixed: Bundle, tmp_path: Path) -> None:
@@ -162,8 +166,7 @@ def test_converting_mixed_widths_keeps_every_value(mixed: Bundle, tmp_path: Path
 
 def test_exporting_mixed_widths_in_the_portable_layout_is_converting_them(mixed: Bundle, tmp_path: Path) -> None:
     config = ExportConfig(bits=4, keep_small=False, bits_for=MIXED, layout=PORTABLE)
-    make_checkpoint(tmp_path / "checkpoint", "qwen3-moe")
-    exported = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "portable", config))
+    exported = open_bundle(export_checkpoint(made(make_mixed) / "checkpoint", tmp_path / "portable", config))
     convert_bundle(mixed, PORTABLE, tmp_path / "converted")
     assert (exported.path / "weights.bin").read_bytes() == (tmp_path / "converted" / "weights.bin").read_bytes()
 

@@ -85,7 +85,9 @@ def test_text_does_not_depend_on_turns(tales: edgeinfer.Model, ways: list[dict[s
 @needs_builtin
 @settings(max_examples=20, deadline=None)
 @turns
-def test_text_depends_on_no_turns(tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]) -> None:
+def test_text_does_not_depend_on_many_turns(
+    tales: edgeinfer.Model, ways: list[dict[str, Any]], order: list[int]
+) -> None:
     check_turns(tales, ways, order)
 
 
