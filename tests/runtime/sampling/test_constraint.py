@@ -161,22 +161,22 @@ def test_thousands_of_choices_take_little_memory() -> None:
     assert allowed(constraint) == sorted({choice[0] for choice in choices})
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_p": 0.9, "frequency_penalty": 0.5}])
-def test_drawn_replies_are_always_on_the_list(options: dict[str, float]) -> None:
-    choices = [[3, 4], [3, 4, 5, 6], [7], [8, 8, 8]]
-    sampler, constraint = Sampler(GenerationConfig(**options), 300, seed=3), ChoiceConstraint(choices, [1, 2])  # type: ignore[arg-type]
-    rows = np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)
-    seen = set[tuple[int, ...]]()
-    for begin in range(0, 195, 5):
-        counts, reply = TokenCounts(), list[int]()
-        while not reply or reply[-1] > 2:
-            position = begin + len(reply)
-            reply.append(sampler.token(rows[position], position, counts, constraint.allowed()))
-            constraint.push(reply[-1])
-            counts.push(reply[-1])
-        constraint.pop(len(reply))
-        seen.add(tuple(reply[:-1]))
-    assert seen == set(map(tuple, choices))
+def test_drawn_replies_are_always_on_the_list() -> None:
+    for options in ({}, {"temperature": 1.5, "top_p": 0.9, "frequency_penalty": 0.5}):
+        choices = [[3, 4], [3, 4, 5, 6], [7], [8, 8, 8]]
+        sampler, constraint = Sampler(GenerationConfig(**options), 300, seed=3), ChoiceConstraint(choices, [1, 2])  # type: ignore[arg-type]
+        rows = np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)
+        seen = set[tuple[int, ...]]()
+        for begin in range(0, 195, 5):
+            counts, reply = TokenCounts(), list[int]()
+            while not reply or reply[-1] > 2:
+                position = begin + len(reply)
+                reply.append(sampler.token(rows[position], position, counts, constraint.allowed()))
+                constraint.push(reply[-1])
+                counts.push(reply[-1])
+            constraint.pop(len(reply))
+            seen.add(tuple(reply[:-1]))
+        assert seen == set(map(tuple, choices))
 
 
 def test_frequencies_of_replies_are_the_product_of_the_renormalised_ones() -> None:

@@ -127,11 +127,11 @@ def test_whatever_is_drawn_is_valid(name: str, kind: str, byte_level: Tokenizer)
         jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(text))
 
 
-@pytest.mark.parametrize("regex", [r"[a-c]{3}x?", r"(yes|no), [A-Z][a-z]{1,5}\.", "^é日[0-9]/\n$", r"(?i)abc"])
-def test_expressions_match_from_end_to_end(regex: str, byte_level: Tokenizer) -> None:
-    for seed in range(8):
-        reply = drawn(made(byte_level, regex=regex), (1,), seed)
-        assert reply is not None and re.fullmatch(regex, text_of(byte_level, reply))
+def test_expressions_match_from_end_to_end(byte_level: Tokenizer) -> None:
+    for regex in (r"[a-c]{3}x?", r"(yes|no), [A-Z][a-z]{1,5}\.", "^é日[0-9]/\n$", r"(?i)abc"):
+        for seed in range(8):
+            reply = drawn(made(byte_level, regex=regex), (1,), seed)
+            assert reply is not None and re.fullmatch(regex, text_of(byte_level, reply))
 
 
 def test_a_grammar_of_rules(byte_level: Tokenizer) -> None:

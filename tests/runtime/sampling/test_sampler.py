@@ -249,22 +249,22 @@ def test_allowing_all_changes_no_draw() -> None:
             counts.push(token)
 
 
-@pytest.mark.parametrize("size", [1, 40, 390])
-def test_bias_and_penalties_come_before_the_mask(size: int) -> None:
-    chance = np.random.default_rng(size)
-    options = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {7: 4.0, 350: -2.0}}
-    config = GenerationConfig(temperature=0.8, **options)  # type: ignore[arg-type]
-    sampler, penalties, counts = Sampler(config, 400, 1), Penalties.from_config(config, 400), TokenCounts(range(30))
-    for position in range(50):
-        row = chance.normal(0, 2, 400).astype(np.float32)
-        allowed = np.sort(chance.choice(400, size, replace=False))
-        changed, before = row.copy(), row.copy()
-        penalties.apply(changed, counts)
-        expected = oracle(masked(changed.tolist(), allowed.tolist()), config)
-        np.testing.assert_allclose(sampler.probabilities(row, counts, allowed), expected, rtol=1e-9, atol=1e-12)
-        np.testing.assert_array_equal(row, before)
-        counts.push(sampler.token(row, position, counts, allowed))
-        sampler.token(row, position, counts)  # leaves other values behind
+def test_bias_and_penalties_come_before_the_mask() -> None:
+    for size in (1, 40, 390):
+        chance = np.random.default_rng(size)
+        options = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {7: 4.0, 350: -2.0}}
+        config = GenerationConfig(temperature=0.8, **options)  # type: ignore[arg-type]
+        sampler, penalties, counts = Sampler(config, 400, 1), Penalties.from_config(config, 400), TokenCounts(range(30))
+        for position in range(50):
+            row = chance.normal(0, 2, 400).astype(np.float32)
+            allowed = np.sort(chance.choice(400, size, replace=False))
+            changed, before = row.copy(), row.copy()
+            penalties.apply(changed, counts)
+            expected = oracle(masked(changed.tolist(), allowed.tolist()), config)
+            np.testing.assert_allclose(sampler.probabilities(row, counts, allowed), expected, rtol=1e-9, atol=1e-12)
+            np.testing.assert_array_equal(row, before)
+            counts.push(sampler.token(row, position, counts, allowed))
+            sampler.token(row, position, counts)  # leaves other values behind
 
 
 def test_greedy_takes_the_best_that_is_allowed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -61,53 +62,53 @@ def test_runs_that_a_token_closes(text: list[int], token: int, most: int) -> Non
     assert Runs(text, most).closed(token) == closed(text, token, most)
 
 
-@pytest.mark.parametrize("resistance", [(0.0, 0.0, 0.0, 5.0), (1.0, 2.0, 3.0, 4.0, 5.0), (0.1,)])
-def test_momentum_takes_the_least_resisted(resistance: tuple[float, ...]) -> None:
-    trial = Trial(LettersBackend(), search="momentum", max_tokens=60, stop_ids=NOBODY, resistance=resistance)
-    text, changed = list(PROMPT), 0
-    for _ in range(60):
-        law = law_of(text)
-        best, score = -1, -math.inf
-        for token in sorted(range(V), key=lambda t: -law[t])[:5]:
-            run = closed(text, token, len(resistance) + 1)
-            cost = (0.0, *resistance, math.inf)[run]
-            if best < 0 or law[token] - 0.2 * cost > score:
-                best, score = token, law[token] - 0.2 * cost
-        changed += best != int(law.argmax())
-        text.append(best)
-    assert trial.tokens() == text[len(PROMPT) :]
-    assert trial.way.use().trials == changed
-    assert changed > 0 or resistance[0] == 0
-
-
-@pytest.mark.parametrize(("count", "ahead", "above"), [(3, 5, 1.0), (2, 1, 0.0), (4, 3, 1.5), (3, 5, 9.0)])
-def test_lookahead_takes_the_token_that_is_followed_best(count: int, ahead: int, above: float) -> None:
-    for stop_ids in (NOBODY, frozenset({END, 2})):
-        options: dict[str, Any] = {"candidates": count, "look_ahead": ahead, "uncertainty": above, "max_tokens": 12}
-        trial = Trial(LettersBackend(), search="lookahead", stop_ids=stop_ids, **options)
-        text, looked = list(PROMPT), 0
-        for place in range(12):
+def test_momentum_takes_the_least_resisted() -> None:
+    for resistance in ((0.0, 0.0, 0.0, 5.0), (1.0, 2.0, 3.0, 4.0, 5.0), (0.1,)):
+        trial = Trial(LettersBackend(), search="momentum", max_tokens=60, stop_ids=NOBODY, resistance=resistance)
+        text, changed = list(PROMPT), 0
+        for _ in range(60):
             law = law_of(text)
-            token = int(law.argmax())
-            left = min(ahead, 12 - place - 1)
-            if uncertainty(law) > above and left:
-                looked += 1
-                scores = {}
-                for candidate in sorted(range(V), key=lambda t: -law[t])[:count]:
-                    longer, found = [*text, candidate], [math.log(law[candidate])]
-                    while len(found) <= left and longer[-1] not in stop_ids:
-                        behind = law_of(longer)
-                        longer.append(int(behind.argmax()))
-                        found.append(math.log(behind.max()))
-                    scores[candidate] = sum(found) / len(found)
-                token = max(scores, key=lambda t: scores[t])
-            text.append(token)
-            if token in stop_ids:
-                break
+            best, score = -1, -math.inf
+            for token in sorted(range(V), key=lambda t: -law[t])[:5]:
+                run = closed(text, token, len(resistance) + 1)
+                cost = (0.0, *resistance, math.inf)[run]
+                if best < 0 or law[token] - 0.2 * cost > score:
+                    best, score = token, law[token] - 0.2 * cost
+            changed += best != int(law.argmax())
+            text.append(best)
         assert trial.tokens() == text[len(PROMPT) :]
-        assert trial.way.use().trials == looked
-        if above == 9:
-            assert looked == 0 and trial.way.use().branches == 0
+        assert trial.way.use().trials == changed
+        assert changed > 0 or resistance[0] == 0
+
+
+def test_lookahead_takes_the_token_that_is_followed_best() -> None:
+    for count, ahead, above in ((3, 5, 1.0), (2, 1, 0.0), (4, 3, 1.5), (3, 5, 9.0)):
+        for stop_ids in (NOBODY, frozenset({END, 2})):
+            options: dict[str, Any] = {"candidates": count, "look_ahead": ahead, "uncertainty": above, "max_tokens": 12}
+            trial = Trial(LettersBackend(), search="lookahead", stop_ids=stop_ids, **options)
+            text, looked = list(PROMPT), 0
+            for place in range(12):
+                law = law_of(text)
+                token = int(law.argmax())
+                left = min(ahead, 12 - place - 1)
+                if uncertainty(law) > above and left:
+                    looked += 1
+                    scores = {}
+                    for candidate in sorted(range(V), key=lambda t: -law[t])[:count]:
+                        longer, found = [*text, candidate], [math.log(law[candidate])]
+                        while len(found) <= left and longer[-1] not in stop_ids:
+                            behind = law_of(longer)
+                            longer.append(int(behind.argmax()))
+                            found.append(math.log(behind.max()))
+                        scores[candidate] = sum(found) / len(found)
+                    token = max(scores, key=lambda t: scores[t])
+                text.append(token)
+                if token in stop_ids:
+                    break
+            assert trial.tokens() == text[len(PROMPT) :]
+            assert trial.way.use().trials == looked
+            if above == 9:
+                assert looked == 0 and trial.way.use().branches == 0
 
 
 def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
@@ -115,29 +116,28 @@ def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
     assert len(trial.tokens()) == 10
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("above", [0.0, 1.4])
-def test_contrast_moves_away_from_the_worse_prompt(temperature: float, above: float) -> None:
-    lame = "gabcaf.a,bd" * 2
-    options: dict[str, Any] = {"temperature": temperature, "uncertainty": above, "max_tokens": 15}
-    trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=0.7, **options)
-    config = GenerationConfig(temperature=temperature)
-    chooser, said, changed = TokenChooser(Sampler(config, V, 5), PROMPT), list[int](), 0
-    worse = [LETTERS.index(letter) for letter in lame]
-    while len(said) < 15 and END not in said:
-        own, other = letters_logits([*PROMPT, *said]), letters_logits([*worse, *said])
-        law, place = law_of([*PROMPT, *said]), len(PROMPT) + len(said)
-        plain = token = chooser.token(own, place)
-        if uncertainty(law) > above:
-            moved = np.where(law >= 0.1 * law.max(), own + np.float32(0.7) * (own - other), np.float32(-np.inf))
-            token = chooser.token(moved.astype(np.float32), place)
-        changed += token != plain
-        said.append(token)
-    assert trial.tokens() == said
-    assert trial.way.use().trials == changed
-    assert changed > 0 or above
-    # Both texts go on in one pass each.
-    assert trial.way.use().passes == math.ceil(len(worse) / 16) + len(said) - 1
+def test_contrast_moves_away_from_the_worse_prompt() -> None:
+    for above, temperature in product([0.0, 1.4], [0.0, 0.8]):
+        lame = "gabcaf.a,bd" * 2
+        options: dict[str, Any] = {"temperature": temperature, "uncertainty": above, "max_tokens": 15}
+        trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=0.7, **options)
+        config = GenerationConfig(temperature=temperature)
+        chooser, said, changed = TokenChooser(Sampler(config, V, 5), PROMPT), list[int](), 0
+        worse = [LETTERS.index(letter) for letter in lame]
+        while len(said) < 15 and END not in said:
+            own, other = letters_logits([*PROMPT, *said]), letters_logits([*worse, *said])
+            law, place = law_of([*PROMPT, *said]), len(PROMPT) + len(said)
+            plain = token = chooser.token(own, place)
+            if uncertainty(law) > above:
+                moved = np.where(law >= 0.1 * law.max(), own + np.float32(0.7) * (own - other), np.float32(-np.inf))
+                token = chooser.token(moved.astype(np.float32), place)
+            changed += token != plain
+            said.append(token)
+        assert trial.tokens() == said
+        assert trial.way.use().trials == changed
+        assert changed > 0 or above
+        # Both texts go on in one pass each.
+        assert trial.way.use().passes == math.ceil(len(worse) / 16) + len(said) - 1
 
 
 def test_contrast_leaves_what_is_implausible() -> None:

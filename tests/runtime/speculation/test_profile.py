@@ -206,13 +206,13 @@ def test_a_pickle_is_never_loaded(kept: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("name", ["costs.json", "ngram.npz"])
-def test_a_file_cut_anywhere_is_no_crash(kept: Path, name: str) -> None:
-    whole = (kept / name).read_bytes()
-    for length in range(0, len(whole) - 1, max(1, len(whole) // 60)):
-        (kept / name).write_bytes(whole[:length])
-        profile = Profile.open(kept)
-        assert (profile.costs() if name == "costs.json" else profile.arrays("ngram")) is None
+def test_a_file_cut_anywhere_is_no_crash(kept: Path) -> None:
+    for name in ("costs.json", "ngram.npz"):
+        whole = (kept / name).read_bytes()
+        for length in range(0, len(whole) - 1, max(1, len(whole) // 60)):
+            (kept / name).write_bytes(whole[:length])
+            profile = Profile.open(kept)
+            assert (profile.costs() if name == "costs.json" else profile.arrays("ngram")) is None
 
 
 @given(st.data())

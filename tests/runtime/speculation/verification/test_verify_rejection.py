@@ -31,10 +31,10 @@ def drawn(*counts: int, law: Laws) -> Callable[[Path], list[Law | int]]:
     return lambda path: [law(path)] * counts[len(path)]
 
 
-@pytest.mark.parametrize("zeros", [0, 1])
-def test_a_chain_is_lossless(zeros: int) -> None:
-    target, drafter = random_laws(1, 3, zeros=zeros), random_laws(2, 3, zeros=zeros)
-    check_lossless(verify_rejection, drafts(drawn(1, 1, 1, law=drafter), 3), target, 3)
+def test_a_chain_is_lossless() -> None:
+    for zeros in (0, 1):
+        target, drafter = random_laws(1, 3, zeros=zeros), random_laws(2, 3, zeros=zeros)
+        check_lossless(verify_rejection, drafts(drawn(1, 1, 1, law=drafter), 3), target, 3)
 
 
 def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
