@@ -20,8 +20,8 @@ from edgeinfer.apps.bench.contenders import CompareConfig
 from edgeinfer.apps.bench.jobs import chat_until_full, measure_loading, measure_overhead
 from edgeinfer.apps.bench.shapes import SHAPES
 from edgeinfer.errors import NativeUnavailableError, UsageError
-from edgeinfer.results import DeviceLimits
-from tests.apps.bench.here import LocalWorker, exports_here, watch_here
+from edgeinfer.runtime.native.library import native_kernel
+from tests.apps.bench.here import LocalWorker, exports_here, known_limits, watch_here
 
 pytest.importorskip("onnx", reason="needs the export extra")
 TINY = SHAPES["tiny"]
@@ -30,7 +30,7 @@ PORTABLE = BundleKind("portable", group_size=32)
 
 def _has_kernel() -> bool:
     try:
-        edgeinfer.measure_device()
+        native_kernel()
     except NativeUnavailableError:
         return False
     return True
@@ -51,7 +51,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines run in this process, on a device of which the limits are known."""
     monkeypatch.setattr(compare_module, "Worker", LocalWorker)
-    monkeypatch.setattr(edgeinfer, "measure_device", lambda threads: DeviceLimits("avx2", threads, 10e9, 20e9))
+    known_limits(monkeypatch)
 
 
 def _compare(work: Path, out: Path, engines: str, *more: str) -> dict[str, Any]:

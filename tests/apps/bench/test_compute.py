@@ -17,6 +17,7 @@ from edgeinfer.apps.bench.compute_report import compute_chart, dominates, point_
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.cli.main import main
 from edgeinfer.errors import UsageError
+from tests.apps.bench.here import exports_here
 from tests.compute import even_costs
 from tests.factories import make_checkpoint
 from tests.speculation import random_bundle
@@ -75,8 +76,7 @@ def costs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    settings = {"num_hidden_layers": 4, "max_position_embeddings": 256}
-    large = random_bundle(tmp_path_factory.mktemp("large"), **settings)
+    large = random_bundle(tmp_path_factory.mktemp("large"), num_hidden_layers=4, max_position_embeddings=256)
     return large, random_bundle(tmp_path_factory.mktemp("small"), seed=3, num_hidden_layers=2)
 
 
@@ -103,28 +103,51 @@ def test_every_policy_is_measured(bundles: tuple[Path, Path]) -> None:
     assert {each.policy for each in found.floored} == {"entropy", "unified", "calibrated", "importance", "exit"}
 
 
-def test_the_command_writes_what_the_report_shows(
-    bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, chart, page = tmp_path / "compute.json", tmp_path / "chart.svg", tmp_path / "page.html"
-    options = ["-m", str(bundles[0]), "-t", "1", "--quick", "--stories", "6", "--questions", "1"]
+def check_command(bundle: Path, folder: Path) -> dict[str, Any]:
+    """Runs the command and the report, and gives the figures."""
+    data, chart, page = folder / "compute.json", folder / "chart.svg", folder / "page.html"
+    options = ["-m", str(bundle), "-t", "1", "--quick", "--stories", "6", "--questions", "1"]
     assert main(["bench", "compute", *options, "--json", str(data), "--svg", str(chart)]) == 0
-    printed = capsys.readouterr().out
-    assert "calibrated" in printed and "above the floor" in printed and "entropy" not in printed
-    found = json.loads(data.read_text())
+    found: dict[str, Any] = json.loads(data.read_text())
     assert found["benchmark"] == "compute" and found["drafter"] is None and found["expanded"] is None
     assert chart.read_text().startswith("<svg")
     assert main(["bench", "report", str(data), "--out", str(page)]) == 0
     assert "What less compute costs" in page.read_text()
+    return found
 
 
-def test_expanded_models_compute_what_the_small_ones_do(tmp_path: Path) -> None:
+def test_the_command_writes_what_the_report_shows(
+    bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits = [point("exit", 0.5, nats, per_token_ms=1.0, speedup=2.0) for nats in (0.25, 0.5)]
+    known = results(point("full", 0.0, 0.0, per_token_ms=2.0, speedup=1.0), *exits)
+
+    def measure(model: edgeinfer.Model, material: ComputeMaterial, *_: Any, **__: Any) -> ComputeResults:
+        assert material.stories and not {*material.stories} & {*material.calibration}
+        assert material.questions
+        return known
+
+    monkeypatch.setattr("edgeinfer.apps.bench.compute.measure_compute", measure)
+    found = check_command(bundles[0], tmp_path)
+    assert [each["divergence"] for each in found["points"]] == [0.0, 0.25, 0.5]
+    assert "exit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_measures(bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_command(bundles[0], tmp_path)
+    printed = capsys.readouterr().out
+    assert "calibrated" in printed and "above the floor" in printed and "entropy" not in printed
+
+
+def test_expanded_models_compute_what_the_small_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exports_here(monkeypatch, "compute_expanded")
     make_checkpoint(tmp_path / "small", "Llama", **LLAMA)
     bundle = expanded_bundle(tmp_path / "small", 2, tmp_path / "work")
     assert expanded_bundle(tmp_path / "small", 2, tmp_path / "work") == bundle
     shape = TrainedCheckpoint(tmp_path / "small").shape
     assert grown(shape, 2).layers == 2 * shape.layers and grown(shape, 2).hidden == 2 * shape.hidden
-    with edgeinfer.load(bundle, threads=1, remember=False) as model:
+    with edgeinfer.load(bundle, threads=1, speculation="off", remember=False) as model:
         tokens = [5, 17, 80, 3, 44]
         assert model.info.parameters > 4 * shape.parameters
         logits = np.concatenate([rows.copy() for rows in model.logits(tokens)])

@@ -14,11 +14,16 @@ from edgeinfer.apps.bench.curve import Curve, CurveConfig, curve_chart, run_curv
 from edgeinfer.apps.bench.plots import chart_svg
 from edgeinfer.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, UsageError
-from edgeinfer.runtime.native.library import native_kernel
+from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
 
 CONFIG = CurveConfig((4, 2, 1), past=8, repeats=3)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    known_limits(monkeypatch)
 
 
 def measured(model: edgeinfer.Model) -> Curve:
@@ -40,11 +45,7 @@ def test_one_is_always_among_the_sizes() -> None:
 
 @needs_builtin
 def test_points() -> None:
-    try:
-        native_kernel()
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
-    with edgeinfer.load(context=64, threads=1) as model:
+    with edgeinfer.load(context=64, threads=1, speculation="off") as model:
         curve = measured(model)
     assert [point.size for point in curve.points] == [1, 2, 4]
     assert curve.points[0].growth.median == 1
@@ -59,16 +60,22 @@ def test_points() -> None:
     assert all(word in words for word in ("measured", "reading the weights", "new tokens", "ms"))
 
 
-def test_limits_that_are_not_known(tmp_path: Path) -> None:
+def test_limits_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(threads: int) -> None:
+        raise NativeUnavailableError("There is no kernel.")
+
     with edgeinfer.load(make_bigram_bundle(tmp_path / "bigrams"), context=64) as model:
+        # A bundle that does not list its weights; and a device that cannot be measured.
+        assert all(point.limit_ms is None for point in measured(model).points)
+        monkeypatch.setattr(edgeinfer, "measure_device", unknown)
         curve = measured(model)
-    assert all(point.limit_ms is None for point in curve.points)
+    assert curve.limits is None and all(point.limit_ms is None for point in curve.points)
     assert [line.name for line in curve_chart(curve).lines] == ["measured"]
 
 
 @needs_builtin
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "curve", "--sizes", "1,3", "-r", "1", "-d", "4", "-t", "1"]
+    line = ["bench", "curve", "--sizes", "1,3", "-r", "1", "-d", "4", "-t", "1", "-c", "64", "--spec", "off"]
     assert main([*line, "--json", str(tmp_path / "c.json"), "--svg", str(tmp_path / "c.svg")]) == 0
     assert "c(m)/c(1)" in capsys.readouterr().out
     assert [point["size"] for point in json.loads((tmp_path / "c.json").read_text())["points"]] == [1, 3]

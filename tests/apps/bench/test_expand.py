@@ -185,6 +185,7 @@ def test_half_precision_checkpoints_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, model.model.norm.weight.detach().numpy())
 
 
+@pytest.mark.gguf
 def test_gguf_holds_the_function_too(small: Path, tmp_path: Path) -> None:
     """llama.cpp's greedy choices on the file are those of transformers with the same rounded weights."""
     gguf = pytest.importorskip("gguf")

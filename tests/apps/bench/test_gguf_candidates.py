@@ -19,6 +19,7 @@ from edgeinfer.apps.bench.gguf_candidates import GgufCandidates, tensor_sizes
 from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.errors import BackendError
 
+pytestmark = pytest.mark.gguf
 IDS = [0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]
 
 

@@ -14,6 +14,8 @@ from edgeinfer.apps.bench import gguf_compare, gguf_identity
 from tests.gguf_models import builtin_gguf
 from tests.speculation import needs_builtin
 
+pytestmark = pytest.mark.gguf
+
 
 @needs_builtin
 def test_all_ways_to_decode_give_the_same_text_and_their_figures(

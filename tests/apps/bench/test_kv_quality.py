@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.bench import kv_quality
 from edgeinfer.apps.bench.kv_quality import compare_caches, main
-from edgeinfer.cli.main import main as export
+from tests.apps.bench.here import exported
 from tests.factories import make_checkpoint
 
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
@@ -20,8 +22,7 @@ STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kv-quality")
     make_checkpoint(folder / "model", "llama")
-    assert export(["export", str(folder / "model"), str(folder / "bundle"), "--bits", "32"]) == 0
-    return folder / "bundle"
+    return exported(folder / "model", folder / "bundle", "--bits", "32")
 
 
 def test_caches_are_compared_with_float32(bundle: Path) -> None:
@@ -29,7 +30,7 @@ def test_caches_are_compared_with_float32(bundle: Path) -> None:
     assert [r.kv for r in results] == ["float32", "int8", "int4"]
     plain, eight, four = results
     assert (plain.change, plain.agreement, plain.attention_error) == (0, 1, 0)
-    with edgeinfer.load(bundle) as model:
+    with edgeinfer.load(bundle, speculation="off") as model:
         texts = [model.begin_ids + model.tokenize(story) for story in STORIES]
         scores = [model.score(ids) for ids in texts]
     assert plain.tokens == sum(len(ids) - 1 for ids in texts)
@@ -41,7 +42,17 @@ def test_caches_are_compared_with_float32(bundle: Path) -> None:
     assert {r.copied_tokens for r in results} == {sum(len(ids) - 1 - 8 for ids in texts)}
 
 
-def test_the_table_and_the_json(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_json(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Read once, for both.
+    results = compare_caches(str(bundle), STORIES[-1:])
+
+    def known(model: str, stories: Sequence[str]) -> Sequence[kv_quality.KVQuality]:
+        assert (model, list(stories)) == (str(bundle), STORIES[-1:])
+        return results
+
+    monkeypatch.setattr(kv_quality, "compare_caches", known)
     text = tmp_path / "text"
     text.write_text("<|endoftext|>".join(STORIES))
     line = [str(bundle), "--text", str(text), "--stories", "1"]
@@ -67,8 +78,7 @@ def test_bad_arguments(
 
 def test_a_model_without_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model", "qwen2", seed=5)
-    out = tmp_path / "bundle"
-    assert export(["export", str(tmp_path / "model"), str(out), "--bits", "32", "--no-kv-scales"]) == 0
+    out = exported(tmp_path / "model", tmp_path / "bundle", "--bits", "32", "--no-kv-scales")
     (tmp_path / "text").write_text(STORIES[0])
     assert main([str(out), "--text", str(tmp_path / "text")]) == 2
     assert "has no scales for quantized caches. Run edgeinfer tune" in capsys.readouterr().err

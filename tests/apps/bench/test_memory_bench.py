@@ -6,13 +6,14 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench import memory_timed
+from edgeinfer.apps.bench import memory_chat, memory_plans, memory_smallest, memory_subjects, memory_timed
 from edgeinfer.apps.bench.enforced import Enclosure, enclosure
 from edgeinfer.apps.bench.memory_chat import ChatResults
 from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
@@ -22,9 +23,11 @@ from edgeinfer.apps.bench.memory_smallest import Peer, SmallestResults, measure_
 from edgeinfer.apps.bench.memory_spec import SpecMemoResults
 from edgeinfer.apps.bench.memory_subjects import Subject, find_subjects
 from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
-from edgeinfer.apps.bench.watch import watch
+from edgeinfer.apps.bench.watch import Ended, Watched, watch
 from edgeinfer.cli.main import main
+from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
+from tests.apps.bench.here import exports_here, watch_here
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
 BUILTIN = Subject("built-in", str(resolve(None)), 5_000_000, 1024, "built-in", (str(resolve(None)),))
@@ -59,38 +62,68 @@ def test_results_name_every_plan_that_was_not_kept(capsys: pytest.CaptureFixture
     assert data["gap"]["median"] == pytest.approx(0.025)
 
 
-def test_draws_repeat_and_can_all_be_planned() -> None:
-    first, again = (list(draw_cases([BUILTIN], 6, 5)) for _ in range(2))
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What plans were asked for; those with the smallest context cannot be had."""
+    asked: list[dict[str, Any]] = []
+
+    def plan(model: str, **options: Any) -> None:
+        asked.append(options)
+        if options["context"] == 64:
+            raise UsageError("No.")
+
+    monkeypatch.setattr(edgeinfer, "plan", plan)
+    return asked
+
+
+def test_draws_repeat_and_leave_out_what_cannot_be_had(planned: list[dict[str, Any]]) -> None:
+    first, again = (list(draw_cases([BUILTIN], 30, 5)) for _ in range(2))
     assert first == again
     assert list(draw_cases([BUILTIN], 1, 6)) != first[:1]
-    assert [case.number for case in first] == list(range(6))
-    for case in first:
-        assert 1.0 <= case.slack <= 1.6
+    assert [case.number for case in first] == list(range(30))
+    assert all(1.0 <= case.slack <= 1.6 for case in first)
+    for option, values in {"speculation": 4, "context": 3, "counted": 2, "threads": 2}.items():
+        assert len({case.options[option] for case in first}) >= values
+    assert any(options["context"] == 64 for options in planned)
+    assert not any(case.options["context"] == 64 for case in first)
+
+
+def test_draws_of_which_none_can_be_had_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(model: str, **options: Any) -> None:
+        raise UsageError("No.")
+
+    monkeypatch.setattr(edgeinfer, "plan", plan)
+    with pytest.raises(UsageError, match=r"No\."):
+        list(draw_cases([BUILTIN], 1, 0))
+
+
+@pytest.mark.slow
+def test_what_is_drawn_can_be_planned() -> None:
+    for case in draw_cases([BUILTIN], 6, 5):
         plan = edgeinfer.plan(case.subject.model, **case.options)
         assert plan.minimum_bytes > 0
-    assert len({case.options["speculation"] for case in first}) > 1
-    assert len({case.options["context"] for case in first}) > 1
 
 
+@pytest.mark.usefixtures("planned")
 def test_larger_models_are_drawn_less_often() -> None:
     large = dataclasses.replace(BUILTIN, name="large", parameters=1_500_000_000, mates=())
-    drawn = list(draw_cases([BUILTIN, large], 30, 0))
+    drawn = list(draw_cases([BUILTIN, large], 90, 0))
     larger = [case for case in drawn if case.subject is large]
-    assert len(larger) < len(drawn) / 3
+    assert 0 < len(larger) < len(drawn) / 4
     assert not any("draft_model" in case.options for case in larger)
 
 
 def test_the_context_is_filled_to_its_end() -> None:
-    with edgeinfer.load(context=128, remember=False) as model:
+    with edgeinfer.load(context=64, threads=1, speculation="copy", remember=False) as model:
         filled = fill_context(model, seed=3)
-        assert filled.tokens == 129
+        assert filled.tokens == 65
         assert filled.peak_rss_bytes > 0 and filled.used["kv"] > 0
-    with edgeinfer.load(context=128, overflow="window", remember=False) as model:
-        assert fill_context(model, seed=3, beyond=True).tokens > 150
+    with edgeinfer.load(context=64, threads=1, overflow="window", speculation="off", remember=False) as model:
+        assert fill_context(model, seed=3, beyond=True).tokens > 75
 
 
 def test_chats_begin_again_before_the_context_is_full() -> None:
-    with edgeinfer.load(context=256, prefix_cache="1MB", remember=False) as model:
+    with edgeinfer.load(context=256, threads=1, speculation="off", prefix_cache="1MB", remember=False) as model:
         peaks = chat_loop(model, 14, reply_tokens=8)
     assert len(peaks) == 14 and min(peaks) > 10e6
 
@@ -186,47 +219,143 @@ def test_limits_are_enforced(kind: str, tmp_path: Path) -> None:
     assert kind != "cgroup" or (group is not None and not group.exists())
 
 
-@linux_only
-def test_plans_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("onnx", reason="needs the export extra")
+def _plans(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and results of two plans."""
     out = tmp_path / "plans.json"
     arguments = ["bench", "memory", "plans", "--runs", "2", "--shapes", "tiny", "--work", str(tmp_path)]
-    assert main([*arguments, "--seed", "1", "--json", str(out)]) in (0, 1)
-    data = json.loads(out.read_text())
-    assert sum(data["outcomes"].values()) == 2
-    assert data["outcomes"]["failed"] == data["outcomes"]["killed"] == 0
-    for run in data["runs"]:
-        assert run["peak_rss"] > run["peak_anonymous"] > 10e6
+    code = main([*arguments, "--json", str(out), "--seed", "1", *options])
+    return code, json.loads(out.read_text())
+
+
+def test_plans_are_run_and_compared_with_what_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx", reason="needs the export extra")
+    exports_here(monkeypatch, "model_files")
+    shares = iter([0.9, 1.1])
+    monkeypatch.setattr(memory_plans, "watch", watch_here(lambda found: round(next(shares) * found["planned"])))
+    # Draws short contexts, which are soon filled.
+    code, data = _plans(tmp_path, "--no-limits", "--seed", "51")
+    assert code == 1
+    assert [run["outcome"] for run in data["runs"]] == ["kept", "exceeded"]
+    for run, share in zip(data["runs"], (0.9, 1.1), strict=True):
         assert run["budget"] >= run["planned"] > 0
-    assert "by bundle" in capsys.readouterr().out
+        # Of anonymous memory there was half as much.
+        counted = share if run["counted"] == "resident" else share / 2
+        assert run["enforced"] == "none" and run["measured"] == pytest.approx(counted * run["planned"], abs=1)
+
+
+@pytest.mark.parametrize(("measured", "code"), [((80, 90), 0), ((80, 95), 1)])
+def test_the_code_says_whether_all_plans_were_kept(
+    measured: tuple[int, int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plans, "run_cases", lambda cases, enforce: map(plan_run, measured))
+    monkeypatch.setattr(memory_subjects, "find_subjects", lambda *_: [BUILTIN])
+    found, data = _plans(tmp_path)
+    assert (found, len(data["runs"])) == (code, 2)
+
+
+def test_subjects_are_the_built_in_model_and_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx", reason="needs the export extra")
+    exports_here(monkeypatch, "model_files")
     names = {subject.name for subject in find_subjects(resolve(None), tmp_path, ("tiny",))}
     assert names == {"built-in", "tiny native", "tiny portable"}
 
 
 @linux_only
-def test_budgets_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    shared = ["--steps", "2", "--rounds", "1", "--halvings", "0", "--spec", "copy", "--no-limits", "--json", str(out)]
-    assert main(["bench", "memory", "smallest", "-c", "384", *shared]) == 0
+@pytest.mark.slow
+def test_plans_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnx", reason="needs the export extra")
+    code, data = _plans(tmp_path)
+    assert sum(data["outcomes"].values()) == 2
+    assert data["outcomes"]["failed"] == data["outcomes"]["killed"] == 0
+    assert code == (0 if data["outcomes"]["kept"] == 2 else 1)
+    for run in data["runs"]:
+        assert run["peak_rss"] > run["peak_anonymous"] > 10e6
+        assert run["budget"] >= run["planned"] > 0
+    assert "by bundle" in capsys.readouterr().out
+
+
+BUDGETS = ["--steps", "2", "--rounds", "1", "--halvings", "0", "--no-limits", "-t", "1"]
+
+
+def check_smallest(out: Path, shown: str) -> None:
     points = json.loads(out.read_text())["points"]
     assert len(points) == 2 and points[0]["setup"]["options"]["memory"] > points[1]["setup"]["options"]["memory"]
-    assert "Smallest budget with 95% of the best speed" in capsys.readouterr().out
+    assert "Smallest budget with 95% of the best speed" in shown
+
+
+def test_budgets_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, out = watch_here(lambda found: 70_000_000), tmp_path / "out.json"
+    monkeypatch.setattr(memory_timed, "watch", watch)
+    monkeypatch.setattr(memory_timed, "run_watched", lambda command, env: watch(command, env).watched)
+    # Its chats are longer than tests have time for.
+    for name, tokens in {"_REPLY": 4, "_SHORT_PROMPT": 8, "_MARGIN": 4}.items():
+        monkeypatch.setattr(memory_smallest, name, tokens)
+    shared = ["--spec", "off", *BUDGETS, "--json", str(out)]
+    assert main(["bench", "memory", "smallest", "-c", "64", *shared]) == 0
+    check_smallest(out, capsys.readouterr().out)
     prompts = ["--categories", "tales/retell", "--per-category", "1", "-n", "8"]
     assert main(["bench", "memory", "spec", *prompts, *shared]) == 0
     setups = json.loads(out.read_text())["setups"]
     assert [setup["setup"]["name"] for setup in setups[:2]] == ["unconstrained", "default"]
     assert setups[0]["generation_bytes"]["planned"] > setups[0]["generation_bytes"]["planned_alone"] > 0
+    assert setups[0]["runs"][0]["peak_rss"] == 70_000_000
 
 
 @linux_only
-def test_a_chat_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_budgets_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    shared = ["--spec", "copy", *BUDGETS, "--json", str(out)]
+    assert main(["bench", "memory", "smallest", "-c", "384", *shared]) == 0
+    check_smallest(out, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("last", "code", "says"), [(100, 0, "flat"), (200, 1, "not flat")])
+def test_the_code_says_whether_memory_grew(
+    last: int, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        assert (name, arguments["turns"], arguments["context"]) == ("chat", 12, 256)
+        return {"peaks": [100] * 11 + [last], "planned": 300, "context": 256}
+
+    monkeypatch.setattr(memory_chat, "run_job", job)
     out = tmp_path / "chat.json"
-    assert main(["bench", "memory", "chat", "--turns", "12", "-n", "4", "-c", "256", "--json", str(out)]) in (0, 1)
-    assert len(json.loads(out.read_text())["peaks"]) == 12
+    arguments = ["bench", "memory", "chat", "--turns", "12", "-n", "4", "-c", "256", "--json", str(out)]
+    assert main(arguments) == code
+    assert json.loads(out.read_text())["flat"] == (says == "flat")
     assert "The peak grew by" in capsys.readouterr().out
+
+
+@linux_only
+@pytest.mark.slow
+def test_a_chat_in_a_process(tmp_path: Path) -> None:
+    out = tmp_path / "chat.json"
+    code = main(["bench", "memory", "chat", "--turns", "12", "-n", "4", "-c", "256", "--json", str(out)])
+    data = json.loads(out.read_text())
+    assert len(data["peaks"]) == 12 and min(data["peaks"]) > 10e6
+    assert code == (0 if data["flat"] else 1)
+
+
+def test_too_few_turns_tell_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "memory", "chat", "--turns", "10"]) == 2
+    assert "10 turns tell nothing" in capsys.readouterr().err
 
 
+def test_a_peer_is_asked_for_both_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(command: Sequence[str], env: Any, stdin: str) -> Ended:
+        load, short, deep = (json.loads(line) for line in stdin.splitlines())
+        assert load["kind"] == "edgeinfer" and len(short["past"]) < len(deep["past"])
+        answers = [{"version": "1"}, [10.0] * short["tokens"], [20.0] * deep["tokens"]]
+        told = "".join(json.dumps({"answer": answer}) + "\n" for answer in answers)
+        return Ended(0, "", Watched(told, 1.0, 600, 0, 0, 300))
+
+    monkeypatch.setattr(memory_smallest, "watch", watch)
+    figures = measure_peer(Peer("edgeinfer", tmp_path), 512, 1)
+    assert (figures.reason, figures.peak_rss, figures.peak_anonymous) == ("", 600, 300)
+    assert (figures.short_speed, figures.deep_speed) == (100.0, 50.0)
+
+
+@pytest.mark.slow
 def test_a_peer_that_cannot_load_says_why(tmp_path: Path) -> None:
     figures = measure_peer(Peer("edgeinfer", tmp_path / "absent"), 512, 1)
     assert "absent" in figures.reason

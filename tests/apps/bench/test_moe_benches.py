@@ -11,7 +11,8 @@ from edgeinfer.apps.bench import moe_drafting
 from edgeinfer.apps.bench.moe_drafting import best_speedup
 from edgeinfer.apps.bench.moe_random import main as make_random
 from edgeinfer.errors import UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
 
@@ -40,7 +41,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafting_is_measured(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("Once upon a time there was a little dog. She said: the cat is not here, is it? " * 20, "utf-8")
-    options = ["--tokens", "20", "--replies", "2", "--length", "12", "--json", str(out)]
+    options = ["--tokens", "12", "--replies", "1", "--length", "8", "--json", str(out)]
     moe_drafting.main([str(mixture), "--text", str(text), *options])
     found = json.loads(out.read_text("utf-8"))
     assert [c["count"] for c in found["counts"]] == [1, 2]

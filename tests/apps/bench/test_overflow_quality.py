@@ -19,11 +19,11 @@ def test_compares_every_policy_with_a_context_that_holds_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stories, dialogues = tmp_path / "stories.txt", tmp_path / "dialogues.jsonl"
-    stories.write_text("<|endoftext|>".join([STORY * 4] * 3), "utf-8")
+    stories.write_text("<|endoftext|>".join([STORY * 3] * 2), "utf-8")
     talk = [{"role": "user", "content": STORY}, {"role": "assistant", "content": STORY}]
     asked = [*talk, {"role": "user", "content": "Tell it again."}]
     dialogues.write_text(json.dumps({"kind": "again", "messages": asked, "answer": STORY}) + "\n", "utf-8")
-    options = ["--stories", str(stories), "--dialogues", str(dialogues), "--context", "40", "--texts", "2", "--json"]
+    options = ["--stories", str(stories), "--dialogues", str(dialogues), "--context", "40", "--texts", "1", "--json"]
     assert main([*options, "--policies", "window,cluster"]) == 0
     losses = json.loads(capsys.readouterr().out)
     assert len(losses) == 3 * 3

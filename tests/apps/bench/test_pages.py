@@ -24,20 +24,27 @@ from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.cli.main import main
 from edgeinfer.errors import UsageError
+from tests.apps.bench.here import known_limits
 from tests.speculation import needs_builtin
 
-RUN = ["-t", "1", "-r", "2"]
+RUN = ["-t", "1", "-r", "2", "-c", "64", "--spec", "off"]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What the benchmarks write."""
     folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        known_limits(patch)
+        return _measured(folder)
+
+
+def _measured(folder: Path) -> dict[str, Path]:
     found = {name: folder / f"{name}.json" for name in ("speed", "curve", "spec")}
-    tests = ["-p", "16", "-n", "8", "-d", "0,16"]
+    tests = ["-p", "8", "-n", "4", "-d", "0,8"]
     assert main(["bench", "speed", *tests, *RUN, "-o", "json", "--out", str(found["speed"])]) == 0
     assert main(["bench", "curve", "--sizes", "1,2,4", "-d", "8", *RUN, "--json", str(found["curve"])]) == 0
-    spec = ["--per-category", "1", "-n", "16", "--repeats", "1", "-t", "1"]
+    spec = ["--categories", "tales/write,tales/start", "--per-category", "1", "-n", "8", "--repeats", "1", "-t", "1"]
     assert main(["bench", "spec", *spec, "--json", str(found["spec"])]) == 0
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench import peers_run
+from edgeinfer.apps.bench import peers_check, peers_run
 from edgeinfer.apps.bench.artifacts import Artifacts
+from edgeinfer.apps.bench.peers_budgets import LimitedRun
 from edgeinfer.apps.bench.peers_config import PeersConfig
-from edgeinfer.apps.bench.peers_engines import PEERS, Peer
+from edgeinfer.apps.bench.peers_engines import PEERS
 from edgeinfer.apps.bench.peers_models import builtin_model, shape_model
 from edgeinfer.apps.bench.peers_report import peers_json, peers_markdown
 from edgeinfer.apps.bench.peers_results import EngineFigures
 from edgeinfer.apps.bench.peers_run import PeersRun
 from edgeinfer.apps.bench.shapes import SHAPES
 from edgeinfer.cli.main import main
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import BackendError, UsageError
+from tests.apps.bench.here import Canned, LocalWorker, exports_here
 from tests.speculation import BUILTIN, needs_builtin
 
 pytest.importorskip("onnx", reason="needs the export extra")
@@ -34,8 +37,29 @@ SIZES = ["-c", "256", "-p", "40", "-n", "6", "--models", "tiny", "--quick"]
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("peers")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        exports_here(patch, "model_files")
+        yield tmp_path_factory.mktemp("peers")
+
+
+@pytest.fixture
+def canned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that take no time, and a reference that knows what they should say; "wrong" says something else."""
+    monkeypatch.setattr(LocalWorker, "engines", {"edgeinfer": Canned, "transformers": Canned})
+    for module in (peers_run, peers_check):
+        monkeypatch.setattr(module, "Worker", LocalWorker)
+    ours = replace(PEERS["edgeinfer"], make=lambda model, python: tmp_path)
+    reference = replace(PEERS["transformers"], make=lambda model, python: tmp_path)
+    monkeypatch.setattr(peers_run, "missing", lambda peer, python, name: "")
+    monkeypatch.setitem(PEERS, "edgeinfer", ours)
+    monkeypatch.setitem(PEERS, "transformers", reference)
+    monkeypatch.setitem(PEERS, "wrong", replace(ours, label="wrong", options={"wrong": True}))
+
+
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference, which takes seconds to start."""
+    monkeypatch.setattr(peers_run, "missing", lambda peer, python, name: "it sleeps" if name == "transformers" else "")
 
 
 def run(work: Path, *engines: str, **settings: Any) -> PeersRun:
@@ -49,11 +73,49 @@ def found(done: PeersRun) -> dict[str, EngineFigures]:
     return {figures.engine: figures for figures in done.figures().engines}
 
 
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reference, which takes seconds to start."""
-    monkeypatch.setattr(peers_run, "missing", lambda peer, python, name: "it sleeps" if name == "transformers" else "")
+@pytest.mark.usefixtures("canned")
+def test_figures_of_engines(work: Path) -> None:
+    done = run(work, "edgeinfer", "wrong", repeats=2)
+    right, wrong = done.figures().engines
+    assert (right.same_tokens, right.agreement, right.checked) == (True, 1.0, 6 * 16 + 64)
+    assert right.load_ms is not None and right.load_ms.median == 7.0
+    assert {name: spread.median for name, spread in right.rates.items()} == {"pp40": 800.0, "tg6": 500.0}
+    assert {m: spread.median for m, spread in right.passes.items()} == {m: 1.0 + 3.0 * m for m in SMALL.sizes}
+    assert right.peak_rss_bytes == 100_000_000 and not right.skipped
+    # The speed of an engine that says something else does not count, however fast it is.
+    assert (wrong.same_tokens, wrong.agreement) == (False, 0.0)
+    assert not wrong.rates and not wrong.passes and wrong.load_ms is None
+    text = peers_markdown([done.figures()], SMALL)
+    assert "wrong: wrong" in text and "pp40 t/s" in text
+    engines = peers_json([done.figures()], SMALL)["models"][0]["engines"]
+    assert engines[0]["pp40"] == 800.0 and engines[0]["c"]["1"] == 4.0
 
 
+@pytest.mark.usefixtures("canned")
+def test_budgets_are_tried_until_one_fails(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def limited(kind: str, options: Any, python: str | None, *, budget: int, prompt: list[int], **_: Any) -> LimitedRun:
+        tried.append(budget)
+        assert options["memory"] == budget
+        if budget < 300_000_000:
+            return LimitedRun("killed")
+        return LimitedRun("", 25.0, 250_000_000, tuple(Canned(options["path"]).reply(prompt, 64)["token_ids"]))
+
+    monkeypatch.setattr(peers_run, "run_limited", limited)
+    monkeypatch.setattr(peers_run, "can_enforce", lambda: "")
+    settings = replace(SMALL, engines=("edgeinfer",), budgets=(400_000_000, 200_000_000), rounds=3)
+    done = PeersRun(shape_model(work, "tiny"), settings, lambda *_: None)
+    done.run()
+    ours = found(done)["edgeinfer"]
+    assert ours.budgets[400_000_000].tokens_per_second == 25.0 and ours.budgets[200_000_000].reason == "killed"
+    assert tried.count(400_000_000) == 3 and tried.count(200_000_000) == 1
+    text = peers_markdown([done.figures()], settings)
+    assert "400.0 MB" in text and "killed" in text
+
+
+@pytest.mark.slow
+@pytest.mark.gguf
 @needs_llamacpp
 @needs_transformers
 def test_engines_side_by_side(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +145,8 @@ def test_engines_side_by_side(work: Path, tmp_path: Path, capsys: pytest.Capture
     assert "Beside other engines" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.gguf
 @needs_builtin
 @needs_llamacpp
 @needs_transformers
@@ -117,37 +181,53 @@ def test_transformers_takes_part(work: Path, tmp_path: Path) -> None:
     assert engine.reply(prompt, 6)["token_ids"] == reply
 
 
+@pytest.mark.usefixtures("canned")
 def test_what_cannot_be_loaded_is_left_out(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unchecked(monkeypatch)
-    broken = tmp_path / "broken"
-    broken.mkdir()
 
-    def add(name: str, peer: Peer) -> None:
-        monkeypatch.setitem(PEERS, name, peer)
+    class Dying(Canned):
+        def decode_times(self, tokens: int, past: list[int]) -> list[float]:
+            raise BackendError("it died.")
 
     ours = PEERS["edgeinfer"]
-    add("broken", replace(ours, label="broken", make=lambda model, python: broken))
-    add("dying", replace(ours, label="dying", options={"native": "neither"}))
-    done = run(work, "edgeinfer", "broken", "dying")
+    absent = replace(ours, label="absent", make=lambda model, python: tmp_path / "absent")
+    monkeypatch.setitem(PEERS, "absent", absent)
+    monkeypatch.setitem(PEERS, "dying", replace(ours, label="dying", kind="dying"))
+    monkeypatch.setitem(LocalWorker.engines, "dying", Dying)
+    done = run(work, "edgeinfer", "absent", "dying")
     figures = found(done)
     assert figures["edgeinfer"].rates and not figures["edgeinfer"].skipped
-    assert figures["broken"].skipped and not figures["broken"].rates
-    assert "stopped" in figures["dying"].skipped
+    assert figures["absent"].skipped and not figures["absent"].rates
+    assert "stopped: it died" in (figures["dying"].skipped or "")
     assert figures["edgeinfer"].same_tokens is None
     text = peers_markdown([done.figures()], SMALL)
     assert "Replies were not checked: it sleeps." in text and "dying: skipped:" in text
     json.dumps(peers_json([done.figures()], SMALL))
 
 
+@pytest.mark.slow
+def test_engines_that_fail_in_their_processes(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    ours = PEERS["edgeinfer"]
+    monkeypatch.setitem(PEERS, "broken", replace(ours, label="broken", make=lambda model, python: broken))
+    monkeypatch.setitem(PEERS, "dying", replace(ours, label="dying", options={"native": "neither"}))
+    figures = found(run(work, "edgeinfer", "broken", "dying"))
+    assert figures["edgeinfer"].rates and not figures["edgeinfer"].skipped
+    assert figures["broken"].skipped and not figures["broken"].rates
+    assert "stopped" in (figures["dying"].skipped or "")
+
+
 @pytest.mark.skipif(find_spec("onnxruntime_genai") is not None, reason="onnxruntime-genai is installed")
 def test_an_interpreter_without_the_engine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unchecked(monkeypatch)
     figures = found(run(work, "genai", pythons={"genai": sys.executable}))
-    assert "onnxruntime_genai" in figures["onnxruntime-genai"].skipped
+    assert "onnxruntime_genai" in (figures["onnxruntime-genai"].skipped or "")
 
 
+@pytest.mark.usefixtures("canned")
 def test_no_limits_no_column(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unchecked(monkeypatch)
     monkeypatch.setattr(peers_run, "can_enforce", lambda: "there is no such thing here")
     done = run(work, "edgeinfer", budgets=(400_000_000,))
     assert not found(done)["edgeinfer"].budgets
@@ -155,11 +235,27 @@ def test_no_limits_no_column(work: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "not measured: there is no such thing here" in text and "400.0 MB" not in text
 
 
+@pytest.mark.usefixtures("canned")
+def test_the_command_writes_what_the_report_shows(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "peers.json", tmp_path / "page.html"
+    arguments = [*SIZES, "--engines", "edgeinfer", "--budgets", "none", "--work", str(work), "--json", str(out)]
+    assert main(["bench", "peers", *arguments]) == 0
+    data = json.loads(out.read_text())
+    assert data["benchmark"] == "peers" and data["environment"]["cores"] >= 1 and data["command"]
+    (model,) = data["models"]
+    assert model["model"] == "tiny" and model["tests"] == ["pp40", "tg6"]
+    text = capsys.readouterr().out
+    assert "| edgeinfer" in text and "c(4) ms" in text
+    assert main(["bench", "report", str(out), "--out", str(page)]) == 0
+    assert "Beside other engines" in page.read_text("utf-8")
+
+
+@pytest.mark.usefixtures("canned")
 def test_interrupted_it_keeps_what_was_done(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unchecked(monkeypatch)
-
     def interrupt(self: PeersRun) -> None:
         raise KeyboardInterrupt
 
@@ -168,7 +264,7 @@ def test_interrupted_it_keeps_what_was_done(
     arguments = [*SIZES, "--engines", "edgeinfer", "--budgets", "none", "--work", str(work), "--json", str(out)]
     assert main(["bench", "peers", *arguments]) == 130
     (engine,) = json.loads(out.read_text())["models"][0]["engines"]
-    assert engine["load_ms"] > 0 and "tg6" not in engine
+    assert engine["load_ms"] == 7.0 and "tg6" not in engine
     captured = capsys.readouterr()
     assert "| edgeinfer" in captured.out and "Interrupted" in captured.err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -19,8 +20,13 @@ from edgeinfer.apps.bench.engines.stepped import SteppedEngine
 from edgeinfer.apps.bench.peers_budgets import LimitedRun, can_enforce, run_limited, summary
 from edgeinfer.apps.bench.safetensors_file import TensorFile, convert_checkpoint
 from edgeinfer.apps.bench.watch import watch
+from edgeinfer.apps.bench.worker import ENGINES, serve
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import BackendError
+from edgeinfer.export import ExportConfig
+from tests.apps.bench.here import Canned
+from tests.cache import export_checkpoint
+from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint
 from tests.speculation import BUILTIN, needs_builtin
 
@@ -78,6 +84,24 @@ def test_a_worker_says_what_went_wrong() -> None:
             worker.ask("prefill_times", prompt=[5] * 1000)
 
 
+def test_a_worker_answers_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "canned", Canned)
+    asked = [
+        {"kind": "canned", "path": str(tmp_path)},
+        {"kind": "decode_times", "tokens": 2, "past": [5]},
+        {"kind": "reply", "prompt": [5], "tokens": 3},
+        {"kind": "whatever"},
+        {"kind": "prefill_times", "prompt": [5]},
+    ]
+    answers = io.StringIO()
+    with pytest.raises(AttributeError):
+        serve(io.StringIO("".join(json.dumps(request) + "\n" for request in asked)), answers)
+    version, times, reply, refused = map(json.loads, answers.getvalue().splitlines())
+    assert (version, times) == ({"answer": {"version": "1.0"}}, {"answer": [2.0, 2.0]})
+    assert reply["answer"]["token_ids"] == [6, 7, 8]
+    assert "whatever" in refused["error"]
+
+
 @pytest.mark.skipif(shutil.which("cat") is None, reason="needs cat")
 def test_interpreters_that_are_none() -> None:
     with pytest.raises(BackendError, match="The edgeinfer worker stopped"):
@@ -90,20 +114,27 @@ def test_engines_load_without_edgeinfer() -> None:
     """A foreign interpreter runs the worker by path; -S hides what is installed here, edgeinfer too."""
     asked = json.dumps({"kind": "genai", "path": "none", "threads": 1, "context": 16}) + "\n"
     command = [sys.executable, "-S", "-I", str(WORKER_SCRIPT)]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
     assert json.loads(done.stdout) == {"error": "No module named 'onnxruntime_genai'"}
     done = subprocess.run(
-        command, input=asked.replace("genai", "transformers"), capture_output=True, text=True, check=False
+        command,
+        input=asked.replace("genai", "transformers"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIME_LIMIT,
     )
     assert json.loads(done.stdout) == {"error": "No module named 'torch'"}
 
 
 def test_what_takes_too_long_is_ended() -> None:
-    ended = watch([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.3)
+    """No time at all is over at the first look, at which this one has not ended."""
+    ended = watch([sys.executable, "-c", "import threading; threading.Event().wait(600)"], seconds=0)
     assert ended.late and ended.returncode != 0
-    assert not watch([sys.executable, "-c", "pass"], seconds=60).late
+    assert not watch([sys.executable, "-c", "pass"]).late
 
 
+@pytest.mark.slow
 @needs_builtin
 @needs_groups
 def test_replies_within_limits() -> None:
@@ -126,8 +157,6 @@ def test_one_process_without_a_reply_speaks_for_all() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "llama-tied", "qwen2"])
 def test_a_bundle_becomes_the_checkpoint_it_was_made_of(architecture: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from edgeinfer.export import ExportConfig, export_checkpoint
-
     make_checkpoint(tmp_path / "checkpoint", architecture)
     bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32))
     write_bundle_checkpoint(open_bundle(bundle), tmp_path / "again")

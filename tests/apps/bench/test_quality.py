@@ -22,10 +22,20 @@ from edgeinfer.apps.bench.quality_variants import Candidate, Family, checkpoint_
 from edgeinfer.apps.bench.stories import read_stories
 from edgeinfer.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, TemplateError, UsageError
+from edgeinfer.runtime.native.library import native_kernel
+from tests.apps.bench.here import exported, exports_here
 from tests.factories import make_checkpoint
 from tests.speculation import needs_builtin
 
 STORIES = ("Once upon a time there was a little dog.", "She said: no.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here() -> Iterator[None]:
+    """Exports are from the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        exports_here(patch, "quality")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +86,8 @@ def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Pat
     logits = []
     assert result.candidate.export is not None
     for number, options in enumerate((["--bits", "32"], result.candidate.export)):
-        bundle = tmp_path / str(number)
-        assert main(["export", str(checkpoint), str(bundle), *options]) == 0
-        with edgeinfer.load(bundle, native=False if number else None) as model:
+        bundle = exported(checkpoint, tmp_path / str(number), *options)
+        with edgeinfer.load(bundle, speculation="off", native=False if number else None) as model:
             ids = model.tokenize(STORIES[0])
             ids = ids if ids[:1] == model.begin_ids else model.begin_ids + ids
             logits.append(np.concatenate([rows.astype(np.float64) for rows in model.logits(ids)]))
@@ -100,7 +109,7 @@ def test_stories_of_any_length_are_read(checkpoint: Path) -> None:
 
 def test_layouts_of_the_same_weights_stand_side_by_side(checkpoint: Path) -> None:
     try:
-        edgeinfer.measure_device()
+        native_kernel()
     except NativeUnavailableError as error:
         pytest.skip(str(error))
     results = measured(checkpoint, widths=["4small"], group_sizes=[32, 64], layouts=["native", "portable"])
@@ -127,7 +136,7 @@ def test_what_cannot_be_had_is_skipped_with_the_reason(checkpoint: Path) -> None
 
 @needs_builtin
 def test_models_with_other_tokens_are_not_compared(checkpoint: Path, tmp_path: Path) -> None:
-    assert main(["export", str(checkpoint), str(tmp_path / "bundle"), "--bits", "8"]) == 0
+    exported(checkpoint, tmp_path / "bundle", "--bits", "8")
     family = Family("tales", Candidate("tales", None), (Candidate("other", str(tmp_path / "bundle")),))
     (skipped,) = measure_family(family, Material(STORIES)).skipped
     assert "other tokens" in skipped.reason or "vocabularies" in skipped.reason
@@ -234,7 +243,7 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "budget of 9 bits"]
     assert data["text"] == "1 stories of text" and data["subjects"][0]["tasks"] == {}
     for bits in ("32", "8"):
-        assert main(["export", str(checkpoint), str(tmp_path / bits), "--bits", bits, "--no-kv-scales"]) == 0
+        exported(checkpoint, tmp_path / bits, "--bits", bits, "--no-kv-scales")
     models = ["-m", str(tmp_path / "8"), "--reference", str(tmp_path / "32")]
     assert main([*line, *models, "--kv", "int8"]) == 0
     again = json.loads((tmp_path / "out.json").read_text())

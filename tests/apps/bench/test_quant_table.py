@@ -25,7 +25,9 @@ from edgeinfer.apps.bench.quant_subjects import (
 )
 from edgeinfer.apps.bench.quant_table import Texts, main, measure
 from edgeinfer.errors import UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
+from tests.apps.bench.here import exports_here
+from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?", "The dog is here."]
@@ -34,6 +36,12 @@ STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not
 def figure(size: int, divergence: float, subject: Subject | None = None) -> Figure:
     subject = subject or BundleSubject("rtn", 4)
     return Figure("m", subject, size, 8 * size / 1000, divergence, 0.001, 0.2, 0.9, 5.0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are from the cache."""
+    exports_here(monkeypatch, "quant_table")
 
 
 sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12)
@@ -137,6 +145,7 @@ def test_forms_without_a_backend_are_measured(tmp_path: Path) -> None:
     assert [f.subject for f in failures] == subjects[2:]
 
 
+@pytest.mark.gguf
 def test_llama_cpp_is_measured_beside_it(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")

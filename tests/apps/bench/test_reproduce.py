@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.apps.bench.environment import run_header
@@ -17,6 +17,7 @@ from edgeinfer.apps.bench.reproduce import Reproduced, main, reproduce
 from edgeinfer.apps.bench.reproduce_files import finished, keep, read_result, redact, write_index, write_page
 from edgeinfer.apps.bench.reproduce_readme import block, fill, names
 from edgeinfer.apps.bench.reproduce_runs import RUNS, Places, Run, find_runs
+from tests.apps.bench.here import exports_here
 from tests.speculation import needs_builtin
 
 ROOT = Path(__file__).parents[3]
@@ -95,6 +96,7 @@ def test_results_are_kept_without_folders(places: Places, tmp_path: Path) -> Non
     assert finished(tmp_path, "tune", quick=True) and not finished(tmp_path, "tune", quick=False)
 
 
+@settings(max_examples=40)
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_without_paths_nothing_is_changed(data: Any) -> None:
     assert redact(data, {}) == data
@@ -137,7 +139,8 @@ def test_what_cannot_be_run_is_skipped_or_fails_alone(places: Places, tmp_path: 
 
 
 @needs_builtin
-def test_a_run_is_made_once(places: Places, tmp_path: Path) -> None:
+def test_a_run_is_made_once(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exports_here(monkeypatch, "reproduce")
     run = tried("speed", ["bench", "speed", "-p", "8", "-n", "4", "-r", "1"], output=("-o", "json", "--out"))
     made = reproduce(run, places, tmp_path, again=False)
     assert made.outcome == "made" and str(made).startswith("speed: made in ")
@@ -154,6 +157,7 @@ def test_the_others_go_on_where_one_fails(
 ) -> None:
     runs = [tried("kv", ["bench", "poetry"]), tried("tune", ["eval"]), tried("quality", [], needs=("checkpoints",))]
     monkeypatch.setattr("edgeinfer.apps.bench.reproduce.find_runs", lambda names: runs)
+    exports_here(monkeypatch, "reproduce")
     assert main(["--out", str(tmp_path / "results")]) == 1
     said = capsys.readouterr().out
     assert "kv: failed" in said and "tune: failed" in said and "quality: skipped: needs --checkpoint" in said

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +19,9 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 
 import httpx
 
+from edgeinfer.apps.bench import serve_load
 from edgeinfer.apps.bench.serve_load import Outcome, Question, ask, main
+from tests.apps.server.served import served
 from tests.speculation import needs_builtin
 
 QUESTION = Question({"messages": [], "stream": True}, "abc")
@@ -67,14 +74,37 @@ def test_what_is_an_error(body: str, status: int, leave_after: int | None, says:
     assert says in outcome.errors[0]
 
 
-@needs_builtin
-def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "load.json"
-    words = ["--clients", "3", "--seconds", "1", "--questions", "4", "--leaving", "0.3", "--out", str(out)]
-    assert main([*words, "--", "-t", "1", "--parallel", "2"]) == 0
-    figures: dict[str, Any] = json.loads(out.read_text())
+def check_run(figures: dict[str, Any]) -> None:
     assert figures["errors"] == 0
     assert figures["requests"] == figures["complete"] + figures["disconnects"] >= 3
     assert figures["rss_most_bytes"] >= figures["rss_at_the_end_bytes"] > 0
     assert figures["ttft_ms"]["p99"] >= figures["ttft_ms"]["p50"] > 0
+
+
+WORDS = ["--clients", "3", "--seconds", "1", "--questions", "4", "--leaving", "0.3"]
+
+
+@needs_builtin
+def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server in this process, by a clock that tells a hundredth of a second more whenever it is asked."""
+    out, clock = tmp_path / "load.json", itertools.count()
+
+    @contextlib.contextmanager
+    def running(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
+        assert arguments == ["-t", "1", "--parallel", "2"]
+        with served(parallel=2) as server:
+            yield server.url, os.getpid()
+
+    monkeypatch.setattr(serve_load, "running_server", running)
+    monkeypatch.setattr(serve_load, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))
+    assert main([*WORDS, "--out", str(out), "--", "-t", "1", "--parallel", "2"]) == 0
+    check_run(json.loads(out.read_text()))
     assert "under load" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@needs_builtin
+def test_a_short_run_on_a_server_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "load.json"
+    assert main([*WORDS, "--out", str(out), "--", "-t", "1", "--parallel", "2"]) == 0
+    check_run(json.loads(out.read_text()))

@@ -62,7 +62,7 @@ def config(*modes: str, repeats: int = 2) -> SpecConfig:
     return SpecConfig(modes, Sampling(max_tokens=4), repeats)
 
 
-def times(
+def replies_of(
     ms: dict[str, list[float]], name: str = "p", category: str = "a", tokens: int = 5, cut: int = 0
 ) -> PromptTimes:
     """One prompt's replies: so many milliseconds per token by mode, in two rounds but for plain decoding."""
@@ -153,8 +153,8 @@ def test_plain_decoding_that_differs_from_itself_is_counted_too() -> None:
 
 def test_statistics_of_a_category() -> None:
     found = results(
-        times({"off": [2.0, 9.0, 3.0], "auto": [1.0, 1.0, 8.0]}, "slow"),
-        times({"off": [8.0, 8.0, 8.0], "auto": [1.0, 1.0, 1.0]}, "fast"),
+        replies_of({"off": [2.0, 9.0, 3.0], "auto": [1.0, 1.0, 8.0]}, "slow"),
+        replies_of({"off": [8.0, 8.0, 8.0], "auto": [1.0, 1.0, 1.0]}, "fast"),
     )
     summary = found.summary("auto", "a")
     assert summary is not None
@@ -167,9 +167,9 @@ def test_statistics_of_a_category() -> None:
 def test_means_over_categories() -> None:
     story = ("tales/write", "tales/retell", "tales/again")
     found = results(
-        *(times({"off": [2.0], "auto": [1.0]}, name, name) for name in (*story, *story)),
+        *(replies_of({"off": [2.0], "auto": [1.0]}, name, name) for name in (*story, *story)),
     )
-    found = results(*found.prompts, times({"off": [8.0], "auto": [1.0]}, "x", "gsm8k"))
+    found = results(*found.prompts, replies_of({"off": [8.0], "auto": [1.0]}, "x", "gsm8k"))
     assert found.overall_speedup("auto") == pytest.approx((2 * 2 * 2 * 8) ** 0.25)
     assert found.group_speedup("auto", story) == 2
     assert found.group_speedup("auto", (*story, "absent")) is None
@@ -177,7 +177,8 @@ def test_means_over_categories() -> None:
 
 def test_replies_too_short_to_be_timed_are_left_out_and_counted() -> None:
     found = results(
-        times({"off": [2.0], "auto": [1.0]}, "long"), times({"off": [0.0], "auto": [0.0]}, "short", "b", tokens=2)
+        replies_of({"off": [2.0], "auto": [1.0]}, "long"),
+        replies_of({"off": [0.0], "auto": [0.0]}, "short", "b", tokens=2),
     )
     assert found.untimed == 1
     assert found.summary("auto", "b") is None
@@ -187,15 +188,15 @@ def test_replies_too_short_to_be_timed_are_left_out_and_counted() -> None:
 
 def test_prompts_below_the_least_speedup_are_listed_slowest_first() -> None:
     found = results(
-        times({"off": [1.0], "auto": [1.05]}, "slower"),
-        times({"off": [1.0], "auto": [1.01]}, "noise"),
-        times({"off": [1.0], "auto": [2.0]}, "slowest"),
+        replies_of({"off": [1.0], "auto": [1.05]}, "slower"),
+        replies_of({"off": [1.0], "auto": [1.01]}, "noise"),
+        replies_of({"off": [1.0], "auto": [2.0]}, "slowest"),
     )
     assert [each.item.prompt.name for each in found.slower("auto", 0.98)] == ["slowest", "slower"]
 
 
 def test_the_report_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = times({"off": [1.0], "auto": [1.25], CONTROL: [0.8]}, "bad#1", "tales/write", cut=9)
+    wrong = replies_of({"off": [1.0], "auto": [1.25], CONTROL: [0.8]}, "bad#1", "tales/write", cut=9)
     wrong = replace(wrong, replies={**wrong.replies, "auto": [Reply((9,) * 5, 1.25, 2, True, {})]})
     print_results(results(wrong, skipped={"bits": "No second plane."}))
     text = capsys.readouterr().out
@@ -210,7 +211,7 @@ def test_the_report_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_report_says_that_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     setup = replace(SETUP, model="tales-cost-expanded-huge")
-    found = times({"off": [1.0], "auto": [0.5]}, "good#1")
+    found = replies_of({"off": [1.0], "auto": [0.5]}, "good#1")
     print_results(SpecResults(setup, ("off", "auto"), (found,), False, {}))
     text = capsys.readouterr().out
     assert "on every prompt: yes, on 1 of 1." in text

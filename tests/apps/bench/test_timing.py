@@ -9,18 +9,20 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgeinfer.apps.bench import watch
 from edgeinfer.apps.bench.comparison import Comparison, Contender
 from edgeinfer.apps.bench.contenders import CompareConfig
 from edgeinfer.apps.bench.report import print_comparison
 from edgeinfer.apps.bench.shapes import SHAPES
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Samples, Spread, Task, rotated, visits
-from edgeinfer.apps.bench.watch import mapped_memory, run_watched
+from edgeinfer.apps.bench.watch import _Sample, mapped_memory, run_watched
 from edgeinfer.errors import BackendError
 from edgeinfer.results import DeviceLimits, PassWork
 
@@ -148,14 +150,51 @@ def test_distance_to_the_limits_does_not_see_drift_between_repeats() -> None:
     assert [floor.times.p25, floor.times.p75] == pytest.approx([1.2, 1.2])
 
 
-def test_watching_sees_the_peak_of_a_child() -> None:
+def test_watching_sees_the_peak_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks that find it at work, one that finds it with less, and one that comes after its end."""
+    looks = [_Sample(rss, peak, rss // 2, rss // 4) for rss, peak in ((40, 40), (90, 95), (30, 95))]
+    found: list[_Sample | None] = [*looks, None]
+    monkeypatch.setattr("edgeinfer.apps.bench.watch._sample", lambda pid: found.pop(0) if found else None)
+    monkeypatch.setattr("edgeinfer.apps.bench.watch.INTERVAL_SECONDS", 0)
+
+    class Child:
+        pid, returncode = 7, 0
+
+        def __enter__(self) -> Child:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def poll(self) -> int | None:
+            return None if found else 0
+
+    monkeypatch.setattr("edgeinfer.apps.bench.watch.subprocess", SimpleNamespace(Popen=lambda *_, **__: Child()))
+    watched = run_watched(["anything"])
+    assert (watched.peak_rss_bytes, watched.anonymous_bytes, watched.file_bytes) == (95, 45, 22)
+    assert watched.peak_anonymous_bytes == 45
+
+
+def test_watching_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends when a look has found what it took."""
+    seen = tmp_path / "seen"
     code = (
-        "import time; block = bytearray(b'x') * 80_000_000; time.sleep(0.2); del block; time.sleep(0.1); print('done')"
+        "import os, time\nblock = bytearray(b'x') * 80_000_000\n"
+        f"for _ in range(6000):\n  if os.path.exists({str(seen)!r}): break\n  time.sleep(0.01)\nprint('done')"
     )
+
+    look = watch._sample
+
+    def sample(pid: int) -> _Sample | None:
+        found = look(pid)
+        if found and found.rss > 80_000_000:
+            seen.touch()
+        return found
+
+    monkeypatch.setattr(watch, "_sample", sample)
     watched = run_watched([sys.executable, "-c", code])
-    assert watched.stdout.strip() == "done"
+    assert seen.exists() and watched.stdout.strip() == "done"
     assert 80e6 < watched.peak_rss_bytes < 130e6
-    assert watched.seconds > 0.3
 
 
 def test_watching_a_child_that_fails_tells_its_last_line() -> None:

@@ -70,6 +70,7 @@ def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Calls of BFCL's functions" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_builtin
 @needs_data
 def test_real_entries() -> None:
