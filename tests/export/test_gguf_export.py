@@ -22,7 +22,6 @@ pytest.importorskip("llama_cpp")
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf import route, writer
-from edgeinfer.export.gguf.vocabulary import Vocabulary
 from tests.export.test_gguf_parity import gguf_logits
 
 pytestmark = pytest.mark.gguf
@@ -164,17 +163,6 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not finite"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", gguf("F16"))
     assert not (tmp_path / "out").exists()
-
-
-def test_phi3s_special_tokens_take_the_spaces_that_follow_by_the_models_name() -> None:
-    """llama.cpp looks for them in general.name, and stops at a name like that without such tokens."""
-
-    def words(rstrip: bool) -> Vocabulary:
-        return Vocabulary("llama", "default", ("<s>", "</s>"), (3, 3), {}, True, False, rstrip=rstrip)
-
-    assert writer._shown_name("my model", words(True)) == "my model (Phi-3)"
-    assert writer._shown_name("Phi-3-mini", words(False)) == "Phi 3-mini"
-    assert writer._shown_name("phi3", None) == "Phi 3"
 
 
 def test_the_export_is_recorded_as_json(source: Path, tmp_path: Path) -> None:

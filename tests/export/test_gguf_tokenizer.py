@@ -1,0 +1,184 @@
+"""Tokenizers of written GGUF files, run by llama.cpp: its ids are tokenizer.json's."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
+
+from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.gguf.library import llama_library
+from edgeinfer.bundle.gguf.model import open_gguf
+from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
+from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.gguf import pre_tokenizers as names
+from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenizer, llama_encoder
+from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
+from edgeinfer.export.gguf.writer import write_gguf
+from edgeinfer.export.hf_config import read_config
+from edgeinfer.runtime.llamacpp.model import LlamaModel
+from edgeinfer.runtime.llamacpp.tokenizer import LlamaTokenizer
+from edgeinfer.runtime.text.template import ChatTemplate
+from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
+from tests.factories import make_checkpoint
+
+pytest.importorskip("gguf")
+pytest.importorskip("llama_cpp")
+pytestmark = pytest.mark.gguf
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Texts of those that exports are checked with: combining marks, where llama.cpp's patterns leave them out, and a space
+# alone, before which llama.cpp puts another.
+DIFFERENT = {"tekken": 2, "gpt-4o": 2, "default always": 1}
+
+
+def checkpoint(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> Path:
+    """A tiny checkpoint with a tokenizer."""
+    make_checkpoint(folder, "llama-tied", chat_template=template, vocab_size=ROWS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def written(folder: Path, tokenizer: Tokenizer, **given: Any) -> tuple[Path, Vocabulary]:
+    source = checkpoint(folder / "checkpoint", tokenizer, **given)
+    write_gguf(source, folder / "model.gguf")
+    return folder / "model.gguf", read_vocabulary(source, read_config(source), ROWS)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_ids_are_those_of_the_checkpoints_tokenizer(name: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]()
+    path, vocabulary = written(tmp_path, tokenizer)
+    found = check_tokenizer(path, tokenizer.to_str().encode(), vocabulary)
+    assert found.texts > len(ORDINARY) + len(RARE)
+    assert len(found.different) == DIFFERENT.get(name, 0), found.different
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tokenizer, Vocabulary]]:
+    found = {}
+    for name in ("gpt-2", "qwen2", "default", "default spaces", "default first"):
+        tokenizer = TOKENIZERS[name]()
+        path, vocabulary = written(tmp_path_factory.mktemp(name.replace(" ", "-")), tokenizer)
+        found[name] = path, tokenizer, vocabulary
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2", "default", "default spaces", "default first"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.lists(
+        st.sampled_from([*"ab1 .,\n\t'", "  ", "the", " dog", "\u00e9", "\u4f60", "\U0001f600", *SPECIAL, "<think>"]),
+        max_size=12,
+    ).map("".join)
+)
+def test_any_text_gives_the_same_ids(
+    encoders: dict[str, tuple[Path, Tokenizer, Vocabulary]], name: str, text: str
+) -> None:
+    path, tokenizer, vocabulary = encoders[name]
+    normalize = GgufNormalizer(vocabulary.steps, vocabulary.special)
+    with llama_encoder(path) as encode:
+        assert encode(normalize(text)) == tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize("name", [n for n in TOKENIZERS if n.split()[0] in ("default", "gpt-2", "qwen2")])
+def test_the_runtime_makes_the_same_ids_and_texts(name: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]()
+    path, _ = written(tmp_path, tokenizer)
+    model = LlamaModel(read_gguf(path))
+    found = LlamaTokenizer(model)
+    for text in (*ORDINARY, "<|user|> a dog <s>the end</s>", "a <think>b", "\u00e9 \U0001f600 <unk>"):
+        ids = tokenizer.encode(text).ids
+        assert found.encode(text) == ids
+        for skip in (True, False):
+            assert found.decode(ids, skip) == tokenizer.decode(ids, skip), (text, skip)
+    model.close()
+
+
+def test_special_ids_and_what_is_put_around_a_text(tmp_path: Path) -> None:
+    path, vocabulary = written(tmp_path, pieces())
+    assert vocabulary.add_bos and not vocabulary.add_eos
+    assert vocabulary.ids["bos"] == 1 and vocabulary.tokens[vocabulary.ids["eos"]] == "</s>"
+    bundle = open_gguf(path)
+    assert bundle.read_object("generation_config.json")["bos_token_id"] == 1
+    tokenizer = byte_level(use_regex=True)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    path, vocabulary = written(tmp_path / "both", tokenizer)
+    assert (vocabulary.add_bos, vocabulary.add_eos) == (True, True)
+    with llama_encoder(path) as encode:
+        assert encode("a dog") == tokenizer.encode("a dog").ids
+
+
+def test_words_taken_whole_that_merges_lead_to_anyway_make_no_difference(tmp_path: Path) -> None:
+    parsed = json.loads(byte_level(split(names._QWEN2)).to_str())
+    parsed["model"]["ignore_merges"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(parsed))
+    path, vocabulary = written(tmp_path, tokenizer)
+    assert vocabulary.pre == "qwen2"
+    assert not check_tokenizer(path, tokenizer.to_str().encode(), vocabulary).different
+
+
+def test_an_export_whose_tokens_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = checkpoint(tmp_path / "checkpoint", byte_level(use_regex=True))
+    monkeypatch.setitem(names._NAMES, (("words",), False), "qwen2")
+    with pytest.raises(CheckpointError, match="makes other tokens"):
+        export_checkpoint(source, tmp_path / "out", ExportConfig(format="gguf", gguf_type="F16"))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_conversations_look_as_in_the_bundle_and_as_llama_cpp_renders_them(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoint", byte_level(use_regex=True), CHATML)
+    out = export_checkpoint(source, tmp_path / "out", ExportConfig(format="gguf", gguf_type="F16"))
+    messages = [{"role": "user", "content": "Hello \u00e9"}, {"role": "assistant", "content": "Hi."}]
+    expected = ChatTemplate(open_bundle(out).read_text("chat_template.jinja"), {}).render(messages)
+    template = read_gguf(out / "model.gguf").metadata.text("tokenizer.chat_template")
+    assert ChatTemplate(template, {}).render(messages) == expected
+    assert open_gguf(out / "model.gguf").read_text("chat_template.jinja") == template == CHATML
+    assert rendered(template, messages) == expected
+
+
+def rendered(template: str, messages: list[dict[str, str]]) -> str:
+    """What llama.cpp makes of a template that it knows."""
+    lib = llama_library()
+    array = (lib.llama_chat_message * len(messages))()
+    for entry, message in zip(array, messages, strict=True):
+        entry.role, entry.content = message["role"].encode(), message["content"].encode()
+    buffer = ctypes.create_string_buffer(4096)
+    size = lib.llama_chat_apply_template(template.encode(), array, len(messages), True, buffer, len(buffer))
+    assert size > 0
+    return buffer.raw[:size].decode()
+
+
+@pytest.mark.parametrize("name", ["stories260K", "mico_llama_1m", "mico_llama_3m", "tales"])
+def test_published_tokenizers_agree_on_a_thousand_lines(name: str, shared: Path, tmp_path: Path) -> None:
+    source = shared / "models" / name
+    write_gguf(source, tmp_path / "model.gguf", "F16")
+    config = read_config(source)
+    vocabulary = read_vocabulary(source, config, config.integer("vocab_size"))
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    normalize = GgufNormalizer(vocabulary.steps, vocabulary.special)
+    lines = shared_lines(shared / "data")
+    assert len(lines) == 1000 and sum(not line.isascii() for line in lines) >= 100
+    with llama_encoder(tmp_path / "model.gguf") as encode:
+        assert [line for line in lines if encode(normalize(line)) != tokenizer.encode(line).ids] == []
+
+
+def shared_lines(folder: Path) -> list[str]:
+    """Lines from all files, those with more than ASCII first: they are few."""
+    lines: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".txt", ".jsonl", ".json", ".md", ".py"):
+            found = [line[:1000] for line in path.read_text("utf-8", "replace").splitlines() if line.strip()]
+            lines += [line for line in found if not line.isascii()][:20] + found[:: max(1, len(found) // 60)][:60]
+    return sorted(lines, key=str.isascii)[:1000]
