@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import itertools
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from tests.factories import make_checkpoint
-
-pytest.importorskip("gguf")
-pytest.importorskip("llama_cpp")
+from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.errors import BudgetError
 from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.gguf import allocation
 from edgeinfer.export.gguf.allocation import TypePlan, choose_types, tensor_bytes
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.rounding import RowQuantizer
 from edgeinfer.export.gguf.writer import open_subject, write_gguf
 from edgeinfer.export.planned_tensors import PlannedTensors
+from tests.factories import make_checkpoint
 
-pytestmark = pytest.mark.gguf
+Floats = NDArray[np.float32]
 
 TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8, 8, 120])]
+
+
+needs_llama = pytest.mark.skipif(find_spec("llama_cpp") is None or find_spec("gguf") is None, reason="needs llama.cpp")
+
+
+class EvenSteps:
+    """Stands in for llama.cpp's quantizer: as many even steps as a type has bits, of blocks of its size."""
+
+    def approximate(self, rows: Floats, kind: str, importance: Floats | None = None) -> Floats:  # (N, K) -> (N, K)
+        into = ggml_type(kind)
+        assert rows.shape[1] % into.block_values == 0
+        blocks = rows.reshape(len(rows), -1, into.block_values)
+        step = 2 * np.abs(blocks).max(axis=2, keepdims=True) / 2**into.bits
+        return np.asarray(np.rint(blocks / step) * step, np.float32).reshape(rows.shape)
+
+
+@pytest.fixture
+def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "RowQuantizer", EvenSteps)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +63,8 @@ def choose(folder: Path, budget: int, given: dict[str, str] | None = None) -> Ty
         return choose_types(subject.spec, reader, TEXTS, subject.tensors, budget, given=given)
 
 
+@pytest.mark.gguf
+@needs_llama
 def test_the_file_takes_what_was_planned(tmp_path: Path, checkpoint: Path) -> None:
     write_gguf(checkpoint, tmp_path / "float.gguf", vocabulary=False)
     parameters = sum(tensor.size for tensor in read_gguf(tmp_path / "float.gguf").tensors)
@@ -61,7 +81,7 @@ def test_the_file_takes_what_was_planned(tmp_path: Path, checkpoint: Path) -> No
     assert costs[0] > costs[1] > costs[2] > 0
 
 
-def test_wide_rows_may_have_k_types_and_narrow_ones_none(checkpoint: Path) -> None:
+def test_wide_rows_may_have_k_types_and_narrow_ones_none(checkpoint: Path, even_steps: None) -> None:
     plan = choose(checkpoint, 290_000)
     down = {kind for name, kind in plan.types.items() if "ffn_down" in name}
     others = {kind for name, kind in plan.types.items() if "ffn_down" not in name}
@@ -70,14 +90,14 @@ def test_wide_rows_may_have_k_types_and_narrow_ones_none(checkpoint: Path) -> No
     assert not any("norm" in name for name in plan.types)
 
 
-def test_types_that_are_given_hold(checkpoint: Path) -> None:
+def test_types_that_are_given_hold(checkpoint: Path, even_steps: None) -> None:
     given = {"blk.0.attn_v.weight": "Q8_0", "blk.1.ffn_down.weight": "Q4_K"}
     plan = choose(checkpoint, 300_000, given)
     # Blocks of 256 do not fit 128 columns.
     assert (plan.types["blk.0.attn_v.weight"], plan.types["blk.1.ffn_down.weight"]) == ("Q8_0", "Q5_0")
 
 
-def test_what_is_too_small_is_refused_before_the_model_is_probed(checkpoint: Path) -> None:
+def test_what_is_too_small_is_refused_before_the_model_is_probed(checkpoint: Path, even_steps: None) -> None:
     with pytest.raises(BudgetError) as caught:
         choose(checkpoint, 100_000)
     least = caught.value.minimum_bytes
@@ -86,7 +106,7 @@ def test_what_is_too_small_is_refused_before_the_model_is_probed(checkpoint: Pat
         choose(checkpoint, least - 1)
 
 
-def test_experts_share_a_type(tmp_path: Path) -> None:
+def test_experts_share_a_type(tmp_path: Path, even_steps: None) -> None:
     make_checkpoint(tmp_path, "qwen3-moe")
     plan = choose(tmp_path, 160_000)
     assert plan.types.keys() >= {f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
@@ -94,7 +114,7 @@ def test_experts_share_a_type(tmp_path: Path) -> None:
     assert all(cost >= 0 for cost in plan.predicted.values())
 
 
-def test_the_plan_is_for_the_manifest(checkpoint: Path) -> None:
+def test_the_plan_is_for_the_manifest(checkpoint: Path, even_steps: None) -> None:
     plan = choose(checkpoint, 300_000)
     record = plan.record("ab" * 32, 15)
     assert record.budget_bytes == 300_000 and record.calibration_tokens == 15
@@ -105,6 +125,8 @@ def test_the_plan_is_for_the_manifest(checkpoint: Path) -> None:
     assert Manifest.__dataclass_fields__["plan"].type == "PlanRecord | None"
 
 
+@pytest.mark.gguf
+@needs_llama
 def test_rows_are_what_llama_cpp_makes_of_them() -> None:
     quantizer, chance = RowQuantizer(), np.random.default_rng(0)
     rows = chance.normal(size=(16, 256)).astype(np.float32)

@@ -10,17 +10,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
+from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from tests.factories import MIXTURES, VARIANTS, make_block_ffn_checkpoint, make_checkpoint
+from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
 from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.bundle.gguf.reader import read_gguf
-from edgeinfer.export.gguf.writer import gguf_tensor_names, write_gguf
+from edgeinfer.export.gguf.writer import write_gguf
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
+from tests.export.test_gguf_subject import REFUSED
 
 pytestmark = pytest.mark.gguf
 
@@ -30,12 +31,6 @@ Floats = NDArray[np.float32]
 TOLERANCE = 2e-5
 # llama.cpp's graph of OLMoE has no queries that share keys, as no published one has.
 CHANGES: dict[str, dict[str, Any]] = {"olmoe": {"num_key_value_heads": 4}}
-REFUSED = {
-    "qwen3-tied-biases": "bias of the attention's output",
-    "qwen2-moe-dense-layers": "layers without experts",
-    "qwen3-moe-plain": "layers without experts",
-    "olmoe": "queries that share keys",
-}
 # llama.cpp takes LongRoPE's factors by the size of its context, of 256 tokens here, and transformers by the text's.
 LENGTHS = {"phi3-longrope": 512}
 WRITTEN = [a for a in (*VARIANTS, *MIXTURES) if a not in REFUSED or a in CHANGES]
@@ -71,38 +66,6 @@ def test_logits_match_transformers_and_the_onnx_bundle(arch: str, tmp_path: Path
     differences = np.abs(found - expected).max(), np.abs(found - onnx).max()
     print(f"{arch}: transformers {differences[0]:.1e}, onnx {differences[1]:.1e}, {size} tokens")
     assert max(differences) <= TOLERANCE
-
-
-@pytest.mark.parametrize(("arch", "what"), REFUSED.items())
-def test_what_llama_cpp_cannot_express_is_refused(arch: str, what: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", arch)
-    with pytest.raises(UnsupportedArchitectureError, match=what) as error:
-        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
-    assert "ONNX" in error.value.hint
-    assert not (tmp_path / "model.gguf").exists()
-
-
-@pytest.mark.parametrize(
-    ("arch", "settings", "what"),
-    [
-        ("qwen3-moe", {"norm_topk_prob": False}, "not renormalized"),
-        ("qwen2-moe", {"norm_topk_prob": True}, "renormalized"),
-        ("qwen2", {"rope_parameters": VARIANTS["llama-llama3-rope"][1]["rope_parameters"]}, "type llama3"),
-        ("qwen2", {"head_dim": 32}, "128 wide together beside a hidden state of 64"),
-    ],
-)
-def test_settings_that_a_graph_lacks_are_refused(
-    arch: str, settings: dict[str, Any], what: str, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path / "checkpoint", arch, **settings)
-    with pytest.raises(UnsupportedArchitectureError, match=what):
-        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
-
-
-def test_block_ffn_has_no_gguf(tmp_path: Path) -> None:
-    make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=True)
-    with pytest.raises(UnsupportedArchitectureError, match="no architecture for MiniCPM"):
-        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
 
 
 def test_longropes_long_factors_hold_above_the_original_context(tmp_path: Path) -> None:
@@ -153,27 +116,6 @@ def test_values_too_large_for_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_down\.weight") as error:
         write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", "F16", vocabulary=False)
     assert "BF16" in error.value.hint
-
-
-def test_another_type_is_not_written_directly(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "checkpoint", "Llama")
-    with pytest.raises(UsageError, match="Q4_K_M"):
-        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", "Q4_K_M")
-
-
-def test_names_of_tensors() -> None:
-    assert gguf_tensor_names("embed") == ("token_embd.weight",)
-    assert gguf_tensor_names("layers.3.attn.qkv_bias") == (
-        "blk.3.attn_q.bias",
-        "blk.3.attn_k.bias",
-        "blk.3.attn_v.bias",
-    )
-    assert gguf_tensor_names("layers.3.attn.qkv", packed=True) == ("blk.3.attn_qkv.weight",)
-    assert gguf_tensor_names("layers.11.mlp.experts.5.gate_up") == (
-        "blk.11.ffn_gate_exps.weight",
-        "blk.11.ffn_up_exps.weight",
-    )
-    assert gguf_tensor_names("layers.0.mlp.shared.down") == ("blk.0.ffn_down_shexp.weight",)
 
 
 def read_tensors(path: Path) -> dict[str, Floats]:

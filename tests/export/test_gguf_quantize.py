@@ -20,7 +20,7 @@ import gguf
 from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.errors import BackendError, BundleError, StorageError, UsageError
-from edgeinfer.export.gguf.file_types import FILE_TYPES, fitting
+from edgeinfer.export.gguf.file_types import FILE_TYPES
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 
@@ -137,31 +137,6 @@ def test_experts_are_quantized_by_what_enters_each(tmp_path: Path) -> None:
         quantize_gguf(tmp_path / "float.gguf", tmp_path / "r.gguf", "Q4_0", importance={name: columns[:64]})
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "said"),
-    [
-        ("Q9", {}, "Q4_K_M"),
-        ("IQ2_XS", {}, "importance"),
-        ("Q4_0", {"prune_layers": [3]}, "no layer 3"),
-        ("Q4_0", {"prune_layers": [-1]}, "no layer -1"),
-        ("COPY", {"prune_layers": [0, 1, 2]}, "All 3"),
-        ("F16", {"tensor_types": {DOWN: "Q8_0"}}, "type F16"),
-        ("Q4_0", {"tensor_types": {DOWN: "Q8_1"}}, "Q8_1"),
-        ("Q4_0", {"tensor_types": {"blk.9.ffn_down.weight": "Q8_0"}}, "no tensor"),
-        ("Q4_0", {"tensor_types": {"token_embd.weight": "IQ1_S"}}, "without importance"),
-        ("Q4_0", {"importance": {DOWN: np.ones(64, np.float32)}}, "columns"),
-        ("Q4_0", {"importance": {DOWN: np.full(128, np.nan, np.float32)}}, "finite"),
-        ("Q4_0", {"importance": {"output_norm.weight": np.ones(64, np.float32)}}, "no matrix"),
-    ],
-)
-def test_what_is_impossible_is_refused_before_llama_cpp_sees_it(
-    tmp_path: Path, llama: tuple[Path, Any], kind: str, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UsageError, match=said):
-        quantize_gguf(llama[0], tmp_path / "q.gguf", kind, **options)
-    assert not list(tmp_path.iterdir())
-
-
 def test_quantizing_twice_must_be_asked_for(tmp_path: Path, llama: tuple[Path, Any]) -> None:
     quantize_gguf(llama[0], tmp_path / "eight.gguf", "Q8_0")
     with pytest.raises(UsageError, match="quantized already"):
@@ -215,10 +190,3 @@ def test_files_of_another_alignment_stay_readable(tmp_path: Path, llama: tuple[P
     quantize_gguf(tmp_path / "wide.gguf", tmp_path / "q.gguf", "COPY", prune_layers=[1])
     written: GgufFile = read_gguf(tmp_path / "q.gguf")
     np.testing.assert_array_equal(tensor(written.path, DOWN), tensor(llama[0], DOWN))
-
-
-def test_types_fall_back_as_llama_cpp_decides() -> None:
-    assert [fitting(kind, 96) for kind in ("Q4_K", "Q6_K", "IQ3_S", "Q2_K", "Q8_0")] == [
-        *("Q5_0", "Q8_0", "IQ4_NL", "Q4_0", "Q8_0")
-    ]
-    assert fitting("Q4_K", 256) == "Q4_K" and fitting("Q4_0", 40) == fitting("Q4_K", 40) == "F16"

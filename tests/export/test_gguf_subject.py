@@ -1,0 +1,72 @@
+"""What a checkpoint is in llama.cpp's terms, and what its graphs cannot express; nothing is written or run here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.errors import UnsupportedArchitectureError, UsageError
+from edgeinfer.export.gguf.writer import gguf_tensor_names, write_gguf
+from tests.factories import VARIANTS, make_block_ffn_checkpoint, make_checkpoint
+
+REFUSED = {
+    "qwen3-tied-biases": "bias of the attention's output",
+    "qwen2-moe-dense-layers": "layers without experts",
+    "qwen3-moe-plain": "layers without experts",
+    "olmoe": "queries that share keys",
+}
+
+
+@pytest.mark.parametrize(("arch", "what"), REFUSED.items())
+def test_what_llama_cpp_cannot_express_is_refused(arch: str, what: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", arch)
+    with pytest.raises(UnsupportedArchitectureError, match=what) as error:
+        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    assert "ONNX" in error.value.hint
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "what"),
+    [
+        ("qwen3-moe", {"norm_topk_prob": False}, "not renormalized"),
+        ("qwen2-moe", {"norm_topk_prob": True}, "renormalized"),
+        ("qwen2", {"rope_parameters": VARIANTS["llama-llama3-rope"][1]["rope_parameters"]}, "type llama3"),
+        ("qwen2", {"head_dim": 32}, "128 wide together beside a hidden state of 64"),
+    ],
+)
+def test_settings_that_a_graph_lacks_are_refused(
+    arch: str, settings: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", arch, **settings)
+    with pytest.raises(UnsupportedArchitectureError, match=what):
+        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+
+
+def test_block_ffn_has_no_gguf(tmp_path: Path) -> None:
+    make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=True)
+    with pytest.raises(UnsupportedArchitectureError, match="no architecture for MiniCPM"):
+        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+
+
+def test_another_type_is_not_written_directly(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "Llama")
+    with pytest.raises(UsageError, match="Q4_K_M"):
+        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", "Q4_K_M")
+
+
+def test_names_of_tensors() -> None:
+    assert gguf_tensor_names("embed") == ("token_embd.weight",)
+    assert gguf_tensor_names("layers.3.attn.qkv_bias") == (
+        "blk.3.attn_q.bias",
+        "blk.3.attn_k.bias",
+        "blk.3.attn_v.bias",
+    )
+    assert gguf_tensor_names("layers.3.attn.qkv", packed=True) == ("blk.3.attn_qkv.weight",)
+    assert gguf_tensor_names("layers.11.mlp.experts.5.gate_up") == (
+        "blk.11.ffn_gate_exps.weight",
+        "blk.11.ffn_up_exps.weight",
+    )
+    assert gguf_tensor_names("layers.0.mlp.shared.down") == ("blk.0.ffn_down_shexp.weight",)
