@@ -1,0 +1,179 @@
+"""Models that decode plainly or in rounds, whoever drafts, and what their texts are compared by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.bundle import Bundle, Layout, open_bundle
+from edgeinfer.bundle.heads import add_heads
+from edgeinfer.config import GenerationConfig
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
+from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
+from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.tuning import Tuning
+from edgeinfer.runtime.speculation.verification import find_verification
+from tests.cache import made
+from tests.factories import make_checkpoint
+from tests.heads import DRAFTING, random_heads
+from tests.runtime.speculation.prices import FLAT, Prices
+
+__all__ = [
+    "EXPORTS",
+    "GREEDY",
+    "PENALISED",
+    "PROMPT",
+    "SAMPLED",
+    "TOKENS",
+    "Subject",
+    "Text",
+    "Witness",
+    "bundles",
+    "chooser_of",
+]
+
+# A text that repeats itself, so that tables have something to say.
+PROMPT = [40, 51, 62, 73, 84, 95, 40, 51, 62, 73, 84, 95, 40, 51]
+TOKENS = 28
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+EXPORTS = {
+    "4-bit-128": ExportConfig(4, 128, keep_small=False),
+    "8-bit-32": ExportConfig(8, 32, keep_small=False),
+    "8-bit-64": ExportConfig(8, 64, keep_small=False),
+    "2-bit-128": ExportConfig(2, 128, keep_small=False),
+    "float32": ExportConfig(32),
+}
+# A random model rambles; among three tokens it repeats itself often enough for tables to draft, and to be wrong.
+FEW = dict.fromkeys((40, 51, 62), 50.0)
+GREEDY = GenerationConfig(logit_bias=FEW)
+SAMPLED = GenerationConfig(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
+PENALISED = GenerationConfig(temperature=0.7, repetition_penalty=1.02, frequency_penalty=0.2, seed=6, logit_bias=FEW)
+
+
+@dataclass
+class Witness:
+    """A chooser that keeps the logits that each position was last chosen from."""
+
+    inner: TokenChooser
+    logits: dict[int, Floats]
+
+    @property
+    def takes_likeliest(self) -> bool:
+        return False
+
+    @property
+    def follows_paths(self) -> bool:
+        return True
+
+    def token(self, logits: Floats, position: int, path: Sequence[int] = ()) -> int:
+        self.logits[position] = logits.copy()
+        return self.inner.token(logits, position, path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What decoding gave."""
+
+    tokens: list[int]
+    logits: dict[int, Floats]
+    cache: CacheSnapshot
+    rounds: Rounds | None
+
+
+def chooser_of(config: GenerationConfig, vocabulary: int, constraint: ChoiceConstraint | None = None) -> TokenChooser:
+    return TokenChooser(Sampler(config, vocabulary, config.seed or 0), PROMPT, constraint)
+
+
+class Subject:
+    """A model that decodes plainly or in rounds, with costs under which drafting always pays."""
+
+    def __init__(self, bundle: Bundle, backend: Backend, model: Callable[[], Backend]) -> None:
+        self.bundle = bundle
+        self.backend = backend
+        self.engine = Engine(backend, 8)
+        self._model = cache(model)
+        self._plain: dict[str, Text] = {}
+
+    def plain(self, config: GenerationConfig) -> Text:
+        """What decoding without drafts gives, decoded once."""
+        key = repr(config)
+        if key not in self._plain:
+            self._plain[key] = self.decode(config)
+        return self._plain[key]
+
+    def decode(
+        self,
+        config: GenerationConfig,
+        drafters: Sequence[str] = (),
+        *,
+        width: int = 1,
+        constraint: ChoiceConstraint | None = None,
+        noise: float = 0.0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> Text:
+        self.engine.forget()
+        chooser = Witness(chooser_of(config, self.backend.geometry.vocab_size, constraint), {})
+        rounds = self.rounds(chooser, config, drafters, width, noise) if drafters else None
+        steps = self.engine.generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=stop_ids, rounds=rounds)
+        tokens = [step.token for step in steps]
+        return Text(tokens, chooser.logits, self.backend.snapshot(), rounds)
+
+    def rounds(
+        self, chooser: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
+    ) -> Rounds:
+        verification = find_verification(config.verification)
+        model = self._model() if {"model", "hierarchical"} & {*names} else None
+        if model is not None:
+            model.truncate(0)
+        parts = DrafterParts(self.backend, model, 8, Tuning(), bundle=self.bundle)
+        if "bits" in names and not self.backend.capabilities.elastic:
+            names = [name for name in names if name != "bits"]
+            if not names:
+                pytest.skip("these weights have one plane")
+        made = [make_drafter(name, parts) for name in names]
+        acceptance = Acceptance()
+        for drafter in made:
+            acceptance.add(drafter.name, [0.9] * len(drafter.priors))
+        kind = Governor
+        if verification.stochastic:
+            kind = ChainsGovernor if verification.iid_chains else LawfulGovernor
+        governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
+        settled = width > 1 and isinstance(self.backend, OnnxBackend)
+        return Rounds(
+            self.backend, chooser, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
+        )
+
+
+def bundles(export: str, layout: Layout) -> tuple[Bundle, Bundle]:
+    """A target with heads, and a smaller drafter with the same tokenizer."""
+    target = made(_make_target, export, layout, Path(inspect.getfile(random_heads)))
+    return open_bundle(target / "target"), open_bundle(made(_make_drafter) / "drafter")
+
+
+def _make_target(folder: Path, export: str, layout: Layout, source_of_heads: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
+    config = replace(EXPORTS[export], layout=layout)
+    target = open_bundle(export_checkpoint(folder / "checkpoint", folder / "target", config))
+    for kind in DRAFTING:
+        target = add_heads(target.path, random_heads(target, kind))
+
+
+def _make_drafter(folder: Path) -> None:
+    make_checkpoint(folder / "checkpoint", "qwen2", **(SIZES | {"num_hidden_layers": 2}))
+    export_checkpoint(folder / "checkpoint", folder / "drafter", ExportConfig(32))

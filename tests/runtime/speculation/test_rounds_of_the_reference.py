@@ -1,0 +1,114 @@
+"""Rounds of the reference backend: trees, other verifications, stops, constraints, near ties and failures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.sampling import ChoiceConstraint
+from tests.runtime.speculation.subjects import (
+    GREEDY,
+    PENALISED,
+    PROMPT,
+    SAMPLED,
+    TOKENS,
+    Subject,
+    Witness,
+    bundles,
+    chooser_of,
+)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Subject:
+    target, drafter = bundles("8-bit-32", "portable")
+    return Subject(target, ReferenceBackend(target, 64), lambda: ReferenceBackend(drafter, 64))
+
+
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("config", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(
+    "drafters", [("recycle",), ("model",), ("medusa",), ("copy", "ngram", "recycle")], ids="+".join
+)
+def test_trees_give_the_text_of_plain_decoding(
+    reference: Subject, drafters: tuple[str, ...], config: GenerationConfig, width: int
+) -> None:
+    plain = reference.plain(config)
+    drafted = reference.decode(config, drafters, width=width)
+    assert drafted.rounds is not None
+    assert drafted.rounds.tally.drafted > drafted.rounds.tally.rounds
+    assert drafted.tokens == plain.tokens
+    # Cache rows of the accepted branch were moved together; a numpy product of other shapes differs in rounding.
+    for actual, expected in zip(drafted.cache.keys, plain.cache.keys, strict=True):
+        assert np.allclose(actual, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rejection", "k-seq", "typical"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_other_verifications_run_and_are_greedy_without_temperature(
+    reference: Subject, name: str, temperature: float
+) -> None:
+    config = replace(GREEDY, temperature=temperature, seed=3, verification=name)
+    drafted = reference.decode(config, ("model",), width=2 if name == "k-seq" else 1)
+    assert drafted.rounds is not None
+    assert drafted.rounds.tally.drafted > 0
+    assert len(drafted.tokens) == TOKENS
+    if temperature == 0:
+        assert drafted.tokens == reference.plain(GREEDY).tokens
+
+
+def test_a_stop_token_inside_a_round_ends_the_text_there(reference: Subject) -> None:
+    plain = reference.plain(GREEDY)
+    stop = frozenset({plain.tokens[9]})
+    expected = plain.tokens[: plain.tokens.index(plain.tokens[9]) + 1]
+    drafted = reference.decode(GREEDY, ("model",), stop_ids=stop)
+    assert drafted.tokens == expected
+    assert drafted.cache.length == len(PROMPT) + len(expected) - 1
+
+
+def test_forced_tokens_are_drafted_and_accepted(reference: Subject) -> None:
+    choices = [[50, 51, 52, 53, 54, 55, 56, 57], [60, 61, 62, 63, 64, 65, 66, 67]]
+    stop = frozenset({1})
+    # A constraint is a stack, so each text has its own.
+    plain = reference.decode(GREEDY, constraint=ChoiceConstraint(choices, stop), stop_ids=stop)
+    drafted = reference.decode(GREEDY, ("forced",), constraint=ChoiceConstraint(choices, stop), stop_ids=stop)
+    assert plain.tokens[:-1] in choices
+    assert drafted.tokens == plain.tokens
+    assert drafted.rounds is not None
+    assert drafted.rounds.tally.accepted == drafted.rounds.tally.drafted >= 6
+
+
+def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None:
+    plain = reference.plain(GREEDY)
+    drafted = reference.decode(GREEDY, ("model",), noise=1e9)
+    assert drafted.rounds is not None
+    # Steps for which nobody was asked are plain already.
+    assert drafted.rounds.tally.rechecked == drafted.rounds.tally.recovered > 5
+    assert drafted.tokens == plain.tokens
+
+
+def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference.engine.forget()
+    chooser = Witness(chooser_of(GREEDY, 320), {})
+    rounds = reference.rounds(chooser, GREEDY, ("exit",), 1, 0.0)
+    steps = reference.engine.generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=frozenset(), rounds=rounds)
+    next(steps)
+    whole = reference.backend.forward
+
+    def fails(*args: Any, hidden: Floats | None = None, **options: Any) -> Any:
+        if hidden is not None:
+            raise RuntimeError("broken")
+        return whole(*args, hidden=hidden, **options)
+
+    monkeypatch.setattr(reference.backend, "forward", fails)
+    with pytest.raises(RuntimeError, match="broken"):
+        next(steps)
+    monkeypatch.undo()
+    assert reference.backend.length == len(PROMPT)
+    assert reference.decode(GREEDY, ("exit",)).tokens == reference.plain(GREEDY).tokens
