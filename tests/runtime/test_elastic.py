@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.errors import BackendError, CapabilityError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.contracts import Backend, Floats
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
 
 TEXT = np.array([0, 40, 41, 42, 43, 44, 45])
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("elastic") / "checkpoint"
-    make_checkpoint(folder, "qwen2", hidden_size=128)
-    return folder
-
-
-def export(checkpoint: Path, out: Path, layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -> Bundle:
+def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -> Bundle:
     config = ExportConfig(bits=bits, keep_small=False, symmetric=symmetric, layout=layout)
-    return open_bundle(export_checkpoint(checkpoint, out, config))
+    return bundle_of("qwen2", config, hidden_size=128)
 
 
 def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
@@ -44,9 +35,9 @@ def rms(values: Floats) -> float:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_one_plane_is_what_the_reference_says(checkpoint: Path, tmp_path: Path, symmetric: bool) -> None:
+def test_one_plane_is_what_the_reference_says(symmetric: bool) -> None:
     require_kernel()
-    bundle = export(checkpoint, tmp_path / "bundle", symmetric=symmetric)
+    bundle = export(symmetric=symmetric)
     onnx, reference = OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)
     assert onnx.capabilities.elastic
     assert reference.capabilities.elastic
@@ -60,9 +51,9 @@ def test_one_plane_is_what_the_reference_says(checkpoint: Path, tmp_path: Path, 
     np.testing.assert_array_equal(logits(onnx, 2), logits(OnnxBackend(bundle, 64), 2))
 
 
-def test_backends_without_planes_refuse(checkpoint: Path, tmp_path: Path) -> None:
-    portable = OnnxBackend(export(checkpoint, tmp_path / "portable", PORTABLE), 64)
-    four = ReferenceBackend(export(checkpoint, tmp_path / "four", PORTABLE, bits=4), 64)
+def test_backends_without_planes_refuse() -> None:
+    portable = OnnxBackend(export(PORTABLE), 64)
+    four = ReferenceBackend(export(PORTABLE, bits=4), 64)
     for backend in (portable, four):
         assert not backend.capabilities.elastic
         with pytest.raises(CapabilityError, match="cannot read one plane of its weights"):
@@ -72,9 +63,9 @@ def test_backends_without_planes_refuse(checkpoint: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("planes", [0, 3])
-def test_there_are_one_or_two_planes(checkpoint: Path, tmp_path: Path, planes: int) -> None:
+def test_there_are_one_or_two_planes(planes: int) -> None:
     require_kernel()
-    bundle = export(checkpoint, tmp_path / "bundle")
+    bundle = export()
     for backend in (OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)):
         with pytest.raises(BackendError, match=f"cannot read {planes} planes"):
             logits(backend, planes)

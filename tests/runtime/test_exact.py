@@ -1,25 +1,35 @@
-"""With exact passes, logits and keys are the same bits for any way of cutting a text into passes."""
+"""With exact passes, logits and caches are the same bits for any way of cutting a text into passes, whatever the type
+of the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Layout, open_bundle
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.bundle import Layout
+from edgeinfer.bundle.kv_types import QUANTIZED_KV
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.contracts import CacheSnapshot
+from edgeinfer.runtime.kv_calibration import calibrate
 from edgeinfer.runtime.onnx_backend import OnnxBackend
-from tests.factories import make_checkpoint
+from edgeinfer.runtime.reference import ReferenceBackend
 from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
+
+pytestmark = pytest.mark.matrix
 
 TEXT = np.random.default_rng(3).integers(0, 320, 24)
+CONTEXT = 8
+# A spine of five rows, then branches beside it.
+PARENTS = np.array([-1, 0, 1, 2, 3, 0, 5, 2, -1, 8])
+SIDE = np.array([9, 17, 300, 5, 42])
 # Widths of 128 and 256 take blocks of 32, 64 and 128.
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 EXPORTS = {
@@ -30,6 +40,14 @@ EXPORTS = {
     "4-bit-wider": ExportConfig(4, 128),
     "8-bit-wider": ExportConfig(8, 128),
     "float32": ExportConfig(32),
+}
+# float32 bundles are the same in both layouts.
+LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",)}
+# How weights are stored is all the same to a quantized cache, so not all of them have all.
+CACHES = dict.fromkeys(EXPORTS, ("float32",)) | {
+    "8-bit-32": ("float32", *QUANTIZED_KV),
+    "4-bit-128": ("float32", *QUANTIZED_KV),
+    "float32": ("float32", "int8"),
 }
 
 
@@ -42,50 +60,53 @@ class Exact:
     cache: CacheSnapshot
 
 
-def run(backend: OnnxBackend, tokens: NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
+def run(backend: OnnxBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(tokens, rows + backend.length, rows).logits.copy()
-
-
-# float32 bundles are the same in both layouts.
-LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",)}
+    return backend.forward(np.array(tokens), rows + backend.length, rows).logits.copy()
 
 
 @pytest.fixture(
     scope="module",
-    params=[(e, layout, t) for e in EXPORTS for layout in LAYOUTS[e] for t in (1, 2)],
-    ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
+    params=[(e, layout, t, kv) for e in EXPORTS for layout in LAYOUTS[e] for t in (1, 2) for kv in CACHES[e]],
+    ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}-{p[3]}",
 )
-def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
-    export, layout, threads = request.param
+def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
+    export, layout, threads, kv = request.param
     if layout == "native":
         require_kernel()
-    folder = tmp_path_factory.mktemp("exact")
-    make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
-    config = replace(EXPORTS[export], layout=layout)
-    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
-    backend = OnnxBackend(bundle, 64, threads=threads)
+    bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
+    scales = None
+    if kv != "float32":
+        assert bundle.manifest.decoder is not None
+        scales = calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
+    backend = OnnxBackend(bundle, 64, threads=threads, kv=kv, kv_scales=scales)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.snapshot())
     backend.close()
 
 
-def assert_same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> None:
+def same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> bool:
+    assert (actual.length, actual.kv, actual.scales) == (expected.length, expected.kv, expected.scales)
     pairs = zip((*actual.keys, *actual.values), (*expected.keys, *expected.values), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs)
+    return all(np.array_equal(a, b) for a, b in pairs)
 
 
-@given(cuts=st.sets(st.integers(1, len(TEXT) - 1)))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int]) -> None:
+@given(cuts=st.sets(st.integers(1, len(TEXT) - 1)), wanted=st.lists(st.integers(0, len(TEXT) - 1), max_size=3))
+@example(cuts=set(range(1, len(TEXT))), wanted=[])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: list[int]) -> None:
     exact.backend.truncate(0)
     logits = np.concatenate([run(exact.backend, chunk) for chunk in np.split(TEXT, sorted(cuts))])
     assert np.array_equal(logits, exact.logits)
-    assert_same_cache(exact.backend.snapshot(), exact.cache)
+    assert same_cache(exact.backend.snapshot(), exact.cache)
+    # Nor does it matter which rows are asked for.
+    exact.backend.truncate(0)
+    few = exact.backend.forward(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64)).logits
+    assert np.array_equal(few, exact.logits[wanted])
 
 
 @given(rounds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=12))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, int]]) -> None:
     """Each round feeds some right tokens with wrong ones after them, and takes the wrong ones back."""
     exact.backend.truncate(0)
@@ -95,14 +116,36 @@ def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, in
         if right == 0:
             break
         tokens = np.concatenate([TEXT[done : done + right], np.arange(wrong)])
-        logits = run(exact.backend, tokens)[:right]
-        assert np.array_equal(logits, exact.logits[done : done + right])
+        assert np.array_equal(run(exact.backend, tokens)[:right], exact.logits[done : done + right])
         done += right
         exact.backend.truncate(done)
 
 
-@pytest.mark.parametrize("rows", [[23], [0, 23], [5, 6, 7]])
-def test_the_rows_asked_for_do_not_matter(exact: Exact, rows: list[int]) -> None:
-    exact.backend.truncate(0)
-    logits = exact.backend.forward(TEXT, np.arange(len(TEXT)), np.array(rows)).logits
-    assert np.array_equal(logits, exact.logits[rows])
+def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
+    backend = exact.backend
+    backend.truncate(0)
+    run(backend, TEXT[:CONTEXT])
+    # The next tokens as a spine, with branches beside it.
+    depths: list[int] = []
+    for parent in PARENTS:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
+    spine = backend.forward(tokens, CONTEXT + np.array(depths), np.arange(len(tokens)), tree=PARENTS).logits[:5]
+    assert np.array_equal(spine, exact.logits[CONTEXT : CONTEXT + 5])
+    backend.keep(CONTEXT, [0, 1, 2])
+    assert np.array_equal(run(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
+    assert same_cache(backend.snapshot(), exact.cache)
+    # Rows are rewritten as they are, cut by an edit, and computed again.
+    backend.rewrite(lambda layer, keys, values: (keys, values))
+    assert same_cache(backend.snapshot(), exact.cache)
+    backend.rewrite(lambda layer, keys, values: (keys[:, :CONTEXT], values[:, :CONTEXT]))
+    assert backend.length == CONTEXT
+    assert np.array_equal(run(backend, TEXT[CONTEXT:]), exact.logits[CONTEXT:])
+    # They come back whole and in pieces.
+    first, second = backend.snapshot(0, CONTEXT), backend.snapshot(CONTEXT)
+    backend.truncate(CONTEXT)
+    backend.restore(exact.cache)
+    assert same_cache(backend.snapshot(), exact.cache)
+    backend.restore(first)
+    backend.append(second)
+    assert same_cache(backend.snapshot(), exact.cache)

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,29 +17,25 @@ import pytest
 
 from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle
 from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime import layouts
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.layouts import choose_layout, prepare
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.onnx_backend import OnnxBackend
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
 
 TEXT = np.array([0, 40, 41, 42, 43, 44])
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the cache lies elsewhere")
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Bundle]:
+def bundles() -> dict[Layout, Bundle]:
     """One model, quantized, in each layout."""
-    folder = tmp_path_factory.mktemp("layouts")
-    make_checkpoint(folder / "checkpoint", "qwen2")
-    made = {}
-    for layout in (NATIVE, PORTABLE):
-        config = ExportConfig(bits=4, keep_small=False, group_size=32, layout=layout, name="small")
-        made[layout] = open_bundle(export_checkpoint(folder / "checkpoint", folder / layout, config))
-    return made
+    config = ExportConfig(bits=4, keep_small=False, group_size=32, name="small")
+    layouts: tuple[Layout, ...] = (NATIVE, PORTABLE)
+    return {layout: bundle_of("qwen2", replace(config, layout=layout)) for layout in layouts}
 
 
 @pytest.fixture
@@ -120,10 +117,9 @@ def test_a_required_kernel_that_is_not_there_is_an_error(
         choose_layout(bundles[stored], True)
 
 
-def test_a_required_kernel_needs_quantized_weights(tmp_path: Path, kernel: Availability) -> None:
+def test_a_required_kernel_needs_quantized_weights(kernel: Availability) -> None:
     kernel(True)
-    make_checkpoint(tmp_path / "checkpoint", "llama")
-    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "float", ExportConfig(bits=32)))
+    bundle = bundle_of("llama", ExportConfig(bits=32))
     assert choose_layout(bundle, None) == bundle.manifest.layout
     with pytest.raises(UsageError, match="has no quantized weights"):
         choose_layout(bundle, True)

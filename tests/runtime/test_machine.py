@@ -11,6 +11,7 @@ import pytest
 
 from edgeinfer.runtime import machine
 from edgeinfer.runtime.machine import machine_memory, physical_cores
+from tests.cli import TIME_LIMIT
 
 
 def test_cores_are_those_of_psutil() -> None:
@@ -30,9 +31,10 @@ def test_where_the_system_says_nothing_of_cores(monkeypatch: pytest.MonkeyPatch)
 def test_loading_takes_no_modules_that_linux_does_without() -> None:
     code = """
 import sys
+there = set(sys.modules)  # what tools bring that look into all processes of the tests
 import edgeinfer
 edgeinfer.load(remember=False).generate("a", max_tokens=1)
-print(sorted({"psutil", "email", "importlib.metadata", "ssl", "socket"} & set(sys.modules)))
+print(sorted({"psutil", "email", "importlib.metadata", "ssl", "socket"} & (set(sys.modules) - there)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     assert done.stdout.strip() == "[]"

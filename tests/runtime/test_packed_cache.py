@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, open_bundle
 from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError, StorageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime import packed_room
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.memory import process_memory, release_freed, releases_pages, return_large_frees
@@ -27,7 +26,8 @@ from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.packed_cache import prepare_packed
 from edgeinfer.runtime.packed_graph import products, with_copies
 from edgeinfer.runtime.streaming import loading_bytes, mapped_bytes, packed_bytes
-from tests.factories import make_checkpoint
+from tests.cli import TIME_LIMIT
+from tests.runtime.models import bundle_of
 
 TEXT = np.array([0, 40, 41, 42, 43, 44, 45])
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the cache lies elsewhere")
@@ -41,30 +41,13 @@ EXPORTS = {
     "float32": ExportConfig(32),
     "converted": ExportConfig(4, 32, keep_small=False, layout=NATIVE),
 }
-Export = Callable[[str], Bundle]
+# A bundle of 20 MB, whose memory can be told from the rest of the process.
+LARGE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 
 
-@pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Makes a small bundle of each kind once."""
-    folder = tmp_path_factory.mktemp("packed")
-    make_checkpoint(folder / "checkpoint", "qwen2", hidden_size=128)
-
-    def make(name: str) -> Bundle:
-        if not (folder / name).exists():
-            export_checkpoint(folder / "checkpoint", folder / name, EXPORTS[name])
-        return open_bundle(folder / name)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A bundle of 20 MB, whose memory can be told from the rest of the process."""
-    folder = tmp_path_factory.mktemp("large")
-    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
-    make_checkpoint(folder / "checkpoint", "llama", **sizes)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", EXPORTS["4-bit"]))
+def export(name: str) -> Bundle:
+    """A small bundle of each kind."""
+    return bundle_of("qwen2", EXPORTS[name], hidden_size=128)
 
 
 @pytest.fixture
@@ -96,7 +79,7 @@ def logits(bundle: Bundle, weights: str, kv: str = "float32") -> Floats:  # (S, 
 
 @linux
 @pytest.mark.parametrize("name", list(EXPORTS))
-def test_mapped_weights_give_the_same_bits(export: Export, cache: Path, name: str) -> None:
+def test_mapped_weights_give_the_same_bits(cache: Path, name: str) -> None:
     wanted = logits(export(name), "packed")
     np.testing.assert_array_equal(logits(export(name), "mapped"), wanted)
     made = [path.stat().st_mtime_ns for path in packed(cache)[0].iterdir()]
@@ -105,7 +88,7 @@ def test_mapped_weights_give_the_same_bits(export: Export, cache: Path, name: st
 
 
 @linux
-def test_every_kind_of_cache_reads_the_same_file(export: Export, cache: Path) -> None:
+def test_every_kind_of_cache_reads_the_same_file(cache: Path) -> None:
     bundle = export("4-bit")
     plain, quantized = logits(bundle, "mapped"), logits(bundle, "mapped", "int8")
     np.testing.assert_array_equal(quantized, logits(bundle, "packed", "int8"))
@@ -116,7 +99,7 @@ def test_every_kind_of_cache_reads_the_same_file(export: Export, cache: Path) ->
 
 @linux
 @pytest.mark.parametrize("name", ["4-bit", "4-bit-asymmetric", "8-bit", "float32"])
-def test_every_matrix_has_a_packed_copy(export: Export, cache: Path, name: str) -> None:
+def test_every_matrix_has_a_packed_copy(cache: Path, name: str) -> None:
     bundle = export(name)
     graph = prepare_packed(bundle)
     assert graph.reads is not None
@@ -134,7 +117,7 @@ def test_every_matrix_has_a_packed_copy(export: Export, cache: Path, name: str) 
 
 
 @linux
-def test_it_says_what_it_does_once(export: Export, cache: Path) -> None:
+def test_it_says_what_it_does_once(cache: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     prepare_packed(export("4-bit"), lambda *step: steps.append(step))
     assert steps[0][:2] == ("packing", 0)
@@ -145,7 +128,8 @@ def test_it_says_what_it_does_once(export: Export, cache: Path) -> None:
 
 
 @glibc
-def test_memory(large: Bundle, cache: Path) -> None:
+def test_memory(cache: Path) -> None:
+    large = bundle_of("llama", EXPORTS["4-bit"], **LARGE)
     return_large_frees()
     prepare_packed(large)
     tensors = tensors_in(large.manifest, PORTABLE)
@@ -168,9 +152,7 @@ def test_memory(large: Bundle, cache: Path) -> None:
 
 @linux
 @pytest.mark.parametrize("damage", ["a byte", "shorter", "longer", "no table", "bad table", "no file", "a link"])
-def test_damage_is_found_and_mended(
-    export: Export, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_damage_is_found_and_mended(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     bundle = export("4-bit")
     wanted = logits(bundle, "mapped")
     (folder,) = packed(cache)
@@ -197,7 +179,7 @@ def test_damage_is_found_and_mended(
 
 
 @linux
-def test_a_copy_from_a_backup_is_whole(export: Export, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_from_a_backup_is_whole(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepare_packed(export("4-bit"))
     (folder,) = packed(cache)
     os.utime(folder / "packed.bin", ns=(1, 1))
@@ -210,7 +192,7 @@ def test_a_copy_from_a_backup_is_whole(export: Export, cache: Path, caplog: pyte
 
 
 @linux
-def test_it_may_be_removed_while_it_is_used(export: Export, cache: Path) -> None:
+def test_it_may_be_removed_while_it_is_used(cache: Path) -> None:
     bundle = export("4-bit")
     backend = OnnxBackend(bundle, 64, layout=PORTABLE, weights="mapped")
     shutil.rmtree(cache)
@@ -224,7 +206,7 @@ def test_it_may_be_removed_while_it_is_used(export: Export, cache: Path) -> None
 
 @linux
 @pytest.mark.parametrize("fault", ["a file is in the way", "no permission"])
-def test_a_cache_that_cannot_be_written(export: Export, cache: Path, fault: str) -> None:
+def test_a_cache_that_cannot_be_written(cache: Path, fault: str) -> None:
     if fault == "no permission":
         if os.geteuid() == 0:
             pytest.skip("root may write everywhere")
@@ -236,7 +218,7 @@ def test_a_cache_that_cannot_be_written(export: Export, cache: Path, fault: str)
 
 
 @linux
-def test_a_full_disk_is_refused_before_it_is_full(export: Export, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_it_is_full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(cache.parent)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(StorageError, match="may take") as caught:
@@ -246,7 +228,7 @@ def test_a_full_disk_is_refused_before_it_is_full(export: Export, cache: Path, m
 
 
 @linux
-def test_a_disk_that_fills_while_it_is_made(export: Export, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_while_it_is_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -259,7 +241,7 @@ def test_a_disk_that_fills_while_it_is_made(export: Export, cache: Path, monkeyp
 
 
 @linux
-def test_the_least_recently_used_goes_first(export: Export, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundles = [export(name) for name in ("4-bit", "8-bit", "2-bit")]
     folders = []
     for bundle in bundles[:2]:
@@ -278,7 +260,7 @@ def test_the_least_recently_used_goes_first(export: Export, cache: Path, monkeyp
 
 
 @linux
-def test_several_processes_make_it_at_once(export: Export, cache: Path) -> None:
+def test_several_processes_make_it_at_once(cache: Path) -> None:
     bundle = export("8-bit")
     program = (
         "import sys; from edgeinfer.bundle import open_bundle"
@@ -287,7 +269,7 @@ def test_several_processes_make_it_at_once(export: Export, cache: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(bundle.path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = {process.communicate()[0] for process in running}
+    said = {process.communicate(timeout=TIME_LIMIT)[0] for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
     (folder,) = packed(cache)
     assert said == {f"{(folder / 'packed.bin').stat().st_size} True\n"}
@@ -295,7 +277,7 @@ def test_several_processes_make_it_at_once(export: Export, cache: Path) -> None:
 
 
 @linux
-def test_what_a_failure_leaves(export: Export, cache: Path, tmp_path: Path) -> None:
+def test_what_a_failure_leaves(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(export("4-bit").path, tmp_path / "damaged")
     with (tmp_path / "damaged" / WEIGHTS).open("r+b") as file:
         file.seek(1000)
@@ -312,9 +294,7 @@ def test_what_a_failure_leaves(export: Export, cache: Path, tmp_path: Path) -> N
 
 
 @linux
-def test_others_processors_and_graphs_are_not_taken(
-    export: Export, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_processors_and_graphs_are_not_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = prepare_packed(export("4-bit")).model.parent
     with monkeypatch.context() as patch:
         patch.setattr("edgeinfer.runtime.packed_cache.processor_key", lambda: ["another"])

@@ -1,27 +1,23 @@
-"""Backends with quantized caches: against each other, and bit by bit against themselves however a text is cut."""
+"""Backends with quantized caches against each other; what they give bit by bit is in test_exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, KVScales, Layout, open_bundle
+from edgeinfer.bundle import Bundle, KVScales, open_bundle
 from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV, store
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot
+from edgeinfer.runtime.contracts import Backend
 from edgeinfer.runtime.kv_calibration import calibrate
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
-from tests.factories import make_checkpoint
-from tests.kernel import require_kernel
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -31,7 +27,6 @@ CONTEXT = 8
 # A spine of five rows, then branches beside it.
 PARENTS = np.array([-1, 0, 1, 2, 3, 0, 5, 2, -1, 8])
 SIDE = np.array([9, 17, 300, 5, 42])
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 Floats = NDArray[np.float32]
 each_type = pytest.mark.parametrize("kv", QUANTIZED_KV)
 
@@ -42,14 +37,14 @@ def run(backend: Backend, tokens: Sequence[int] | NDArray[np.int64], **options: 
 
 
 def scales_of(bundle: Bundle) -> KVScales:
+    return _scales_in(bundle.path)
+
+
+@cache
+def _scales_in(path: Path) -> KVScales:
+    bundle = open_bundle(path)
     assert bundle.manifest.decoder is not None
     return calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
-
-
-def same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> bool:
-    assert (actual.length, actual.kv, actual.scales) == (expected.length, expected.kv, expected.scales)
-    pairs = zip((*actual.keys, *actual.values), (*expected.keys, *expected.values), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
 
 
 def assert_alike(actual: Floats, expected: Floats) -> None:
@@ -100,67 +95,6 @@ def test_masked_layers_match_the_reference(make_family: Callable[..., Family], k
         assert_alike(run(onnx, TEXT[CONTEXT:]), run(reference, TEXT[CONTEXT:]))
 
 
-@dataclass(frozen=True)
-class Exact:
-    """An exact backend, and what it gives for TEXT in one pass."""
-
-    backend: OnnxBackend
-    logits: Floats  # (S, V)
-    cache: CacheSnapshot
-
-
-EXPORTS = {"8-bit-32": ExportConfig(8, 32, keep_small=False), "4-bit-128": ExportConfig(4, 128, keep_small=False)}
-CASES: list[tuple[str, Layout, str]] = [
-    (e, layout, kv) for e in EXPORTS for layout in ("native", "portable") for kv in QUANTIZED_KV
-]
-
-
-@pytest.fixture(scope="module", params=[*CASES, ("float32", "portable", "int8")], ids="-".join)
-def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
-    export, layout, kv = request.param
-    if layout == "native":
-        require_kernel()
-    folder = tmp_path_factory.mktemp("exact")
-    make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
-    config = EXPORTS.get(export, ExportConfig(32))
-    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
-    backend = OnnxBackend(bundle, 64, layout=layout, kv=kv, kv_scales=scales_of(bundle))
-    logits = run(backend, TEXT)
-    yield Exact(backend, logits, backend.snapshot())
-    backend.close()
-
-
-@given(cuts=st.sets(st.integers(1, len(TEXT) - 1)))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int]) -> None:
-    exact.backend.truncate(0)
-    logits = np.concatenate([run(exact.backend, chunk) for chunk in np.split(TEXT, sorted(cuts))])
-    assert np.array_equal(logits, exact.logits)
-    assert same_cache(exact.backend.snapshot(), exact.cache)
-
-
-def test_token_by_token_gives_the_same_bits(exact: Exact) -> None:
-    exact.backend.truncate(0)
-    logits = np.concatenate([run(exact.backend, [token]) for token in TEXT])
-    assert np.array_equal(logits, exact.logits)
-
-
-@given(rounds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=12))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, int]]) -> None:
-    """Each round feeds some right tokens with wrong ones after them, and takes the wrong ones back."""
-    exact.backend.truncate(0)
-    done = 0
-    for right, wrong in rounds:
-        right = min(right, len(TEXT) - done)
-        if right == 0:
-            break
-        tokens = np.concatenate([TEXT[done : done + right], np.arange(wrong)])
-        assert np.array_equal(run(exact.backend, tokens)[:right], exact.logits[done : done + right])
-        done += right
-        exact.backend.truncate(done)
-
-
 def feed_tree(backend: Backend) -> Floats:  # (10, V)
     """The next five tokens of TEXT as a spine, with branches beside it."""
     depths: list[int] = []
@@ -169,16 +103,6 @@ def feed_tree(backend: Backend) -> Floats:  # (10, V)
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
     positions, rows = CONTEXT + np.array(depths), np.arange(len(tokens))
     return backend.forward(tokens, positions, rows, tree=PARENTS).logits.copy()
-
-
-def test_the_spine_of_a_tree_has_the_bits_of_a_chain(exact: Exact) -> None:
-    exact.backend.truncate(0)
-    run(exact.backend, TEXT[:CONTEXT])
-    assert np.array_equal(feed_tree(exact.backend)[:5], exact.logits[CONTEXT : CONTEXT + 5])
-    exact.backend.keep(CONTEXT, [0, 1, 2])
-    rest = run(exact.backend, TEXT[CONTEXT + 3 :])
-    assert np.array_equal(rest, exact.logits[CONTEXT + 3 :])
-    assert same_cache(exact.backend.snapshot(), exact.cache)
 
 
 @each_type
@@ -193,27 +117,6 @@ def test_a_branch_of_a_tree_is_like_a_chain(make_family: Callable[..., Family], 
     tree.keep(CONTEXT, [0, 5, 6])
     assert tree.length == chain.length
     assert_alike(run(tree, TEXT[12:]), run(chain, TEXT[12:]))
-
-
-def test_snapshots_and_edits(exact: Exact) -> None:
-    backend = exact.backend
-    backend.restore(exact.cache)
-    backend.rewrite(lambda layer, keys, values: (keys, values))
-    assert same_cache(backend.snapshot(), exact.cache)
-    backend.rewrite(lambda layer, keys, values: (keys[:, :CONTEXT], values[:, :CONTEXT]))
-    assert backend.length == CONTEXT
-    assert np.array_equal(run(backend, TEXT[CONTEXT:]), exact.logits[CONTEXT:])
-    backend.truncate(CONTEXT)
-    backend.restore(exact.cache)
-    assert same_cache(backend.snapshot(), exact.cache)
-
-
-def test_rows_can_be_copied_apart(exact: Exact) -> None:
-    exact.backend.restore(exact.cache)
-    first, second = exact.backend.snapshot(0, CONTEXT), exact.backend.snapshot(CONTEXT)
-    exact.backend.restore(first)
-    exact.backend.append(second)
-    assert same_cache(exact.backend.snapshot(), exact.cache)
 
 
 def test_another_cache_is_refused(make_family: Callable[..., Family]) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
-import torch
 
 from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
 from edgeinfer.runtime.backends import make_backend, run_layout, subject_of
 from edgeinfer.runtime.contracts import Backend, Floats, PassCancelledError
@@ -24,7 +23,11 @@ from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.reference import ReferenceBackend
 from edgeinfer.runtime.static_backend import StaticBackend
-from tests.factories import make_checkpoint
+from tests.runtime.interrupts import within_runs
+from tests.runtime.models import bundle_of
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Family
 
 # Not above the original context of phi3-longrope, from which on transformers takes other factors.
 CAPACITY = 32
@@ -42,31 +45,22 @@ Bundles = Callable[..., "Made"]
 
 
 class Made:
-    """A checkpoint as transformers' model, a static and an ordinary bundle."""
+    """A model, a static and an ordinary bundle of it."""
 
-    def __init__(self, folder: Path, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, family: Family, options: dict[str, Any]) -> None:
         asked: dict[str, Any] = {"keep_small": False} | options
-        self._model = make_checkpoint(folder / "checkpoint", name)
-        static = ExportConfig(static=SHAPES, **asked)
-        self.static = open_bundle(export_checkpoint(folder / "checkpoint", folder / "static", static))
-        ordinary = export_checkpoint(folder / "checkpoint", folder / "ordinary", ExportConfig(**asked))
-        self.ordinary = open_bundle(ordinary)
-
-    def expected(self, tokens: Sequence[int]) -> Floats:  # (S, V)
-        """Logits of a text in one pass of transformers."""
-        with torch.no_grad():
-            logits: Floats = self._model(torch.tensor([list(tokens)])).logits[0].numpy()
-        return logits
+        self.static = bundle_of(family.name, ExportConfig(static=SHAPES, **asked))
+        self.ordinary = bundle_of(family.name, ExportConfig(**asked))
+        self.expected = family.expected
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+def bundles(make_family: Callable[..., Family]) -> Bundles:
     """Makes bundles of a variant; asked again, gives those it made."""
-    torch.set_num_threads(1)
 
     @cache
     def make(name: str, **options: Any) -> Made:
-        return Made(tmp_path_factory.mktemp(name), name, options)
+        return Made(make_family(name), options)
 
     return make
 
@@ -242,27 +236,9 @@ def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
 
 def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) -> None:
     feed(backend, TEXT[:9])
-    stop, cancelled = threading.Event(), False
-
-    def cancel() -> None:
-        # The flag is lowered when a run begins, so it is raised again and again until one is caught.
-        while not stop.is_set():
-            backend.cancel()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    try:
-        for _ in range(2000):
-            try:
-                feed(backend, OTHER)
-            except PassCancelledError:
-                cancelled = True
-                break
-            backend.truncate(9)
-    finally:
-        stop.set()
-        thread.join()
-    assert cancelled and backend.length == 9
+    with within_runs(backend.cancel), pytest.raises(PassCancelledError):
+        feed(backend, OTHER)
+    assert backend.length == 9
     assert close(feed(backend, OTHER), llama.expected(TEXT[:9] + OTHER)[9:])
 
 
@@ -368,12 +344,7 @@ def test_a_graph_that_cannot_be_loaded(llama: Made, tmp_path: Path) -> None:
 
 
 def copy(bundle: Bundle, folder: Path) -> Path:
-    folder.mkdir()
-    for file in bundle.path.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "edgeinfer.json").unlink()
-    (folder / "edgeinfer.json").write_text(bundle.manifest.to_json(), "utf-8")
-    return folder
+    return Path(shutil.copytree(bundle.path, folder))
 
 
 def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> None:

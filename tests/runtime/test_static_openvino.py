@@ -12,9 +12,12 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
-from tests.factories import make_checkpoint
+from tests.cli import TIME_LIMIT
+from tests.runtime.models import bundle_of
+
+pytestmark = pytest.mark.openvino
 
 ROOT = Path(__file__).resolve().parents[2]
 _VARIABLE = "EDGEINFER_TEST_OPENVINO_PYTHON"
@@ -43,20 +46,19 @@ def interpreter() -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results() -> dict[str, dict[str, Any]]:
     """What the other interpreter found, by case."""
-    python, root = interpreter(), tmp_path_factory.mktemp("openvino")
-    shapes, folders = StaticOptions(context=64, chunk=16), list[Path]()
-    for index, (variant, options, _) in enumerate(CASES.values()):
-        make_checkpoint(root / f"{index}", variant)
-        config = ExportConfig(keep_small=False, static=shapes, **options)
-        folders.append(export_checkpoint(root / f"{index}", root / f"{index}.static", config))
+    python, shapes = interpreter(), StaticOptions(context=64, chunk=16)
+    configs = [ExportConfig(keep_small=False, static=shapes, **options) for _, options, _ in CASES.values()]
+    variants = [variant for variant, _, _ in CASES.values()]
+    folders = [bundle_of(variant, config).path for variant, config in zip(variants, configs, strict=True)]
     # Logging of the provider's own goes to stderr, and warnings of other versions are theirs.
     done = subprocess.run(
         [python, str(ROOT / "tests" / "openvino_static.py"), *map(str, folders)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         check=False,
+        timeout=TIME_LIMIT,
     )
     assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))

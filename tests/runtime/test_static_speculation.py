@@ -11,13 +11,13 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
 from tests.cli import edgeinfer as command
-from tests.cli import refuses
+from tests.cli import edgeinfer_process, refuses
 from tests.edgeinfer.conftest import TEMPLATE
-from tests.factories import make_checkpoint
-from tests.speculation import PROMPT, load_eager, plain, same
+from tests.runtime.models import bundle_of
+from tests.speculation import PROMPT, known_costs, load_eager, plain, same
 
 SHAPES = StaticOptions(context=256, chunk=16)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
@@ -29,21 +29,25 @@ WAYS: dict[str, dict[str, Any]] = {
 WHO = ("auto", "copy", "ngram", "recycle", "forced", "model", "hierarchical", "copy,ngram,recycle,model")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, an ordinary bundle of it, a static one, and a shallow static one."""
-    root = tmp_path_factory.mktemp("static")
-    make_checkpoint(root / "checkpoint", "qwen3", max_position_embeddings=512, chat_template=TEMPLATE)
-    shallow = StaticOptions(context=256, chunk=16, widths=(2, 4), layers=(0, 1))
-    for name, static in (("ordinary", None), ("static", SHAPES), ("shallow", shallow)):
-        export_checkpoint(root / "checkpoint", root / name, ExportConfig(bits=4, keep_small=False, static=static))
-    return root
+# An ordinary bundle of a checkpoint, a static one, and a shallow static one.
+EXPORTS: dict[str, StaticOptions | None] = {
+    "ordinary": None,
+    "static": SHAPES,
+    "shallow": StaticOptions(context=256, chunk=16, widths=(2, 4), layers=(0, 1)),
+}
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Iterator[edgeinfer.Model]:
+def bundles() -> dict[str, Path]:
+    settings: dict[str, Any] = {"max_position_embeddings": 512, "chat_template": TEMPLATE}
+    configs = {name: ExportConfig(bits=4, keep_small=False, static=static) for name, static in EXPORTS.items()}
+    return {name: bundle_of("qwen3", config, **settings).path for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def model(bundles: dict[str, Path]) -> Iterator[edgeinfer.Model]:
     """The static bundle, with the shallow one to draft for it."""
-    with load_eager(folder / "static", draft_model=folder / "shallow", prefix_cache="8MB") as made:
+    with load_eager(bundles["static"], draft_model=bundles["shallow"], prefix_cache="8MB") as made:
         yield made
 
 
@@ -58,26 +62,23 @@ def test_text_is_that_of_plain_decoding(model: edgeinfer.Model, who: str, way: s
 
 
 @pytest.mark.parametrize("names", [("static", "ordinary"), ("ordinary", "shallow")], ids=["target", "drafter"])
-def test_beside_ordinary_bundles(folder: Path, names: tuple[str, str]) -> None:
+def test_beside_ordinary_bundles(bundles: dict[str, Path], names: tuple[str, str]) -> None:
     target, drafter = names
-    with load_eager(folder / target, draft_model=folder / drafter, context=128) as mixed:
+    with load_eager(bundles[target], draft_model=bundles[drafter], context=128) as mixed:
         for options in ({}, SAMPLED):
             assert same(mixed, "model", max_tokens=40, ignore_eos=True, **options).accepted > 0
 
 
-def test_without_exactness_speculation_still_works(folder: Path) -> None:
-    with load_eager(folder / "static", exact=False) as loose:
+def test_without_exactness_speculation_still_works(bundles: dict[str, Path]) -> None:
+    with load_eager(bundles["static"], exact=False) as loose:
         result = loose.generate(PROMPT, max_tokens=40, ignore_eos=True, speculation="copy,ngram,recycle")
         assert result.usage.completion_tokens == 40
 
 
 @pytest.mark.parametrize("who", ["exit", "skip", "bits"])
-def test_drafters_that_need_other_graphs(folder: Path, who: str) -> None:
-    with (
-        edgeinfer.load(folder / "static") as loaded,
-        pytest.raises(CapabilityError, match="onnx-static backend cannot"),
-    ):
-        loaded.generate(PROMPT, speculation=who)
+def test_drafters_that_need_other_graphs(model: edgeinfer.Model, who: str) -> None:
+    with pytest.raises(CapabilityError, match="onnx-static backend cannot"):
+        model.generate(PROMPT, speculation=who)
 
 
 def test_conversations_take_turns_and_come_back(model: edgeinfer.Model, tmp_path: Path) -> None:
@@ -94,51 +95,54 @@ def test_conversations_take_turns_and_come_back(model: edgeinfer.Model, tmp_path
 
 
 @pytest.mark.parametrize("overflow", ["window", "cluster"])
-def test_a_conversation_may_outgrow_its_context(folder: Path, overflow: str) -> None:
-    with edgeinfer.load(folder / "static", context=64, overflow=overflow, threads=1) as small:
+def test_a_conversation_may_outgrow_its_context(bundles: dict[str, Path], overflow: str) -> None:
+    with load_eager(bundles["static"], context=64, overflow=overflow) as small:
         result = small.generate(PROMPT, max_tokens=120, ignore_eos=True)
         assert result.usage.completion_tokens == 120
 
 
-def test_the_context_is_what_was_exported(folder: Path) -> None:
+def test_the_context_is_what_was_exported(bundles: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="the model allows 256"):
-        edgeinfer.load(folder / "static", context=257)
+        edgeinfer.load(bundles["static"], context=257)
     with pytest.raises(UsageError, match="cannot keep its cache in int8"):
-        edgeinfer.load(folder / "static", kv="int8")
-    with edgeinfer.load(folder / "static") as loaded:
+        edgeinfer.load(bundles["static"], kv="int8")
+    with load_eager(bundles["static"]) as loaded:
         assert loaded.plan.context == 256
         assert loaded.info.backend == "onnx-static"
         assert plain(loaded, max_tokens=4).usage.completion_tokens > 0
 
 
-def test_the_commands(folder: Path) -> None:
-    done = command("run", "-m", folder / "static", "-p", PROMPT, "-n", "8", "--json", "--memory", "200MB")
+def test_the_commands(bundles: dict[str, Path]) -> None:
+    with known_costs():
+        chat = command("chat", "--terminal", "-m", bundles["static"], stdin=b"Hello\n/quit\n")
+    assert chat.returncode == 0, chat.stderr
+    refuses(2, "the model allows 256", command("run", "-m", bundles["static"], "-p", "Once", "-c", "9999"))
+
+
+# Memory is that of a process, which the tests' own is far larger than.
+def test_a_budget_is_kept(bundles: dict[str, Path]) -> None:
+    done = edgeinfer_process("run", "-m", bundles["static"], "-p", PROMPT, "-n", "8", "--json", "--memory", "200MB")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     memory = result["memory"]
     assert memory["peak_rss_bytes"] <= memory["planned_bytes"] <= memory["budget_bytes"]
     assert result["model"]["backend"] == "onnx-static"
-    plan = command("plan", "-m", folder / "static", "--memory", "200MB", "--json")
+    plan = edgeinfer_process("plan", "-m", bundles["static"], "--memory", "200MB", "--json")
     assert plan.returncode == 0, plan.stderr
     assert json.loads(plan.stdout)["fits"]
-    chat = command("chat", "--terminal", "-m", folder / "static", stdin=b"Hello\n/quit\n")
-    assert chat.returncode == 0, chat.stderr
-    refuses(2, "the model allows 256", command("run", "-m", folder / "static", "-p", "Once", "-c", "9999"))
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large() -> Path:
     """A bundle whose weights, in all sessions, are most of the process."""
-    root = tmp_path_factory.mktemp("large")
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 8192}
-    make_checkpoint(root / "checkpoint", "llama", **sizes)
-    config = ExportConfig(bits=8, static=StaticOptions(chunk=16))
-    return export_checkpoint(root / "checkpoint", root / "bundle", config)
+    return bundle_of("llama", ExportConfig(bits=8, static=StaticOptions(chunk=16)), **sizes).path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--spec", "off"], [], ["--no-exact"]], ids=["plain", "drafting", "loose"])
 def test_plans_are_kept(large: Path, options: list[str]) -> None:
-    done = command("run", "-m", large, "-p", PROMPT, "-n", "24", "--json", *options)
+    done = edgeinfer_process("run", "-m", large, "-p", PROMPT, "-n", "24", "--json", *options)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)["memory"]
     assert memory["peak_rss_bytes"] <= memory["planned_bytes"], memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,50 +12,45 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BackendError, CapabilityError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.contracts import Backend, PassCancelledError, StepOutput
 from edgeinfer.runtime.memory import process_memory, releases_pages
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.streamed_backend import StreamedBackend
 from edgeinfer.runtime.streaming import pass_bytes, streamed_bytes, streamed_ms
 from edgeinfer.runtime.weight_pages import WeightPart
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the cache of packed weights lies elsewhere")
 
 LAYERS, CAPACITY = 4, 64
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Bundle]:
-    """A small model of 8 bits, which has planes, in each layout."""
-    folder = tmp_path_factory.mktemp("streamed")
-    make_checkpoint(folder / "checkpoint", "qwen2", hidden_size=128, num_hidden_layers=LAYERS)
+# Layers that can be told from the rest of a process's memory.
+LARGE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": LAYERS}
 
-    def make(layout: Layout) -> Bundle:
-        if not (folder / layout).exists():
-            config = ExportConfig(bits=8, keep_small=False, layout=layout)
-            export_checkpoint(folder / "checkpoint", folder / layout, config)
-        return open_bundle(folder / layout)
 
-    return make
+def small(layout: Layout) -> Bundle:
+    """A model of 8 bits, which has planes."""
+    config = ExportConfig(bits=8, keep_small=False, layout=layout)
+    return bundle_of("qwen2", config, hidden_size=128, num_hidden_layers=LAYERS)
 
 
 Pair = tuple[Backend, Backend]
 
 
 @pytest.fixture(scope="module", params=[(NATIVE, 1), (NATIVE, 3), (PORTABLE, 2), (PORTABLE, 9)], ids=str)
-def pair(request: pytest.FixtureRequest, bundles: Callable[[Layout], Bundle]) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A streamed backend and one that is not."""
     layout, window = request.param
     if layout == NATIVE:
         require_kernel()
-    plain = OnnxBackend(bundles(layout), CAPACITY)
-    streamed = StreamedBackend(OnnxBackend(bundles(layout), CAPACITY, weights="mapped"), window)
+    plain = OnnxBackend(small(layout), CAPACITY)
+    streamed = StreamedBackend(OnnxBackend(small(layout), CAPACITY, weights="mapped"), window)
     yield streamed, plain
     plain.close()
     streamed.close()
@@ -156,10 +150,8 @@ class _Inner:
 
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(
-    bundles: Callable[[Layout], Bundle], monkeypatch: pytest.MonkeyPatch, kind: str, at: int
-) -> None:
-    inner = OnnxBackend(bundles(PORTABLE), CAPACITY, weights="mapped")
+def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
+    inner = OnnxBackend(small(PORTABLE), CAPACITY, weights="mapped")
     streamed = StreamedBackend(inner, 1)
     tokens = np.array([3, 4, 5, 6])
     wanted = streamed.forward(tokens, np.arange(4), np.arange(4)).logits.copy()
@@ -183,9 +175,9 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(
     streamed.close()
 
 
-def test_what_it_refuses(bundles: Callable[[Layout], Bundle], pair: Pair) -> None:
+def test_what_it_refuses(pair: Pair) -> None:
     with pytest.raises(CapabilityError, match="cannot be dropped"):
-        StreamedBackend(OnnxBackend(bundles(PORTABLE), CAPACITY), 1)
+        StreamedBackend(OnnxBackend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].length
     with pytest.raises(BackendError, match="outside a pass"):
         pair[0].forward(np.array([1]), np.array([length]), np.array([1]))
@@ -194,13 +186,10 @@ def test_what_it_refuses(bundles: Callable[[Layout], Bundle], pair: Pair) -> Non
 
 @pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
-def test_only_a_window_is_resident(tmp_path: Path, layout: Layout) -> None:
+def test_only_a_window_is_resident(layout: Layout) -> None:
     if layout == NATIVE:
         require_kernel()
-    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": LAYERS}
-    make_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
-    config = ExportConfig(4, 128, keep_small=False, symmetric=True, layout=layout)
-    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
+    bundle = bundle_of("llama", ExportConfig(4, 128, keep_small=False, symmetric=True, layout=layout), **LARGE)
     tensors = tensors_in(bundle.manifest, layout)
     inner = OnnxBackend(bundle, CAPACITY, weights="mapped")
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
@@ -231,8 +220,8 @@ def test_only_a_window_is_resident(tmp_path: Path, layout: Layout) -> None:
     streamed.close()
 
 
-def test_what_the_plan_reckons_with(bundles: Callable[[Layout], Bundle]) -> None:
-    tensors = tensors_in(bundles(NATIVE).manifest, NATIVE)
+def test_what_the_plan_reckons_with() -> None:
+    tensors = tensors_in(small(NATIVE).manifest, NATIVE)
     layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))
     embedding = tensors[0].nbytes
     assert tensors[0].name == "embed"

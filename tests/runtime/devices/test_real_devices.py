@@ -21,6 +21,8 @@ from edgeinfer.runtime.devices.selfcheck import check_device
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from tests.devices import talk
 
+pytestmark = pytest.mark.openvino
+
 CAPACITY = 300
 OTHERS = [device.name for entry in ENTRIES for device in entry.devices if not device.on_cpu]
 
