@@ -1,4 +1,7 @@
-"""Logits of both backends against transformers, for every family and every way of cutting passes."""
+"""Logits of both backends against transformers whatever a pass is asked for: rows, layers, trees, copies.
+
+test_families has what every family is tried with.
+"""
 
 from __future__ import annotations
 
@@ -93,12 +96,6 @@ def assert_close(actual: Floats, expected: Floats, tolerance: float = TOLERANCE)
     assert actual.shape == expected.shape
     worst = float(np.abs(actual - expected).max())
     assert worst <= tolerance
-
-
-@pytest.mark.parametrize("sizes", [[20], [7, 1, 9, 3], [1] * 20], ids=["one", "uneven", "single"])
-def test_chunks(family: Family, backend: Backend, sizes: list[int]) -> None:
-    assert_close(feed_in(backend, TEXT, sizes), family.expected(TEXT))
-    assert backend.length == len(TEXT)
 
 
 def test_only_the_rows_asked_for(family: Family, backend: Backend) -> None:

@@ -25,6 +25,7 @@ from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.contracts import CacheSnapshot
 from edgeinfer.runtime.session_file import Origin, is_session, open_session, origin_of, write_session
 from tests.speculation import random_bundle
+from tests.waiting import TIME_LIMIT
 
 MINE = Origin("a" * 64, "b" * 64)
 TYPES: dict[str, tuple[type[Any], int]] = {"float32": (np.float32, 6), "int8": (np.int8, 6), "int4": (np.uint8, 3)}
@@ -281,8 +282,8 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(10)
-    assert len(refused) == 4
+    thread.join(TIME_LIMIT)
+    assert len(refused) == 4, "opening one of them does not end"
 
 
 def test_the_origin_tells_models_and_ways_to_run_them_apart(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -185,11 +185,11 @@ def test_what_it_refuses(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
-@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+@pytest.mark.parametrize("layout", [pytest.param(NATIVE, marks=pytest.mark.slow), PORTABLE])
 def test_only_a_window_is_resident(layout: Layout) -> None:
     if layout == NATIVE:
         require_kernel()
-    bundle = bundle_of("llama", ExportConfig(4, 128, keep_small=False, symmetric=True, layout=layout), **LARGE)
+    bundle = bundle_of("llama", ExportConfig(4, 32, keep_small=False, layout=layout), **LARGE)
     tensors = tensors_in(bundle.manifest, layout)
     inner = OnnxBackend(bundle, CAPACITY, weights="mapped")
     whole = sum(t.nbytes for t in tensors if t.name != "embed")

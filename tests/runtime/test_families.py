@@ -1,0 +1,48 @@
+"""Every family of models gives transformers' logits on every backend: in any passes, in trees, after cuts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.runtime.test_parity import (
+    CAPACITY,
+    DRAFT,
+    MAKERS,
+    OTHER,
+    PARENTS,
+    TEXT,
+    assert_close,
+    feed,
+    feed_in,
+    feed_tree,
+    path,
+)
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Family
+
+pytestmark = pytest.mark.matrix
+
+
+def test_logits_are_those_of_transformers(family: Family) -> None:
+    for maker in MAKERS.values():
+        backend = maker(family.bundle, CAPACITY)
+        for sizes in ([20], [7, 1, 9, 3], [1] * 20):
+            backend.truncate(0)
+            assert_close(feed_in(backend, TEXT, sizes), family.expected(TEXT))
+            assert backend.length == len(TEXT)
+        backend.truncate(9)
+        assert_close(feed(backend, OTHER), family.expected(TEXT[:9] + OTHER)[9:])
+        context = TEXT[:8]
+        backend.truncate(8)
+        logits = feed_tree(backend, DRAFT, PARENTS)
+        for node in range(len(DRAFT)):
+            branch = [DRAFT[i] for i in path(PARENTS, node)]
+            assert_close(logits[node], family.expected(context + branch)[-1])
+        kept = path(PARENTS, 8)
+        backend.keep(8, kept)
+        held = context + [DRAFT[i] for i in kept]
+        assert_close(feed(backend, OTHER), family.expected(held + OTHER)[len(held) :])
+        backend.close()
