@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle, Capabilities, open_bundle
+from edgeinfer.bundle import Capabilities
 from edgeinfer.bundle.graph import TREE_ROWS
 from edgeinfer.errors import BackendError, CapabilityError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
 from edgeinfer.runtime.contracts import Backend, Visibility
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.reference import ReferenceBackend
 from edgeinfer.runtime.static_backend import StaticBackend
+from tests.runtime.models import bundle_of
 from tests.runtime.test_engine import TableBackend
 
 if TYPE_CHECKING:
@@ -35,25 +36,18 @@ def some_family(request: pytest.FixtureRequest, make_family: Callable[..., Famil
     return make_family(request.param)
 
 
-def make_static(bundle: Bundle, capacity: int) -> StaticBackend:
-    folder = bundle.path.parent
-    if not (folder / "static").is_dir():
-        config = ExportConfig(bits=32, static=StaticOptions(context=48, chunk=12, widths=(1, 2, 4)))
-        export_checkpoint(folder / "checkpoint", folder / "static", config)
-    return StaticBackend(open_bundle(folder / "static"), capacity)
-
-
-MAKERS: dict[str, Callable[[Bundle, int], Backend]] = {
-    "onnx-exact": OnnxBackend,
-    "onnx-plain": lambda bundle, capacity: OnnxBackend(bundle, capacity, exact=False),
-    "reference": ReferenceBackend,
-    "static": make_static,
+STATIC = ExportConfig(bits=32, static=StaticOptions(context=48, chunk=12, widths=(1, 2, 4)))
+MAKERS: dict[str, Callable[[Family], Backend]] = {
+    "onnx-exact": lambda family: OnnxBackend(family.bundle, CAPACITY),
+    "onnx-plain": lambda family: OnnxBackend(family.bundle, CAPACITY, exact=False),
+    "reference": lambda family: ReferenceBackend(family.bundle, CAPACITY),
+    "static": lambda family: StaticBackend(bundle_of(family.name, STATIC), CAPACITY),
 }
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
 def backend(request: pytest.FixtureRequest, some_family: Family) -> Iterator[Backend]:
-    made = MAKERS[request.param](some_family.bundle, CAPACITY)
+    made = MAKERS[request.param](some_family)
     yield made
     made.close()
 
