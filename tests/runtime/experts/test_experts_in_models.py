@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +14,52 @@ import pytest
 import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.experts.cost import expected_experts
 from edgeinfer.runtime.experts.statistics import active_experts
 from edgeinfer.runtime.onnx_backend import OnnxBackend
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
 from tests.speculation import PROMPT, load_eager, plain, same
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 4
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle() -> Path:
     require_kernel()
-    folder = tmp_path_factory.mktemp("moe")
     sizes: dict[str, Any] = {
         "hidden_size": 128,
         "moe_intermediate_size": 128,
         "num_hidden_layers": LAYERS,
         "num_experts": EXPERTS,
+        "max_position_embeddings": 512,
     }
-    make_checkpoint(folder / "checkpoint", "qwen3-moe", max_position_embeddings=512, **sizes)
-    return export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=4, keep_small=False))
+    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False), **sizes).path
+
+
+@pytest.fixture(scope="module")
+def eager(bundle: Path) -> Iterator[edgeinfer.Model]:
+    with load_eager(bundle, context=192) as model:
+        yield model
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 4}, {"draft_width": 3}])
 @pytest.mark.parametrize("who", ["experts", "experts,copy", "auto"])
-def test_drafting_with_fewer_experts_gives_the_same_text(bundle: Path, who: str, how: dict[str, float]) -> None:
-    with load_eager(bundle, context=192) as model:
-        found = same(model, who, max_tokens=40, **how)
-        assert found.drafted
-        assert who != "experts" or set(found.per_drafter) == {"experts"}
-        assert found.exact
+def test_drafting_with_fewer_experts_gives_the_same_text(
+    eager: edgeinfer.Model, who: str, how: dict[str, float]
+) -> None:
+    eager.restore_drafting({})
+    found = same(eager, who, max_tokens=40, **how)
+    assert found.drafted
+    assert who != "experts" or set(found.per_drafter) == {"experts"}
+    assert found.exact
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 @pytest.mark.parametrize("who", ["resident", "experts", "auto"])
-def test_experts_out_of_memory_give_the_same_text(bundle: Path, who: str) -> None:
-    with edgeinfer.load(bundle, context=192, speculation="off") as model:
-        expected = plain(model, max_tokens=40)
+def test_experts_out_of_memory_give_the_same_text(bundle: Path, eager: edgeinfer.Model, who: str) -> None:
+    expected = plain(eager, max_tokens=40)
     with load_eager(bundle, context=192, weights="experts") as model:
         assert plain(model, max_tokens=40).token_ids == expected.token_ids
         same(model, who, max_tokens=40)
@@ -72,7 +79,7 @@ def test_a_model_draws_on_fewer_experts_as_told(bundle: Path) -> None:
 
 
 def test_a_result_tells_how_its_tokens_used_experts(bundle: Path) -> None:
-    with edgeinfer.load(bundle, context=192) as model:
+    with load_eager(bundle, context=192) as model:
         first = model.generate(PROMPT, max_tokens=20, ignore_eos=True)
         again = model.generate(PROMPT, max_tokens=20, ignore_eos=True)
         counts, whole = model.expert_counts, model.experts
@@ -89,11 +96,11 @@ def test_a_result_tells_how_its_tokens_used_experts(bundle: Path) -> None:
     assert json.loads(json.dumps(first.to_dict()))["experts"]["chunk_sparsity"]["8"] == sparsity[8]
 
 
-def test_what_drafts_tried_is_not_counted(bundle: Path) -> None:
-    with load_eager(bundle, context=192) as model:
-        expected = plain(model, max_tokens=30, ignore_eos=True).experts
-        model.generate("Something else entirely.", max_tokens=2)
-        found = model.generate(PROMPT, max_tokens=30, ignore_eos=True, speculation="experts,ngram").experts
+def test_what_drafts_tried_is_not_counted(eager: edgeinfer.Model) -> None:
+    eager.generate("Something else entirely.", max_tokens=2)
+    expected = plain(eager, max_tokens=30, ignore_eos=True).experts
+    eager.generate("Something else entirely.", max_tokens=2)
+    found = eager.generate(PROMPT, max_tokens=30, ignore_eos=True, speculation="experts,ngram").experts
     assert found == expected
 
 

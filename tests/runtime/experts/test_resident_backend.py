@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, open_bundle
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.contracts import ExpertChoice, PassCancelledError
 from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.experts.residency import Residency
@@ -24,19 +23,17 @@ from edgeinfer.runtime.experts.resident_backend import ResidentBackend
 from edgeinfer.runtime.memory import process_memory
 from edgeinfer.runtime.onnx_backend import OnnxBackend
 from edgeinfer.runtime.streamed_backend import StreamedBackend
-from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
 
 LAYERS, EXPERTS, CAPACITY = 4, 6, 64
 
 
-def export(folder: Path, bits: int = 4, layout: Layout = NATIVE, **sizes: Any) -> Bundle:
+def export(layout: Layout = NATIVE, **sizes: Any) -> Bundle:
     settings = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS} | sizes
-    make_checkpoint(folder / "checkpoint", "qwen3-moe", **settings)
-    config = ExportConfig(bits=bits, keep_small=False, layout=layout)
-    return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False, layout=layout), **settings)
 
 
 def decoder_of(bundle: Bundle) -> DecoderSpec:
@@ -49,9 +46,9 @@ def takes(bundle: Bundle) -> ExpertBytes:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle() -> Bundle:
     require_kernel()
-    return export(tmp_path_factory.mktemp("moe"))
+    return export()
 
 
 Pair = tuple[ResidentBackend | StreamedBackend, OnnxBackend]
@@ -139,7 +136,8 @@ def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     backend.close()
 
 
-def test_memory_is_what_the_residency_says(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_memory_is_what_the_residency_says() -> None:
     """Pages of the file that the process has, against what it believes to have."""
     require_kernel()
     sizes: dict[str, Any] = {
@@ -148,7 +146,7 @@ def test_memory_is_what_the_residency_says(tmp_path: Path) -> None:
         "num_experts": 24,
         "num_experts_per_tok": 2,
     }
-    bundle = export(tmp_path, **sizes)
+    bundle = export(**sizes)
     whole = takes(bundle)
     plain = OnnxBackend(bundle, CAPACITY)
 
@@ -199,8 +197,8 @@ def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
     inner.close()
 
 
-def test_experts_in_one_matrix_are_refused(tmp_path: Path) -> None:
-    bundle = export(tmp_path, layout=PORTABLE)
+def test_experts_in_one_matrix_are_refused() -> None:
+    bundle = export(layout=PORTABLE)
     inner = OnnxBackend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match="cannot be left out of memory"):
         ResidentBackend(inner, decoder_of(bundle), 10**9)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, open_bundle
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.config import LoadConfig
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends import kernel_name, make_backend, subject_of
 from edgeinfer.runtime.planning.make import make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.speculation.profile import Profile
-from tests.factories import make_checkpoint
+from tests.runtime.models import bundle_of
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan") / "tiny"
-    make_checkpoint(folder, "llama-tied")
-    return folder
-
-
-def export(checkpoint: Path, out: Path, layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle:
-    config = ExportConfig(bits=bits, keep_small=keep_small, layout=layout)
-    return open_bundle(export_checkpoint(checkpoint, out, config))
+def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle:
+    return bundle_of("llama-tied", ExportConfig(bits=bits, keep_small=keep_small, layout=layout))
 
 
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:
@@ -41,8 +32,8 @@ def weights(plan: MemoryPlan) -> tuple[int, int]:
     return plan.terms["weights_packed"], plan.terms.get("weights_mapped", 0)
 
 
-def test_native_weights_are_pages_of_their_file(checkpoint: Path, tmp_path: Path) -> None:
-    bundle = export(checkpoint, tmp_path / "out", NATIVE)
+def test_native_weights_are_pages_of_their_file() -> None:
+    bundle = export(NATIVE)
     plan = planned(bundle)
     vectors = sum(t.nbytes for t in bundle.manifest.tensors if t.bits == 32)
     assert plan.layout == NATIVE
@@ -50,24 +41,24 @@ def test_native_weights_are_pages_of_their_file(checkpoint: Path, tmp_path: Path
     assert weights(plan) == (vectors, bundle.manifest.weight_bytes)
 
 
-def test_float_layers_beside_native_ones_are_packed(checkpoint: Path, tmp_path: Path) -> None:
-    bundle = export(checkpoint, tmp_path / "out", NATIVE, bits=8, keep_small=True)
+def test_float_layers_beside_native_ones_are_packed() -> None:
+    bundle = export(NATIVE, bits=8, keep_small=True)
     floats = sum(t.nbytes for t in bundle.manifest.tensors if t.bits == 32)
     assert weights(planned(bundle)) == (floats, bundle.manifest.weight_bytes)
     assert floats > 100_000
 
 
 @pytest.mark.parametrize("other", [NATIVE, PORTABLE])
-def test_a_plan_follows_the_layout_that_runs(checkpoint: Path, tmp_path: Path, other: Layout) -> None:
-    native, portable = (export(checkpoint, tmp_path / layout, layout) for layout in (NATIVE, PORTABLE))
+def test_a_plan_follows_the_layout_that_runs(other: Layout) -> None:
+    native, portable = (export(layout) for layout in (NATIVE, PORTABLE))
     plans = [planned(bundle, other) for bundle in (native, portable)]
     assert [plan.layout for plan in plans] == [other, other]
     assert weights(plans[0]) == weights(plans[1])
     assert plans[0].to_dict()["choice"]["layout"] == other
 
 
-def test_portable_weights_are_packed_but_for_the_embedding(checkpoint: Path, tmp_path: Path) -> None:
-    bundle = export(checkpoint, tmp_path / "out", PORTABLE)
+def test_portable_weights_are_packed_but_for_the_embedding() -> None:
+    bundle = export(PORTABLE)
     packed, mapped = weights(planned(bundle))
     embed = bundle.manifest.tensor("embed").nbytes
     # Rows of the embedding that were looked up are dropped before they become more than some megabytes.
@@ -75,8 +66,8 @@ def test_portable_weights_are_packed_but_for_the_embedding(checkpoint: Path, tmp
     assert mapped == min(embed, 8 << 20)
 
 
-def test_the_reference_backend_multiplies_everything_out(checkpoint: Path, tmp_path: Path) -> None:
-    bundle = export(checkpoint, tmp_path / "out", NATIVE)
+def test_the_reference_backend_multiplies_everything_out() -> None:
+    bundle = export(NATIVE)
     packed, mapped = weights(planned(bundle, backend="reference"))
     assert mapped == 0
     assert packed > 4 * sum(int(np.prod(t.shape)) for t in bundle.manifest.tensors)
@@ -84,8 +75,8 @@ def test_the_reference_backend_multiplies_everything_out(checkpoint: Path, tmp_p
 
 @pytest.mark.parametrize("backend", ["onnx", "reference"])
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
-def test_profiles_go_by_what_multiplies(checkpoint: Path, tmp_path: Path, backend: str, layout: Layout) -> None:
-    bundle = export(checkpoint, tmp_path / "out", layout)
+def test_profiles_go_by_what_multiplies(backend: str, layout: Layout) -> None:
+    bundle = export(layout)
     config = LoadConfig(backend=backend, context=16)
     configuration = next(configurations(subject_of(bundle, layout, config), config))
     assert make_backend(bundle, layout, config, configuration).kernel == kernel_name(bundle, layout, config)

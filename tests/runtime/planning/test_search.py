@@ -6,13 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import open_bundle
 from edgeinfer.config import COUNTED, LoadConfig, drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.memory import ProcessMemory
 from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.configuration import Configuration
@@ -26,7 +25,7 @@ from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.speculation.costs import PassCosts
 from edgeinfer.runtime.tuning.settings import TunedSettings
-from tests.factories import make_checkpoint
+from tests.runtime.models import bundle_of
 
 PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
 # A device on which four rows cost what one does, and reading the weights again ten times as much.
@@ -34,11 +33,9 @@ PACE = Pace(PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0))), True, 0.3
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def subject() -> Subject:
     """A model with a large vocabulary for its size, so that drafts take memory; everything is open to choice."""
-    folder = tmp_path_factory.mktemp("search")
-    make_checkpoint(folder / "tiny", "llama-tied")
-    bundle = open_bundle(export_checkpoint(folder / "tiny", folder / "out", ExportConfig(bits=4, keep_small=False)))
+    bundle = bundle_of("llama-tied", ExportConfig(bits=4, keep_small=False))
     assert bundle.manifest.decoder is not None
     manifest = dataclasses.replace(
         bundle.manifest,
@@ -111,8 +108,8 @@ fixed_options = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(fixed_options, st.floats(0, 1))
+@settings(deadline=None, max_examples=12)
+@given(fixed=fixed_options, share=st.floats(0, 1))
 def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dict[str, Any], share: float) -> None:
     free = plan(subject, **fixed)
     budget = round(free.smallest_bytes + share * (free.planned_bytes - free.smallest_bytes))
@@ -131,10 +128,15 @@ def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dic
     assert c in set(configurations(subject, LoadConfig(**fixed)))
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0, 1), st.floats(0, 1))
-def test_more_memory_is_never_worse(subject: Subject, low: float, high: float) -> None:
-    free = plan(subject)
+@pytest.fixture(scope="module")
+def free(subject: Subject) -> MemoryPlan:
+    """The plan without a budget."""
+    return plan(subject)
+
+
+@settings(deadline=None, max_examples=4)
+@given(low=st.floats(0, 1), high=st.floats(0, 1))
+def test_more_memory_is_never_worse(subject: Subject, free: MemoryPlan, low: float, high: float) -> None:
     sizes = sorted(round(free.smallest_bytes + x * (free.planned_bytes - free.smallest_bytes)) for x in (low, high))
     less, more = (plan(subject, memory=size) for size in sizes)
     worth = search_module._worth(SpeedModel(pace_of), free.configuration)
