@@ -97,6 +97,14 @@ class Window:
         self.call("POST", f"/conversations/{id}/messages", {"parent": parent, "content": content}, status=202)
         return self.end(id)
 
+    def grown(self, id: str, than: int = 0) -> str:
+        """The text of a reply that is being made, as soon as it has more than so many characters."""
+        for kind, data in self.events(f"/conversations/{id}/reply"):
+            if len(data["content"]) > than:
+                return str(data["content"])
+            assert kind == "text", data
+        raise AssertionError("the reply did not grow")
+
     def end(self, id: str) -> Any:
         """The reply of a conversation, once it is finished."""
         return list(self.events(f"/conversations/{id}/reply"))[-1][1]

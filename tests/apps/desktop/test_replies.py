@@ -45,14 +45,6 @@ def gate() -> Iterator[Gate]:
         yield made
 
 
-def grown(window: Window, id: str) -> str:
-    """The text of a reply that is being made, once it has some."""
-    for kind, data in window.events(f"/conversations/{id}/reply"):
-        if kind != "text" or data["content"]:
-            return str(data["content"])
-    raise AssertionError("the reply has no text")
-
-
 def test_a_reply_is_what_the_model_says(window: Window, model: edgeinfer.Model) -> None:
     id = window.new(system="Be kind.")
     done = window.ask(id, "Tell me a story.")
@@ -83,7 +75,7 @@ def test_the_stream_shows_the_text_as_it_grows(window: Window, gate: Gate) -> No
     kept = window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     assert (kept["user"]["status"], kept["assistant"]["status"]) == ("complete", "replying")
     gate.let(3)
-    begun = grown(window, id)
+    begun = window.grown(id)
     assert window.call("GET", f"/conversations/{id}")["replying"] == kept["assistant"]["id"]
     gate.open()
     events = list(window.events(f"/conversations/{id}/reply"))
@@ -116,7 +108,7 @@ def test_it_goes_on_without_a_window(window: Window, gate: Gate) -> None:
     id = window.new()
     window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     gate.let(2)
-    grown(window, id)
+    window.grown(id)
     gate.open()
     assert window.end(id)["figures"]["completion_tokens"] == 12
 
@@ -125,7 +117,7 @@ def test_stop(window: Window, gate: Gate) -> None:
     id = window.new()
     window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
     gate.let(4)
-    begun = grown(window, id)
+    begun = window.grown(id)
     window.call("POST", f"/conversations/{id}/stop", status=202)
     done = window.end(id)
     assert (done["status"], done["figures"]["finish_reason"]) == ("stopped", "cancelled")
@@ -274,7 +266,7 @@ def test_a_closing_app_keeps_what_there_is(tmp_path: Path, gate: Gate) -> None:
         id = window.new()
         window.call("POST", f"/conversations/{id}/messages", {"parent": None, "content": "Hi"}, status=202)
         gate.let(3)
-        begun = grown(window, id)
+        begun = window.grown(id)
     history = History.open(tmp_path / "history.sqlite3")
     message = history.conversation(id).messages[1]
     history.close()

@@ -46,7 +46,7 @@ def conversation(app: Api) -> str:
 @pytest.fixture
 def written(window: Window, conversation: str) -> Window:
     """A window that shows the conversation."""
-    window.page.goto(f"{window.page.url.partition('#')[0]}#/chat/{conversation}")
+    window.open(conversation)
     expect(window.replies.last.locator("ol")).to_be_visible()
     return window
 

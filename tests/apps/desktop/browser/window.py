@@ -8,6 +8,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, expect
 
+from tests.waiting import TIME_LIMIT
+
 __all__ = ["STORY", "Window", "open_window", "window_in"]
 
 STORY = "Tell me a story about a little boat."
@@ -75,6 +77,11 @@ class Window:
         expect(last).to_have_attribute("aria-busy", "false")
         return last.locator(".markdown").inner_text()
 
+    def open(self, id: str) -> None:
+        """Shows a conversation."""
+        self.page.goto(f"{self.page.url.partition('#')[0]}#/chat/{id}")
+        expect(self.replies.first).to_be_visible()
+
     def new_chat(self) -> None:
         """Begins a new chat."""
         self.page.keyboard.press("Control+Shift+O")
@@ -112,6 +119,7 @@ def open_window(browser: Browser, address: str, **options: Any) -> Window:
 
 def window_in(context: BrowserContext, address: str) -> Window:
     """Another window of a context."""
+    context.set_default_timeout(TIME_LIMIT * 1000)
     window = Window(context.new_page())
 
     def note(message: ConsoleMessage) -> None:
