@@ -202,7 +202,7 @@ def test_models_that_do_not_chat_are_not_asked() -> None:
 @needs_builtin
 def test_the_command_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, svg = tmp_path / "quality.json", tmp_path / "quality.svg"
-    assert main(["bench", "quality", "--stories", "2", "--questions", "1", "--json", str(out), "--svg", str(svg)]) == 0
+    assert main(["bench", "quality", "--stories", "1", "--questions", "1", "--json", str(out), "--svg", str(svg)]) == 0
     text = capsys.readouterr().out
     data = json.loads(out.read_text())
     assert data["benchmark"] == "quality" and data["command"].startswith("edgeinfer")

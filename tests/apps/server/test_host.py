@@ -124,7 +124,7 @@ def test_another_model_takes_the_place_and_ends_replies(tmp_path: Path) -> None:
     async def work(host: ModelHost) -> None:
         builtin = host.model
         reply, waiting = ask_for(host, PROMPTS[0], max_tokens=200), ask_for(host, PROMPTS[1], max_tokens=200)
-        await host.load(str(other), {"context": 64})
+        await host.load(str(other), {"context": 64, "threads": 1})
         assert host.model is not None and host.model is not builtin
         await asyncio.gather(text_of(reply), text_of(waiting))
         assert await host.ask(lambda model: model.context) == 64
@@ -149,7 +149,7 @@ def test_what_goes_wrong_when_loading_is_the_state(tmp_path: Path) -> None:
         with pytest.raises(BudgetError):
             await host.load(bundle, {"memory": 1_000_000})
         assert isinstance(host.state.error, BudgetError) and host.state.error.minimum_bytes > 1_000_000
-        await host.load(bundle, {"context": 64})
+        await host.load(bundle, {"context": 64, "threads": 1})
         state = await host.changed(0)
         assert (state.status, state.error) == ("ready", None)
 
