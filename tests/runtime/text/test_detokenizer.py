@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int], context: list[int] | None = 
     return [*(decoder.push(token) for token in ids), decoder.flush()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TEXTS)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_text_round_trips_and_no_piece_splits_a_character(kind: str, text: str) -> None:
@@ -102,13 +101,13 @@ def test_text_round_trips_and_no_piece_splits_a_character(kind: str, text: str) 
     assert pieces[-1] == ""  # valid text leaves nothing to flush
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 450), max_size=60))
 def test_any_ids_of_a_byte_level_tokenizer(ids: list[int]) -> None:
     assert "".join(pieces_of(byte_level(), ids)) == byte_level().decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from("ÃÂ©æ¼¢ðŁĺĢaĠíłĢïâ"), max_size=30))
 def test_broken_utf8_of_a_byte_level_tokenizer(spelled: list[str]) -> None:
     ids = [byte_level().token_to_id(character) or 0 for character in spelled]
@@ -132,7 +131,7 @@ def by_runs(tokenizer: Tokenizer, ids: list[int]) -> str:
     return out.replace("▁", " ")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 272) | st.sampled_from([3 + 0xE6, 3 + 0xBC, 3 + 0xA2, 3 + 0xC3, 3 + 0xA9]), max_size=30))
 @pytest.mark.parametrize("strip", [True, False])
 def test_any_ids_of_a_sentencepiece_tokenizer(strip: bool, ids: list[int]) -> None:
@@ -149,7 +148,7 @@ def test_any_ids_of_other_decoders(kind: str, ids: list[int]) -> None:
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TEXTS, st.integers(0, 60))
 @pytest.mark.parametrize("kind", MAKERS)
 def test_continues_a_context(kind: str, text: str, cut: int) -> None:
@@ -181,28 +180,37 @@ def test_incomplete_characters_wait() -> None:
     assert len(ids) > 1 and "".join(pieces_of(tokenizer, ids[-1:], ids[:-1])) == "😀"
 
 
-@pytest.mark.parametrize("byte", [0xF0, 0x80, 0xFF, 0x41])
-def test_long_runs_cost_constant_time_per_token(byte: int) -> None:
-    begun = time.perf_counter()
-    text = "".join(pieces_of(sentencepiece(), [3 + byte] * 20_000))
-    assert time.perf_counter() - begun < 4
-    assert text == ("A" if byte == 0x41 else "\ufffd") * 20_000
+class Counted:
+    """A tokenizer that notes how many tokens it is asked to decode each time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.asked: list[int] = []
+        self._tokenizer = tokenizer
+        self.special_ids, self.decoder_types = tokenizer.special_ids, tokenizer.decoder_types
+        self.id_to_token = tokenizer.id_to_token
+
+    def decode(self, ids: list[int]) -> str:
+        self.asked.append(len(ids))
+        return self._tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("token", ["▁", "▁▁", "</s>"])
-def test_long_runs_of_blanks_cost_constant_time_per_token(token: str) -> None:
-    tokenizer = sentencepiece()
-    ids = [tokenizer.token_to_id(token) or 0] * 5000
-    begun = time.perf_counter()
-    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
-    assert time.perf_counter() - begun < 4
+@pytest.mark.parametrize("token", ["<0xF0>", "<0x80>", "<0xFF>", "<0x41>", "▁", "▁▁", "</s>"])
+def test_long_runs_cost_constant_work_per_token(token: str) -> None:
+    tokenizer, count = sentencepiece(), 2000
+    ids = [tokenizer.token_to_id(token) or 0] * count
+    counted: Any = Counted(tokenizer)
+    text = "".join(pieces_of(counted, ids))
+    broken = token in ("<0xF0>", "<0x80>", "<0xFF>")
+    assert text == ("\ufffd" * count if broken else tokenizer.decode(ids))
+    assert len(counted.asked) <= 3 * count
+    assert max(counted.asked, default=0) <= 100
 
 
 @pytest.mark.parametrize("model", ["tales", "stories260K", "mico_llama_1m"])
 def test_public_tokenizers(shared: Path, model: str) -> None:
     tokenizer = Tokenizer.from_file(shared / "models" / model / "tokenizer.json")
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = tokenizer.encode(text)

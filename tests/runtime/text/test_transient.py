@@ -19,6 +19,7 @@ from edgeinfer.errors import TokenizerError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TransientTokenizer, tokenizer_facts
 from edgeinfer.runtime.text.footprint import kept_bytes, parsing_bytes, table_bytes
+from tests.cli import TIME_LIMIT
 
 SENTENCES = ["Once upon a time there was a café.", "naïve 日本語 🙂 text", "a a a b b"]
 TEXTS = st.text() | st.sampled_from([*SENTENCES, "a<|end|>b<tool é>"])
@@ -59,7 +60,7 @@ def test_what_is_asked_of_both_is_the_same(pair: tuple[Tokenizer, TransientToken
 
 
 @given(text=TEXTS, flags=st.tuples(st.booleans(), st.booleans()))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_tokens_are_the_same_after_each_rest(
     pair: tuple[Tokenizer, TransientTokenizer], text: str, flags: tuple[bool, bool]
 ) -> None:
@@ -70,7 +71,7 @@ def test_tokens_are_the_same_after_each_rest(
 
 
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_text_is_the_same(pair: tuple[Tokenizer, TransientTokenizer], data: st.DataObject, skip: bool) -> None:
     kept, transient = pair
     ids = data.draw(st.lists(st.integers(0, kept.vocab_size + 3), max_size=30))
@@ -152,16 +153,18 @@ before = process_memory()
 tokenizer = TransientTokenizer.from_file(sys.argv[1])
 release_freed()
 kept = process_memory().anonymous - before.anonymous
-for _ in range(3):
+resting = []
+for _ in range(5):
     tokenizer.rest()
-    resting = process_memory().anonymous - before.anonymous
+    resting.append(process_memory().anonymous - before.anonymous)
     tokenizer.encode("a b c d e f g")
-print(kept, resting, process_memory().peak_rss - before.rss)
+# What the table takes; holes in what was freed, which are not the same each time, come on top.
+print(kept, min(resting), process_memory().peak_rss - before.rss)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and glibc")
-@pytest.mark.parametrize("tokens", [4_000, 60_000])
+@pytest.mark.parametrize("tokens", [4_000, pytest.param(60_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pairs", [True, False])
 def test_bounds_hold_and_rest_saves(tmp_path: Path, tokens: int, pairs: bool) -> None:
     path = tmp_path / "tokenizer.json"
@@ -171,7 +174,8 @@ def test_bounds_hold_and_rest_saves(tmp_path: Path, tokens: int, pairs: bool) ->
         tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
         path.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
     assert tokenizer_facts(path).merge_pairs is pairs
-    done = subprocess.run([sys.executable, "-c", _MEASURED, path], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", _MEASURED, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     kept, resting, peak = map(int, done.stdout.split())
     size = path.stat().st_size
     assert kept <= kept_bytes(tokens)
