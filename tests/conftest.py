@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,13 @@ SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     divide(items)
+
+
+@pytest.hookimpl
+def pytest_collection_finish() -> None:
+    # What torch and transformers fill the heap with stays; looking through it at every close of a model takes seconds.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

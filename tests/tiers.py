@@ -23,7 +23,7 @@ import pytest
 __all__ = ["FAST_CASES", "cover", "divide"]
 
 # Cases that the fast tier takes of a test outside the matrices.
-FAST_CASES = 3
+FAST_CASES = 2
 _SEED = 20261123
 
 Value = tuple[str, Hashable]
