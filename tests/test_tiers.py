@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers import FAST_CASES, Value, cover, divide
@@ -31,6 +31,7 @@ def met(rows: Sequence[Row], strength: int) -> set[frozenset[Value]]:
     return {frozenset(some) for row in rows for some in combinations(sorted(row, key=repr), min(strength, len(row)))}
 
 
+@settings(deadline=None)
 @given(TABLES, st.sampled_from([1, 2, 3]), st.data())
 def test_what_any_row_has_is_covered_and_nothing_is_taken_twice(
     table: list[list[int]], strength: int, data: st.DataObject

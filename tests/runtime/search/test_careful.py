@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -57,6 +57,7 @@ def closed(text: list[int], token: int, most: int) -> int:
     return 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 2), st.integers(1, 6))
 def test_runs_that_a_token_closes(text: list[int], token: int, most: int) -> None:
     assert Runs(text, most).closed(token) == closed(text, token, most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import StorageError
@@ -52,6 +52,7 @@ def test_the_mean_follows_the_latest_guesses(acceptance: Acceptance) -> None:
     assert acceptance.mean("copy") > 0.95
 
 
+@settings(deadline=None)
 @given(outcomes=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 20), st.booleans())))
 def test_estimates_are_probabilities_and_survive_storage(outcomes: list[tuple[int, int, int, bool]]) -> None:
     first, second = Acceptance(), Acceptance()

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
@@ -31,6 +31,7 @@ CURVES = st.builds(
 COSTS = Costs(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05), "a processor", "today")
 
 
+@settings(deadline=None)
 @given(CURVES)
 def test_a_larger_pass_never_costs_less(curve: PassCosts) -> None:
     ms = [curve.ms(rows) for rows in range(1, 200)]
@@ -38,6 +39,7 @@ def test_a_larger_pass_never_costs_less(curve: PassCosts) -> None:
     assert ms[0] > 0
 
 
+@settings(deadline=None)
 @given(CURVES)
 def test_what_was_measured_in_order_is_given_back(curve: PassCosts) -> None:
     ordered = PassCosts(tuple((rows, float(rows)) for rows, _ in curve.points), curve.step)
@@ -74,6 +76,7 @@ def test_there_is_no_pass_without_rows() -> None:
         COSTS.pass_ms(0)
 
 
+@settings(deadline=None)
 @given(CURVES, st.dictionaries(st.text(max_size=8), st.floats(0, 100), max_size=4), st.floats(0, 10))
 def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_ms: float) -> None:
     costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "2026-01-01T00:00:00+00:00")

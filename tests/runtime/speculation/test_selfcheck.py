@@ -163,6 +163,7 @@ ROWS = st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12).map(lambda 
 NOISE = st.floats(0, 1, width=16)
 
 
+@settings(deadline=None)
 @given(ROWS, NOISE)
 def test_a_greedy_choice_is_near_an_edge_where_it_is_near_a_tie(row: Floats, noise: float) -> None:
     second, best = np.sort(row)[-2:]

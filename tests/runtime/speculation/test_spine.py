@@ -45,6 +45,7 @@ def spine_of(draft: Draft) -> int:
     return length
 
 
+@settings(deadline=None)
 @given(trees())
 def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None:
     ordered = spine_first(draft)
@@ -60,6 +61,7 @@ def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None
     assert list(ordered.sources[len(firsts) :]) == sides
 
 
+@settings(deadline=None)
 @given(trees(), st.data())
 def test_a_verdict_settles_on_rows_of_the_spine(draft: Draft, data: st.DataObject) -> None:
     draft = spine_first(draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
@@ -23,6 +23,7 @@ def told(prompt: list[int], *committed: int) -> CopyDrafter:
     return drafter
 
 
+@settings(deadline=None)
 @given(TOKENS)
 def test_after_a_prompt_it_goes_on_with_the_longest_match(prompt: list[int]) -> None:
     position, length = searched(prompt, [])
@@ -109,6 +110,7 @@ def test_another_conversation_leaves_no_positions_behind() -> None:
     assert ask(drafter) == []
 
 
+@settings(deadline=None)
 @given(TOKENS, TOKENS, st.lists(TOKENS.filter(bool), max_size=4), TOKENS)
 def test_what_it_knew_before_changes_nothing(
     before: list[int], prompt: list[int], rounds: list[list[int]], path: list[int]
@@ -121,6 +123,7 @@ def test_what_it_knew_before_changes_nothing(
     assert ask(used, path, 3) == ask(fresh, path, 3)
 
 
+@settings(deadline=None)
 @given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS.filter(bool)), max_size=6), st.integers(1, 4))
 def test_guesses_are_of_the_text_and_disturb_nothing(
     prompt: list[int], rounds: list[tuple[list[int], list[int]]], width: int
@@ -141,6 +144,7 @@ def test_guesses_are_of_the_text_and_disturb_nothing(
         assert ask(asked, path, width) == ask(left_alone, path, width)
 
 
+@settings(deadline=None)
 @given(TOKENS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_the_size_of_rounds_does_not_matter(prompt: list[int], committed: list[int]) -> None:
     at_once = told(prompt)

@@ -48,6 +48,7 @@ def test_guesses_are_ordered_by_frequency_then_shorter_contexts_follow() -> None
     assert tokens == [12, 11, 10, 13]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=80))
 def test_the_latest_of_the_most_frequent_successors_comes_first(successors: list[int]) -> None:
     drafter = taught(*([7, token] for token in successors))

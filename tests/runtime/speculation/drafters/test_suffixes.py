@@ -22,11 +22,13 @@ def index_of(tokens: Sequence[int]) -> SuffixIndex:
     return index
 
 
+@settings(deadline=None)
 @given(TEXT, st.lists(st.integers(0, 2), max_size=8))
 def test_finds_the_longest_and_then_the_latest_match(tokens: list[int], drafted: list[int]) -> None:
     assert index_of(tokens).longest(drafted) == searched(tokens, drafted)
 
 
+@settings(deadline=None)
 @given(TEXT, st.integers(0, 30), TEXT, st.lists(st.integers(0, 2), max_size=4))
 def test_a_shortened_text_leaves_nothing_behind(
     tokens: list[int], cut: int, further: list[int], drafted: list[int]
@@ -60,6 +62,7 @@ def test_earlier_occurrences_come_back_when_later_ones_are_dropped() -> None:
         assert index.longest([1, 2, 3, 4] if length in (10, 5) else [])[0] == position
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_knows_what_always_follows(tokens: list[int]) -> None:
     index = index_of(tokens)
