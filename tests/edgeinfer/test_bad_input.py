@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from edgeinfer.bundle import MANIFEST, MODEL, WEIGHTS, open_bundle, seal
-from tests.cache import export_checkpoint
+from tests.cache import export_checkpoint, made
 from tests.cli import contents, edgeinfer, refuses
 from tests.factories import make_checkpoint
 
@@ -21,10 +21,12 @@ Edit = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    make_checkpoint(folder, "Llama", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    return folder
+def checkpoint() -> Path:
+    return made(make_tiny) / "tiny"
+
+
+def make_tiny(folder: Path) -> None:
+    make_checkpoint(folder / "tiny", "Llama", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 @pytest.fixture(scope="module")

@@ -181,6 +181,7 @@ def test_output_to_a_full_disk(good_bundle: Path, arguments: str) -> None:
     refuses(5, "The output cannot be written: No space left on device", done)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_the_exit_code_survives_where_the_error_cannot_be_said(good_bundle: Path) -> None:
     with FULL.open("wb") as full:
@@ -205,7 +206,6 @@ def test_closed_streams(good_bundle: Path, closed: str, prompt: str, code: int) 
         ("run -m {bundle} -p Once -n 2", 0, ""),
         ("run -m {bundle}", 2, "--prompt"),
         ("run -m {folder}/nowhere -p Once", 3, "No model at"),
-        ("plan -m {bundle} -c 64 --memory 20MB", 4, ""),
         ("run -m {bundle} -c 64 -p Once --memory 20MB", 4, "without a model"),
         ("export {checkpoint} {bundle}", 5, "exists already"),
     ],

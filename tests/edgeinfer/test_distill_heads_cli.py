@@ -37,7 +37,9 @@ def distill(capsys: pytest.CaptureFixture[str], kind: str, *options: object) -> 
     return code, told.out, told.err
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "prompt"])
+@pytest.mark.parametrize(
+    "kind", ["medusa", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "prompt"))]
+)
 def test_heads_are_trained_into_a_copy_and_draft_there(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -70,12 +70,12 @@ def test_no_more_tokens_than_asked_for(model: edgeinfer.Model) -> None:
 
 def test_quantization_moves_predictions_a_little(pair: tuple[Path, Path]) -> None:
     found = edgeinfer.evaluate(pair[0], TEXTS, reference=pair[1], threads=1)
-    plain = edgeinfer.evaluate(pair[1], TEXTS)
+    plain = edgeinfer.evaluate(pair[1], TEXTS, threads=1)
     assert found.divergence is not None
     assert found.divergence.reference_perplexity == pytest.approx(plain.perplexity)
     assert 0 < found.divergence.mean < 0.5 < found.divergence.agreement <= 1
     assert found.bits_per_weight is not None and found.bits_per_weight < 8 < 32 <= (plain.bits_per_weight or 0)
-    same = edgeinfer.evaluate(pair[1], TEXTS, reference=pair[1])
+    same = edgeinfer.evaluate(pair[1], TEXTS, reference=pair[1], threads=1)
     assert same.divergence is not None and same.divergence.mean == 0.0
 
 

@@ -25,7 +25,6 @@ from edgeinfer.runtime.tuning.work import Times
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.speculation import PROMPT
 
-
 pytestmark = pytest.mark.usefixtures("told_costs")
 
 
@@ -53,9 +52,7 @@ def tuned_once(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def tuned(
-    tuned_once: tuple[Path, edgeinfer.DeviceTuning], cache: Path, long_chunks: None
-) -> edgeinfer.DeviceTuning:
+def tuned(tuned_once: tuple[Path, edgeinfer.DeviceTuning], cache: Path, long_chunks: None) -> edgeinfer.DeviceTuning:
     """The small model, tuned and kept."""
     folder, found = tuned_once
     shutil.copytree(folder, cache)
