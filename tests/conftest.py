@@ -18,8 +18,13 @@ os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(_BYTE_CODE)
 sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from tests.tiers import divide  # noqa: E402
+
+# An example that takes long on a busy machine is no fault. What CI's profile says besides stays.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
