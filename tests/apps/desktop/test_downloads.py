@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from edgeinfer.apps.desktop import fetch
 from edgeinfer.apps.desktop.downloads import Download, Downloads
 from edgeinfer.apps.desktop.errors import ConflictError, NotFoundError
-from edgeinfer.errors import HubError
+from edgeinfer.errors import HubError, InternalError
 from tests.cli import TIME_LIMIT, environment
 from tests.edgeinfer.test_hub_server import Hub, bundle_files
 
@@ -162,6 +163,31 @@ def test_the_fetching_process_ends_with_its_app() -> None:
         assert process.stdout.readline() == "begun\n"
         process.stdin.close()
         assert process.wait(TIME_LIMIT) == 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_it_ends_with_its_input_unless_the_outcome_was_told(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    read, write = os.pipe()
+    os.close(write)
+    finished = threading.Event()
+    if told:
+        finished.set()
+    with os.fdopen(read) as stdin, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", stdin)
+        fetch._end_with_input(finished)
+    assert codes == ([] if told else [1])
+
+
+def test_a_fault_of_ours_is_told_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def pull(*_: object, **__: object) -> None:
+        raise RuntimeError("Boom")
+
+    monkeypatch.setattr("edgeinfer.hub.pull", pull)
+    monkeypatch.setattr(fetch, "_end_with_input", lambda finished: None)
+    assert fetch.main("org/name") == InternalError.exit_code
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "Unexpected RuntimeError: Boom."
 
 
 def test_progress_is_of_the_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def test_during_a_write(tmp_path: Path, after: int) -> None:
     assert sound(path)
 
 
+@pytest.mark.slow
 @needs_builtin
 def test_during_a_reply(tmp_path: Path) -> None:
     with held(tmp_path) as app:

@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.apps.desktop import markdown
@@ -127,6 +127,7 @@ def test_hostile_text_stays_text(text: str) -> None:
     assert wrong_in(render_user(text)) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join))
 def test_no_text_becomes_markup_of_its_own(text: str) -> None:
     assert wrong_in(render_reply(text)) == []

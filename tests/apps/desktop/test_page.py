@@ -10,6 +10,7 @@ import pytest
 from edgeinfer.apps.desktop.page import STATIC
 from tests.apps.desktop.served import Window, served
 from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT
 
 pytestmark = [
     needs_builtin,
@@ -25,7 +26,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
 
 @pytest.fixture
 def stranger(window: Window) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=window.http.base_url) as http:
+    with httpx.Client(base_url=window.http.base_url, timeout=TIME_LIMIT) as http:
         yield http
 
 
