@@ -12,6 +12,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.runtime.devices.contract import CPU_MEMORY, STATIC_ONLY, Device, Graphs
 from edgeinfer.runtime.devices.selection import choose_device, runs
+from tests.cli import TIME_LIMIT
 from tests.devices import STANDIN, install, lacking
 
 STATIC = Device("npu", "CPUExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY)
@@ -76,7 +77,7 @@ def test_engines_of_their_own_do_without_onnxruntime() -> None:
         "for name in ('auto', 'cpu'): selection.choose_device(LoadConfig(device=name), 'none')\n"
         "print('onnxruntime' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     assert done.stdout.strip() == "False"
 
 

@@ -19,6 +19,7 @@ from edgeinfer.runtime.native import library, selftest
 from edgeinfer.runtime.native.binding import VERSION, Binding, PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel, native_kernel
 from edgeinfer.runtime.ort_session import OrtSession
+from tests.cli import TIME_LIMIT
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux loads a damaged library until it crashes")
 
@@ -82,7 +83,8 @@ def test_a_library_of_another_processor_is_refused(kernel: NativeKernel, tmp_pat
     compiler = shutil.which("aarch64-linux-gnu-gcc") if os.uname().machine == "x86_64" else None
     if compiler is not None:
         (tmp_path / "empty.c").write_text("int nothing;\n")
-        subprocess.run([compiler, "-shared", str(tmp_path / "empty.c"), "-o", str(copy)], check=True)
+        command = [compiler, "-shared", str(tmp_path / "empty.c"), "-o", str(copy)]
+        subprocess.run(command, check=True, timeout=TIME_LIMIT)
     else:
         header = bytearray(kernel.path.read_bytes())
         header[18:20] = struct.pack("<H", 0xF3 if os.uname().machine != "riscv64" else 0x3E)
@@ -96,7 +98,8 @@ def compile_library(folder: Path, source: str) -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler")
     (folder / "other.c").write_text(source)
-    subprocess.run([compiler, "-shared", "-fPIC", str(folder / "other.c"), "-o", str(folder / "other.so")], check=True)
+    command = [compiler, "-shared", "-fPIC", str(folder / "other.c"), "-o", str(folder / "other.so")]
+    subprocess.run(command, check=True, timeout=TIME_LIMIT)
     return folder / "other.so"
 
 
