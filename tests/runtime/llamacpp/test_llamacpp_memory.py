@@ -19,6 +19,7 @@ from tests.runtime.llamacpp.models import Shape
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
+pytestmark = pytest.mark.gguf
 
 MIB = 1024**2
 DENSE, SPARSE = Shape(head_dim=64, ffn=512, vocab=2048), Shape(head_dim=64, experts=8, used=2, ffn=256)

@@ -17,6 +17,7 @@ from tests.runtime.llamacpp.conftest import SHAPE
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
+pytestmark = pytest.mark.gguf
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 lasting = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
