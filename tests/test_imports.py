@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -72,32 +73,76 @@ def modules() -> Iterator[tuple[str, Path]]:
 MODULES = dict(sorted(modules()))
 
 
-@cache
-def text_of(module: str) -> str:
-    return MODULES[module].read_text("utf-8")
+@dataclass(frozen=True)
+class Source:
+    """What the tests ask of a module's source.
+
+    Attributes:
+        imports: every module that it imports, wherever in the file; `from a import b` gives a.b if that is a module.
+        relative: lines of imports that begin with a dot.
+        functions: names, lines and lengths.
+        listed, defined: what __all__ names, and what the top of the module binds.
+    """
+
+    lines: int
+    docstring: str | None
+    imports: tuple[str, ...]
+    relative: tuple[int, ...]
+    functions: tuple[tuple[str, int, int], ...]
+    listed: frozenset[str]
+    defined: frozenset[str]
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
-    """Every module's syntax tree."""
-    return {module: ast.parse(text_of(module)) for module in MODULES}
+def sources() -> dict[str, Source]:
+    """Every module, read and parsed once."""
+    return {module: read(path.read_text("utf-8")) for module, path in MODULES.items()}
 
 
-@cache
-def nodes() -> dict[str, list[ast.AST]]:
-    """Every module's nodes, wherever in the file."""
-    return {module: list(ast.walk(tree)) for module, tree in trees().items()}
-
-
-def imported(module: str) -> Iterator[str]:
-    """Every module that the source imports, wherever in the file; `from a import b` gives a.b if that is a module."""
-    for node in nodes()[module]:
+def read(text: str) -> Source:
+    tree = ast.parse(text)
+    imports: list[str] = []
+    relative: list[int] = []
+    functions: list[tuple[str, int, int]] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else node.module
+            imports += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level or node.module is None:
+                relative.append(node.lineno)
+                continue
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            imports += [name if name in MODULES else node.module for name in names]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1))
+    return Source(
+        text.count("\n"),
+        ast.get_docstring(tree),
+        tuple(imports),
+        tuple(relative),
+        tuple(functions),
+        frozenset(listed(tree)),
+        frozenset(name for node in tree.body for name in names_of(node)),
+    )
+
+
+def listed(tree: ast.Module) -> set[str]:
+    """What a module assigns to __all__."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            names |= set(ast.literal_eval(node.value))
+    return names
+
+
+def names_of(node: ast.stmt) -> Iterator[str]:
+    """Names that a statement at the top of a module binds."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    else:
+        yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 def within(name: str, prefix: str) -> bool:
@@ -118,20 +163,15 @@ def test_modules_are_found() -> None:
 
 
 def test_imports_are_absolute() -> None:
-    relative = [
-        f"{module}:{node.lineno}"
-        for module, found in nodes().items()
-        for node in found
-        if isinstance(node, ast.ImportFrom) and node.level
-    ]
+    relative = [f"{module}:{line}" for module, source in sources().items() for line in source.relative]
     assert relative == []
 
 
 def test_imports_point_downwards() -> None:
     wrong = [
         f"{module} imports {name}"
-        for module in MODULES
-        for name in imported(module)
+        for module, source in sources().items()
+        for name in source.imports
         if within(name, "edgeinfer") and not may_import(module, name)
     ]
     assert wrong == []
@@ -140,9 +180,9 @@ def test_imports_point_downwards() -> None:
 def test_only_makers_import_heavy_libraries() -> None:
     wrong = [
         f"{module} imports {name}"
-        for module in MODULES
+        for module, source in sources().items()
         if not any(within(module, maker) for maker in MAKERS)
-        for name in imported(module)
+        for name in source.imports
         if name.partition(".")[0] in HEAVY
     ]
     assert wrong == []
@@ -188,42 +228,21 @@ FROM_IMPORTS = {"annotations", "import_module", "TYPE_CHECKING", "Any", "VERSION
 def test_all_lists_what_is_there() -> None:
     wrong = [
         f"{module}: {name}"
-        for module, tree in trees().items()
+        for module, source in sources().items()
         if module != "edgeinfer"  # lazy: test_exported_names looks there
-        for name in sorted(listed(tree) - {name for node in tree.body for name in names_of(node)})
+        for name in sorted(source.listed - source.defined)
     ]
     assert wrong == []
 
 
-def listed(tree: ast.Module) -> set[str]:
-    """What a module assigns to __all__."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            names |= set(ast.literal_eval(node.value))
-    return names
-
-
-def names_of(node: ast.stmt) -> Iterator[str]:
-    """Names that a statement at the top of a module binds."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    else:
-        yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-
-
 def test_modules_say_what_they_own() -> None:
-    assert [module for module, tree in trees().items() if not ast.get_docstring(tree)] == []
+    assert [module for module, source in sources().items() if not source.docstring] == []
 
 
 def test_files_and_functions_are_short() -> None:
-    long = {module: lines for module in MODULES if (lines := text_of(module).count("\n")) > MOST_LINES}
-    for module, found in nodes().items():
-        for node in found:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MOST_LINES_OF_A_FUNCTION:
-                    long[f"{module}:{node.lineno} {node.name}"] = lines
+    long = {module: source.lines for module, source in sources().items() if source.lines > MOST_LINES}
+    for module, source in sources().items():
+        for name, line, length in source.functions:
+            if length > MOST_LINES_OF_A_FUNCTION:
+                long[f"{module}:{line} {name}"] = length
     assert long == {}
