@@ -62,10 +62,10 @@ def test_backends_without_planes_refuse() -> None:
         logits(backend, 2)
 
 
-@pytest.mark.parametrize("planes", [0, 3])
-def test_there_are_one_or_two_planes(planes: int) -> None:
+def test_there_are_one_or_two_planes() -> None:
     require_kernel()
     bundle = export()
     for backend in (OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)):
-        with pytest.raises(BackendError, match=f"cannot read {planes} planes"):
-            logits(backend, planes)
+        for planes in (0, 3):
+            with pytest.raises(BackendError, match=f"cannot read {planes} planes"):
+                logits(backend, planes)

@@ -33,10 +33,12 @@ def test_logits_are_those_of_transformers(family: Family) -> None:
             backend.truncate(0)
             assert_close(feed_in(backend, TEXT, sizes), family.expected(TEXT))
             assert backend.length == len(TEXT)
-        backend.truncate(9)
-        assert_close(feed(backend, OTHER), family.expected(TEXT[:9] + OTHER)[9:])
+        for length in (9, 0):
+            backend.truncate(length)
+            assert_close(feed_in(backend, OTHER, [2, 5]), family.expected(TEXT[:length] + OTHER)[length:])
+        backend.truncate(0)
+        feed(backend, TEXT[:8])
         context = TEXT[:8]
-        backend.truncate(8)
         logits = feed_tree(backend, DRAFT, PARENTS)
         for node in range(len(DRAFT)):
             branch = [DRAFT[i] for i in path(PARENTS, node)]

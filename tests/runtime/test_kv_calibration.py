@@ -45,7 +45,7 @@ def squared_error(family: Family, kv: str, scales: KVScales) -> float:
     return total
 
 
-def times(scales: KVScales, factor: float) -> KVScales:
+def scaled(scales: KVScales, factor: float) -> KVScales:
     f = np.float32(factor)
     layers = {kv: tuple(LayerScales(s.keys * f, s.values * f) for s in each) for kv, each in scales.layers.items()}
     return KVScales(layers, scales.tokens)
@@ -62,8 +62,8 @@ def test_scales_are_found_and_fit(family: Family) -> None:
     for kv in ("int8", "int4"):
         # Of a text that was not seen; smaller scales clip too much, and larger ones waste a bit.
         found = squared_error(family, kv, scales)
-        assert squared_error(family, kv, times(scales, 0.4)) > 1.5 * found
-        assert squared_error(family, kv, times(scales, 2.5)) > 1.5 * found
+        assert squared_error(family, kv, scaled(scales, 0.4)) > 1.5 * found
+        assert squared_error(family, kv, scaled(scales, 2.5)) > 1.5 * found
 
 
 def test_attention_is_nearly_the_same_with_int8(family: Family) -> None:

@@ -105,47 +105,22 @@ def test_only_the_rows_asked_for(family: Family, backend: Backend) -> None:
     assert_close(rest.logits, expected[[6, 19, 11]])
 
 
-def test_rollback(family: Family, backend: Backend) -> None:
-    feed(backend, TEXT)
-    backend.truncate(9)
-    expected = family.expected(TEXT[:9] + OTHER)
-    assert_close(feed_in(backend, OTHER, [2, 5]), expected[9:])
-    backend.truncate(0)
-    assert_close(feed(backend, OTHER), family.expected(OTHER))
-
-
-def test_draft_tree(family: Family, backend: Backend) -> None:
-    context = TEXT[:8]
-    feed(backend, context)
-    logits = feed_tree(backend, DRAFT, PARENTS)
-    for node in range(len(DRAFT)):
-        branch = [DRAFT[i] for i in path(PARENTS, node)]
-        assert_close(logits[node], family.expected(context + branch)[-1])
-
-
 def test_a_draft_tree_needs_a_context(backend: Backend) -> None:
     with pytest.raises(BackendError, match="at least one token"):
         feed_tree(backend, DRAFT, PARENTS)
     assert backend.length == 0
 
 
-@pytest.mark.parametrize("node", [8, 6, 4])
-def test_keeping_a_branch(family: Family, backend: Backend, node: int) -> None:
+@pytest.mark.parametrize("node", [8, 6, 4, None])
+def test_keeping_a_branch(family: Family, backend: Backend, node: int | None) -> None:
     context = TEXT[:8]
     feed(backend, context)
     feed_tree(backend, DRAFT, PARENTS)
-    branch = path(PARENTS, node)
+    branch = [] if node is None else path(PARENTS, node)
     backend.keep(len(context), branch)
     accepted = context + [DRAFT[i] for i in branch]
     assert backend.length == len(accepted)
     assert_close(feed_in(backend, OTHER, [1, 4, 2]), family.expected(accepted + OTHER)[len(accepted) :])
-
-
-def test_keeping_nothing(family: Family, backend: Backend) -> None:
-    feed(backend, TEXT[:8])
-    feed_tree(backend, DRAFT, PARENTS)
-    backend.keep(8, [])
-    assert_close(feed(backend, OTHER), family.expected(TEXT[:8] + OTHER)[8:])
 
 
 def layer_masks(layers: int) -> list[NDArray[np.bool_]]:

@@ -184,7 +184,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return open_bundle(random_bundle(tmp_path_factory.mktemp("model"), max_position_embeddings=400))
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(
+    scope="module",
+    params=["onnx", *(pytest.param(name, marks=pytest.mark.more_cases) for name in MAKERS if name != "onnx")],
+)
 def backend(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Backend]:
     """The model, run in every way."""
     made = MAKERS[request.param](bundle)
@@ -207,6 +210,7 @@ def conversations(engine: Engine, rounds: int) -> tuple[list[list[int]], list[in
     return replies, cached
 
 
+@pytest.mark.parametrize("backend", MAKERS, indirect=True)
 def test_replies_are_those_of_recomputing(backend: Backend) -> None:
     plain, few = conversations(Engine(backend, 16), 3)
     kept, most = conversations(Engine(backend, 16, prefix_bytes=UNBOUNDED), 3)

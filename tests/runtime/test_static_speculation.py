@@ -94,7 +94,7 @@ def test_conversations_take_turns_and_come_back(model: edgeinfer.Model, tmp_path
     assert again.token_ids == reply.token_ids and again.timings.cached_prompt_tokens > 10
 
 
-@pytest.mark.parametrize("overflow", ["window", "cluster"])
+@pytest.mark.parametrize("overflow", ["window", pytest.param("cluster", marks=pytest.mark.slow)])
 def test_a_conversation_may_outgrow_its_context(bundles: dict[str, Path], overflow: str) -> None:
     with load_eager(bundles["static"], context=64, overflow=overflow) as small:
         result = small.generate(PROMPT, max_tokens=120, ignore_eos=True)

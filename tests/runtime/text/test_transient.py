@@ -174,7 +174,7 @@ def test_bounds_hold_and_rest_saves(tmp_path: Path, tokens: int, pairs: bool) ->
         tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
         path.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
     assert tokenizer_facts(path).merge_pairs is pairs
-    command = [sys.executable, "-c", _MEASURED, path]
+    command = [sys.executable, "-c", _MEASURED, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     kept, resting, peak = map(int, done.stdout.split())
     size = path.stat().st_size
