@@ -184,10 +184,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return open_bundle(random_bundle(tmp_path_factory.mktemp("model"), max_position_embeddings=400))
 
 
-@pytest.fixture(
-    scope="module",
-    params=["onnx", *(pytest.param(name, marks=pytest.mark.more_cases) for name in MAKERS if name != "onnx")],
-)
+_FURTHER = [pytest.param(name, marks=pytest.mark.more_cases) for name in MAKERS if name != "onnx"]
+
+
+@pytest.fixture(scope="module", params=["onnx", *_FURTHER])
 def backend(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Backend]:
     """The model, run in every way."""
     made = MAKERS[request.param](bundle)

@@ -61,7 +61,13 @@ def test_text_is_that_of_plain_decoding(model: edgeinfer.Model, who: str, way: s
             assert found.accepted > 0
 
 
-@pytest.mark.parametrize("names", [("static", "ordinary"), ("ordinary", "shallow")], ids=["target", "drafter"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("static", "ordinary"), id="target"),
+        pytest.param(("ordinary", "shallow"), id="drafter", marks=pytest.mark.slow),
+    ],
+)
 def test_beside_ordinary_bundles(bundles: dict[str, Path], names: tuple[str, str]) -> None:
     target, drafter = names
     with load_eager(bundles[target], draft_model=bundles[drafter], context=128) as mixed:

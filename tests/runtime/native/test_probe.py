@@ -28,6 +28,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeKernel]:
 def test_limits_are_those_of_the_kernel_and_threads(kernel: NativeKernel, threads: int) -> None:
     limits = edgeinfer.measure_device(threads)
     assert (limits.kernel, limits.threads) == (kernel.isa, threads)
+    assert limits.read_bytes_per_s > 0
+    assert (limits.multiply_adds_per_s is None) == (kernel.isa == "portable")
+
+
+@pytest.mark.clock
+def test_limits_are_those_of_a_machine(kernel: NativeKernel) -> None:
+    limits = edgeinfer.measure_device(1)
     # Any machine reads more than it could from a disk, and less than from its registers.
     assert 1e8 < limits.read_bytes_per_s < 1e13
     if kernel.isa != "portable":
