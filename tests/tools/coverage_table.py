@@ -33,7 +33,7 @@ def table(former: Lines, fast: Lines, full: Lines) -> Iterator[str]:
     former = {name: lines for name, lines in former.items() if name.partition("/")[0] in ROOMS and lines}
     yield "| folder | modules | lines of the former suite | fast | full | modules below 90% in the fast tier |"
     yield "|---|---:|---:|---:|---:|---:|"
-    for folder, group in groupby(sorted(former), lambda name: name.rpartition("/")[0]):
+    for folder, group in groupby(sorted(former, key=folder_of), folder_of):
         yield row(folder, list(group), former, fast, full)
     yield row("all", sorted(former), former, fast, full)
     yield ""
@@ -45,6 +45,10 @@ def table(former: Lines, fast: Lines, full: Lines) -> Iterator[str]:
     for name in sorted(former):
         if lost := former[name] - full.get(name, set()):
             yield f"- {name}: {', '.join(map(str, sorted(lost)))}"
+
+
+def folder_of(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def row(title: str, names: list[str], former: Lines, fast: Lines, full: Lines) -> str:
