@@ -3,7 +3,8 @@
 A full product of parameters says little more than its pairs do (most faults depend on one value or on two), so:
 
 - the fast tier, which plain `pytest` runs, takes a few cases of each test, so that every value is met if there are as
-  few values as that; tests of modules marked `matrix` take all pairs of values, the test being a value too;
+  few values as that; tests of modules marked `matrix` take all pairs of values, the test being a value too, and quick
+  tests marked `every_case` take all of their rows;
 - the rest of a set in which every pair of values is met, and every row of every table, has the mark `more_cases`;
 - what is left of a product has the mark `exhaustive`, and runs on demand.
 
@@ -47,6 +48,8 @@ def divide(items: Sequence[pytest.Item]) -> None:
 
 def _divide_function(cases: Sequence[pytest.Function], fast: Sequence[int], matrix: bool) -> None:
     values = [values_of(item) for item in cases]
+    if cases[0].get_closest_marker("every_case"):
+        return
     chosen = fast if matrix else cover(values, strength=1)[:FAST_CASES]
     pairs = cover(values, taken=chosen)
     for number, item in enumerate(cases):

@@ -257,6 +257,9 @@ def test_what_tuning_finds_is_drafted_with(
         for who in ("auto", "exit", "skip"):
             found_now = same(model, who, max_tokens=30, ignore_eos=True)
         assert {"exit", "skip"} <= set(model.drafting_state())
+        # What is found anew takes the place of drafters that are open.
+        model.tune(["Once upon a time"], evaluations=3)
+        assert same(model, "auto", max_tokens=30, ignore_eos=True)
         assert plain(model, max_tokens=30, ignore_eos=True).text == before
     with load_eager(small_bundle) as model:
         assert {"exit", "skip"} & set(model.drafting_state()) == ({"exit", "skip"} if pays else set())

@@ -145,6 +145,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_impossible_shapes_are_refused(case: str) -> None:
     options, says = IMPOSSIBLE[case]

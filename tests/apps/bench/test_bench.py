@@ -237,7 +237,6 @@ def test_footprint_of_loading_in_processes(work: Path, capsys: pytest.CaptureFix
 
 @needs_kernel
 @linux_only
-@pytest.mark.slow
 def test_two_processes_share_the_weights(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = _footprint(capsys, ["share", "--shape", "tiny", "--work", str(work)])
     alone = data["alone_proportional_bytes"]

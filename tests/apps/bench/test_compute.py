@@ -133,7 +133,6 @@ def test_the_command_writes_what_the_report_shows(
     assert "exit" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_the_command_measures(bundles: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command(bundles[0], tmp_path)["drafter"] is None
     printed = capsys.readouterr().out

@@ -18,7 +18,7 @@ from edgeinfer.apps.bench.enforced import Enclosure, enclosure
 from edgeinfer.apps.bench.memory_chat import ChatResults
 from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
 from edgeinfer.apps.bench.memory_plans import Case, PlanRun, PlansResults, draw_cases
-from edgeinfer.apps.bench.memory_report import print_plans
+from edgeinfer.apps.bench.memory_report import print_plans, print_spec
 from edgeinfer.apps.bench.memory_smallest import Peer, SmallestResults, measure_peer
 from edgeinfer.apps.bench.memory_spec import SpecMemoResults
 from edgeinfer.apps.bench.memory_subjects import Subject, find_subjects
@@ -142,7 +142,9 @@ def timed(budget: int | None, short: float, deep: float, reason: str = "", name:
         "terms": terms,
         "used": {"tokenizer": 3},
         "weights_resident": 90,
-        "choice": {"weights": "mapped"},
+        "choice": {"weights": "mapped", "context": 512, "kv": "float32"},
+        "plan_given_up": ["the prompt in one pass"],
+        "given_up": [],
     }
     options = {} if budget is None else {"memory": budget}
     run = TimedRun(reason, peak_rss=150, peak_anonymous=50, found=found)
@@ -188,12 +190,17 @@ def test_budgets_are_halved_towards_the_smallest_that_is_fast(monkeypatch: pytes
     assert found[1].beside and dataclasses.replace(results, points=tuple(found)).smallest_fast is found[1]
 
 
-def test_the_smallest_budget_that_pays_is_held_against_no_limits() -> None:
+def test_the_smallest_budget_that_pays_is_held_against_no_limits(capsys: pytest.CaptureFixture[str]) -> None:
     free = (timed(None, 30, 30, name="unconstrained"), timed(None, 30, 30, name="default"))
     results = SpecMemoResults("m", 512, ("a", "b"), (*free, timed(4, 29.5, 29.5), timed(2, 29, 29), timed(1, 28, 28)))
     assert results.smallest is not None and results.smallest.setup.budget == 2
     assert results.cut(results.smallest, "default", planned=True, alone=False) == pytest.approx(1 - 77 / 75)
     assert results.to_dict()["smallest_budget"] == 2
+    print_spec(results)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ": 2 B, 512 tokens in float32, mapped: the prompt in one pass." in printed
+    assert "Generation memory cut against unconstrained" in printed
+    assert "Generation memory cut against default" in printed
 
 
 @linux_only

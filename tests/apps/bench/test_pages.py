@@ -159,6 +159,7 @@ def memory_results() -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("benchmark", "shown"),
     [

@@ -269,6 +269,7 @@ def test_interrupted_it_keeps_what_was_done(
     assert "| edgeinfer" in captured.out and "Interrupted" in captured.err
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -134,7 +134,6 @@ def test_what_takes_too_long_is_ended() -> None:
     assert not watch([sys.executable, "-c", "pass"]).late
 
 
-@pytest.mark.slow
 @needs_builtin
 @needs_groups
 def test_replies_within_limits() -> None:
