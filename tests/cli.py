@@ -26,6 +26,7 @@ __all__ = [
     "edgeinfer_process",
     "environment",
     "interruptible",
+    "interruptible_environment",
     "refuses",
     "start",
 ]
@@ -100,8 +101,12 @@ class Child(subprocess.Popen[bytes]):
 
 def start(*arguments: str | Path) -> Child:
     """Starts the command with its output piped."""
-    # A file that is being opened when the command is interrupted is closed by nobody.
-    return Child(command(*arguments), environment() | {"PYTHONWARNINGS": "error,ignore::ResourceWarning"})
+    return Child(command(*arguments), interruptible_environment())
+
+
+def interruptible_environment() -> dict[str, str]:
+    """The environment of a child that is interrupted: nobody closes a file that it is opening then."""
+    return environment() | {"PYTHONWARNINGS": "error,ignore::ResourceWarning"}
 
 
 def refuses(code: int, says: str, done: subprocess.CompletedProcess[bytes]) -> None:

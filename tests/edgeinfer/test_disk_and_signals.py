@@ -26,6 +26,7 @@ from tests.cli import (
     edgeinfer,
     edgeinfer_process,
     environment,
+    interruptible_environment,
     refuses,
     start,
 )
@@ -283,7 +284,7 @@ import onnxruntime
 """)
     paths = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
     line = command("run", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000")
-    with Child(line, environment() | {"PYTHONPATH": paths}) as process:
+    with Child(line, interruptible_environment() | {"PYTHONPATH": paths}) as process:
         out, err = process.communicate(timeout=TIME_LIMIT)
     assert (process.returncode, err) == (130, b"")
     assert len(out) < 1000
@@ -306,7 +307,7 @@ sys.exit(main.main(["run", "-f", "-"]))
 @pytest.mark.parametrize("module", ["edgeinfer.cli.options", "edgeinfer.config", "edgeinfer.cli.loading"])
 def test_ctrl_c_while_commands_are_imported(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPTED, module]
-    with Child(line, environment(), stdin=subprocess.PIPE) as process:
+    with Child(line, interruptible_environment(), stdin=subprocess.PIPE) as process:
         # Its input stays open until it ends.
         assert process.wait(TIME_LIMIT) == 130
         assert process.communicate(timeout=TIME_LIMIT) == (b"begun", b"")
