@@ -47,9 +47,9 @@ def divide(items: Sequence[pytest.Item]) -> None:
 
 
 def _divide_function(cases: Sequence[pytest.Function], fast: Sequence[int], matrix: bool) -> None:
-    values = [values_of(item) for item in cases]
     if cases[0].get_closest_marker("every_case"):
         return
+    values = [values_of(item) for item in cases]
     chosen = fast if matrix else cover(values, strength=1)[:FAST_CASES]
     pairs = cover(values, taken=chosen)
     for number, item in enumerate(cases):
