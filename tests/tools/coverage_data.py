@@ -6,7 +6,8 @@ Data comes from `pytest --cov --cov-context=test --cov-report=`, followed by `co
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from coverage import CoverageData
@@ -28,23 +29,26 @@ def lines_of(paths: Iterable[Path]) -> Lines:
     return dict(found)
 
 
-def by_test(paths: Iterable[Path]) -> Mapping[tuple[str, int], set[str]]:
-    """Ids of the tests that execute a line, by file and line."""
-    found: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+def by_test(paths: Iterable[Path], wanted: str) -> dict[int, set[str]]:
+    """Ids of the tests that execute a file's lines, by line."""
+    found: defaultdict[int, set[str]] = defaultdict(set)
     for data in map(_read, paths):
         for file in data.measured_files():
-            for line, contexts in data.contexts_by_lineno(file).items():
-                # "tests/test_x.py::test_y|run"; what is imported and what a child executes has no test.
-                found[_name(file), line] |= {context.rpartition("|")[0] for context in contexts if "|" in context}
+            if _name(file) == wanted:
+                for line, contexts in data.contexts_by_lineno(file).items():
+                    # "tests/test_x.py::test_y|run"; what is imported and what a child executes has no test.
+                    found[line] |= {context.rpartition("|")[0] for context in contexts if "|" in context}
     return found
 
 
+@cache
 def _read(path: Path) -> CoverageData:
     data = CoverageData(str(path))
     data.read()
     return data
 
 
+@cache
 def _name(file: str) -> str:
     """A file by its real place in the repository, wherever the checkout was and through whichever link it came."""
     parts = Path(file).parts

@@ -17,13 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from queue import Queue
 
-from tests.tools.coverage_data import ROOMS, ROOT, by_test
+from tests.tools.coverage_data import ROOMS, ROOT, by_test, lines_of
 
 __all__ = ["main"]
 
@@ -71,10 +72,11 @@ class Outcome:
 def faults_of(file: str) -> Iterator[Fault]:
     """Every fault that can be put into a file."""
     source = (ROOT / file).read_text("utf-8")
+    rows = source.encode().splitlines()
     for node in expressions(ast.parse(source)):
         if node.lineno != node.end_lineno or node.end_col_offset is None:
             continue
-        replacement = broken(node, source)
+        replacement = broken(node, rows[node.lineno - 1])
         if replacement is not None:
             yield Fault(file, node.lineno, (node.col_offset, node.end_col_offset), replacement)
 
@@ -88,15 +90,17 @@ def expressions(tree: ast.Module) -> Iterator[ast.expr]:
                     yield from (node for node in ast.walk(statement) if isinstance(node, ast.expr))
 
 
-def broken(node: ast.expr, source: str) -> str | None:
-    """The expression with a fault, or None where there is none to put in."""
+def broken(node: ast.expr, row: bytes) -> str | None:
+    """The expression of a row with a fault, or None where there is none to put in."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, bool):
             return str(not node.value)
         return str(node.value + 1) if isinstance(node.value, int) else None
-    parts = [ast.get_source_segment(source, part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-    if not all(parts):
-        return None
+    parts = [
+        row[part.col_offset : part.end_col_offset].decode()
+        for part in ast.iter_child_nodes(node)
+        if isinstance(part, ast.expr)
+    ]
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return f"{parts[0]} {COMPARISONS[type(node.ops[0])]} {parts[1]}"
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not isinstance(node.left, ast.JoinedStr):
@@ -108,15 +112,18 @@ def broken(node: ast.expr, source: str) -> str | None:
     return None
 
 
-def draw(count: int, seed: int, tests: Mapping[tuple[str, int], set[str]]) -> list[Fault]:
+def draw(count: int, seed: int, data: Sequence[Path]) -> list[Fault]:
     """Faults on lines that some test executes, as many of each room as of any other."""
     chance = random.Random(seed)
+    executed = lines_of(data)
     drawn: list[Fault] = []
     for number, room in enumerate(ROOMS):
-        files = {file for file, _ in tests if file.startswith(f"{room}/")}
-        possible = [fault for file in sorted(files) for fault in faults_of(file) if tests.get((file, fault.line))]
-        wanted = count // len(ROOMS) + (number < count % len(ROOMS))
-        drawn += chance.sample(possible, min(wanted, len(possible)))
+        files = sorted(file for file in executed if file.startswith(f"{room}/"))
+        possible = [fault for file in files for fault in faults_of(file) if fault.line in executed[file]]
+        chance.shuffle(possible)
+        # What only an import or a child process executes has no tests to run.
+        tested = (fault for fault in possible if by_test(data, fault.file).get(fault.line))
+        drawn += islice(tested, count // len(ROOMS) + (number < count % len(ROOMS)))
     return drawn
 
 
@@ -143,9 +150,7 @@ def first_failure(checkout: Path, tests: Sequence[str]) -> str | None:
         return ""
     if done.returncode in {0, 5}:  # all passed, or none was left to run
         return None
-    failed = re.search(
-        r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", done.stdout.decode("utf-8", "replace"), re.MULTILINE
-    )
+    failed = FAILED.search(done.stdout.decode("utf-8", "replace"))
     return failed.group(1) if failed else ""
 
 
@@ -157,8 +162,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    fast, full = by_test(args.fast), by_test(args.full)
-    drawn = draw(args.count, args.seed, full)
+    drawn = draw(args.count, args.seed, args.full)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-faults-") as folder:
         free: Queue[Path] = Queue()
         for number in range(args.workers):
@@ -169,7 +173,7 @@ def main() -> None:
         def attempt(fault: Fault) -> Outcome:
             checkout = free.get(timeout=len(drawn) * 2 * TIME_LIMIT)
             try:
-                return outcome(checkout, fault, fast, full)
+                return outcome(checkout, fault, args.fast, args.full)
             finally:
                 free.put(checkout)
 
@@ -183,16 +187,10 @@ def main() -> None:
     print(f"{len(outcomes)} faults: the fast tier finds {by_fast}, the full tier {in_all}.")
 
 
-def outcome(
-    checkout: Path,
-    fault: Fault,
-    fast: Mapping[tuple[str, int], set[str]],
-    full: Mapping[tuple[str, int], set[str]],
-) -> Outcome:
+def outcome(checkout: Path, fault: Fault, fast: Sequence[Path], full: Sequence[Path]) -> Outcome:
     """Runs the tests of a fault's line in a checkout, and leaves the checkout as it was."""
-    place = (fault.file, fault.line)
-    first = sorted(fast.get(place, set()))
-    rest = sorted(full.get(place, set()) - set(first))
+    first = sorted(by_test(fast, fault.file).get(fault.line, ()))
+    rest = sorted(by_test(full, fault.file)[fault.line] - set(first))
     found = "fast" if found_by(checkout, fault, first) else "full" if found_by(checkout, fault, rest) else ""
     return Outcome(fault, found, (len(first), len(rest)))
 
