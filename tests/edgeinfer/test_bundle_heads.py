@@ -84,7 +84,10 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
     "cut off": lambda header, rest: framed(header, rest[:-2]),
     "more than it says": lambda header, rest: framed(header, rest + b"\0\0"),
     "not a number": lambda header, rest: framed(header, np.float16(np.nan).tobytes() + rest[2:]),
-    "notes that are no texts": lambda header, rest: framed(header | {"__metadata__": {"a": 1}}, rest),
+    "notes that are no texts": lambda header, rest: framed(
+        header | {"__metadata__": header["__metadata__"] | {"a": 1}}, rest
+    ),
+    "notes that are a list": lambda header, rest: framed(header | {"__metadata__": ["a"]}, rest),
     "another version": lambda header, rest: framed(
         header | {"__metadata__": header["__metadata__"] | {"version": "2"}}, rest
     ),

@@ -18,6 +18,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.cli.main import COMMANDS, main
+from edgeinfer.cli.output import print_json
 from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
 from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
 from tests.cli import edgeinfer as run
@@ -293,6 +294,11 @@ def test_builtin_model_answers_in_json() -> None:
     data = json.loads(done.stdout)
     assert data["usage"]["completion_tokens"] == len(data["token_ids"]) == 8
     assert data["memory"]["peak_rss_bytes"] > 0
+
+
+def test_json_is_written_as_people_read_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"text": "naïve 猫"})
+    assert '"text": "naïve 猫"' in capsys.readouterr().out
 
 
 @needs_builtin

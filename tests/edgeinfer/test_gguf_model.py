@@ -98,6 +98,13 @@ def test_sizes_that_differ_by_layer(tmp_path: Path) -> None:
     assert kv_bytes_per_token(plain.gguf, "q8_0") is None
 
 
+def test_a_head_has_channels(tmp_path: Path) -> None:
+    one = {"llama__attention__key_length": (UINT32, 1), "llama__attention__value_length": (UINT32, 1)}
+    assert opened(tmp_path, **one).manifest.geometry.head_dim == 1
+    with pytest.raises(BundleError, match="key_length is 0, not 1 to"):
+        opened(tmp_path, **one | {"llama__attention__key_length": (UINT32, 0)})
+
+
 def test_key_heads_are_heads_unless_said(tmp_path: Path) -> None:
     assert opened(tmp_path, llama__attention__head_count_kv=None).manifest.geometry.num_kv_heads == 2
 

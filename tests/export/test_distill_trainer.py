@@ -119,10 +119,10 @@ def test_a_full_disk_leaves_what_was_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_checkpoints_come_by_time_and_only_the_newest_stays(tmp_path: Path) -> None:
-    ticks = iter(range(1000))
+    ticks = iter(range(1000, 2000))
     options = TrainOptions(20, learning_rate=0.05, warmup=3, device="cpu", save_seconds=4)
     seen: list[set[str]] = []
-    Trainer(Line(), options, tmp_path, clock=lambda: float(next(ticks))).run(
+    trained = Trainer(Line(), options, tmp_path, clock=lambda: float(next(ticks))).run(
         lambda stage, done, total: seen.append(
             {path.name for path in tmp_path.iterdir()} if tmp_path.exists() else set()
         )
@@ -132,6 +132,8 @@ def test_checkpoints_come_by_time_and_only_the_newest_stays(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["step-20"]
     table = json.loads((tmp_path / "step-20" / "state.json").read_text())
     assert len(table["losses"]) == 20
+    # The clock was read once at the beginning and once at the end, and in between at most twice a step.
+    assert 20 < trained.seconds == next(ticks) - 1001 <= 42
 
 
 @pytest.mark.parametrize("damage", ["{", "{}", '{"format": "other", "step": 20, "losses": [], "configuration": {}}'])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +60,14 @@ def test_padding_never_exceeds_the_budget(choices: list[Choice], budget: int, pa
         return
     found, measured = allocate_exactly(choices, budget, measure)
     assert measured == measure(found.chosen) <= budget
+
+
+def test_the_budget_is_used_to_its_last_byte_where_no_programme_is_solved_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("edgeinfer.quant.allocation.milp", lambda *_, **__: SimpleNamespace(x=None))
+    found = allocate([Choice((Option(1, 1.0), Option(2, 0.0)))] * 30, 40)
+    assert (found.nbytes, found.cost) == (40, 20)
 
 
 def test_many_choices_come_close_to_the_budget() -> None:

@@ -67,6 +67,21 @@ def test_channel_scales_protect_large_inputs() -> None:
     assert scaled_error(weight, scheme, x, scale) < 0.8 * scaled_error(weight, scheme, x, np.ones_like(scale))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_channel_scales_are_those_of_the_least_error(seed: int) -> None:
+    weight, x, scheme = random_matrix(60, 96, seed), correlated_inputs(500, 96, seed, 2.0), QuantScheme(2, 32)
+    statistics = statistics_of(x, hessian=False)
+    size = np.sqrt(statistics.mean_square)
+
+    def error(scale: Floats) -> float:
+        entering = statistics_of(x / scale, hessian=False)
+        return output_error(weight, approximate(weight * scale, Grid.of(scheme), entering) / scale, statistics)
+
+    powers = [size ** np.float32(power) for power in np.linspace(0, 1, 21)]
+    least = min(error(power / np.exp(np.log(power).mean())) for power in powers)
+    assert error(scale_search([weight], statistics, scheme)) == pytest.approx(least, rel=1e-3)
+
+
 def test_inputs_never_seen_leave_scales_at_one() -> None:
     statistics = statistics_of(np.zeros((5, 40), np.float32))
     np.testing.assert_array_equal(scale_search([random_matrix(4, 40)], statistics, QuantScheme(4, 32)), 1)

@@ -190,6 +190,17 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
     backend.close()
 
 
+def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[int] = []
+    monkeypatch.setattr(Residency, "used", lambda residency, ids: windows.append(len(ids)))
+    for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
+        backend = ResidentBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), limit)
+        backend.forward(np.arange(9), np.arange(9), np.array([8]))
+        assert len(windows) == expected
+        windows.clear()
+        backend.close()
+
+
 def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
     inner = OnnxBackend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match=r"experts of one layer take .* give more memory"):
