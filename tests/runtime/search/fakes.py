@@ -99,11 +99,14 @@ class Letters:
     """A tokenizer of one letter a token; the end has no text."""
 
     vocab_size = V
-    special_ids = frozenset({END})
+    special_ids = control_ids = frozenset({END})
     decoder_types = ("ByteLevel",)
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(LETTERS[i] for i in ids if i != END)
