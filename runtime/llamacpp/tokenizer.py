@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -131,10 +131,11 @@ class LlamaTokenizer:
         return text.rstrip(_WHITE) if behind in self._strips[0] else text
 
     @cached_property
-    def control_ids(self) -> frozenset[int]:
-        """Ids that `encode` takes text for only where special tokens are parsed. llama.cpp counts tokens that are
-        written like those that end a turn among them whatever the file says of their type."""
-        return frozenset(np.flatnonzero(self._attributes & (_ATTR_UNKNOWN | _ATTR_CONTROL)).tolist())
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id. llama.cpp
+        counts what is written like tokens that end a turn among them, whatever the file says of their type."""
+        ids = np.flatnonzero(self._attributes & (_ATTR_UNKNOWN | _ATTR_CONTROL)).tolist()
+        return {self._text(id_) or "": id_ for id_ in ids}
 
     @cached_property
     def _strips(self) -> tuple[frozenset[str], frozenset[str]]:

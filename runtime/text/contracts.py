@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 __all__ = ["MARK", "TokenizerLike"]
@@ -23,8 +23,8 @@ class TokenizerLike(Protocol):
         """Ids of the tokens marked as special."""
 
     @property
-    def control_ids(self) -> frozenset[int]:
-        """Ids that `encode` takes text for only where special tokens are parsed."""
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
 
     @property
     def decoder_types(self) -> tuple[str, ...]:

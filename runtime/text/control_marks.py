@@ -38,10 +38,9 @@ class ControlMarks:
     @classmethod
     def of(cls, tokenizer: TokenizerLike, end_ids: Iterable[int] = ()) -> Self:
         """Those of a tokenizer, and the tokens that end a reply even if it does not mark them."""
-        found = {tokenizer.id_to_token(id_): id_ for id_ in sorted(tokenizer.control_ids)}
-        ends = {tokenizer.id_to_token(id_): id_ for id_ in sorted(set(end_ids) - tokenizer.control_ids)}
-        found |= {text: id_ for text, id_ in ends.items() if text and _LIKE_A_MARK.fullmatch(text)}
-        return cls({text: id_ for text, id_ in found.items() if text})
+        found = {text: id_ for text, id_ in tokenizer.control_texts.items() if text}
+        ends = {tokenizer.id_to_token(id_): id_ for id_ in set(end_ids).difference(found.values())}
+        return cls(found | {text: id_ for text, id_ in ends.items() if text and _LIKE_A_MARK.fullmatch(text)})
 
     def split(self, text: str) -> list[str]:
         """The text in parts of which every second one is a mark; the longest one where several begin."""

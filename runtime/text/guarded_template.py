@@ -83,8 +83,6 @@ class GuardedTemplate:
 
     def _stood_for(self, key: str | None, text: str) -> Collection[str]:
         """Characters of a text of the data that need a stand-in."""
-        if key is None and (text in _KEYS or text in self._words.names):
-            return ()
         if self._known(key, text):
             return ()
         if key == "role" or self.marks.inside(text):
@@ -96,7 +94,9 @@ class GuardedTemplate:
         return [edge for edge in edges if text.count(edge) > exempt[edge]]
 
     def _known(self, key: str | None, text: str) -> bool:
-        """Whether templates expect this very text, and may make marks of it."""
+        """Whether templates expect this very word, and may make marks of it."""
+        if key is None:
+            return text in _KEYS or text in self._words.names
         return key in ("role", "type") and (text in _ROLES or text in self._words.constants)
 
     def _exempt(self, key: str | None, text: str) -> Collection[int]:
@@ -121,9 +121,9 @@ class _Words:
     """What a template's source names and looks for.
 
     Attributes:
-        names: its identifiers and constants: keys of data that are its own.
-        constants: its texts in quotes.
-        harmless: of those, the ones with characters that need no stand-in, and where.
+        names: its identifiers, and constants: keys of data that are its own.
+        constants: words in quotes; no part of a mark but what stands inside.
+        harmless: texts in quotes with characters that need no stand-in, and where.
     """
 
     names: frozenset[str]
@@ -135,8 +135,9 @@ class _Words:
         # Compiling it has shown that it can be read.
         tokens = list(jinja2.Environment().lex(source))
         names = {text for _, kind, text in tokens if kind == "name"}
-        constants = {_unquoted(text) for _, kind, text in tokens if kind == "string"}
-        short = sorted(text for text in constants if len(text) <= _LONGEST_CONSTANT and marks.edges.intersection(text))
+        quoted = {_unquoted(text) for _, kind, text in tokens if kind == "string"}
+        constants = {text for text in quoted if text.isidentifier() or marks.edges.isdisjoint(text)}
+        short = sorted(text for text in quoted if len(text) <= _LONGEST_CONSTANT and marks.edges.intersection(text))
         places = {text: marks.harmless(text) for text in short[:_MOST_CONSTANTS]}
         harmless = {text: where for text, where in places.items() if where}
         return cls(frozenset(names | constants), frozenset(constants), harmless)

@@ -94,7 +94,7 @@ class LiteralEncoder:
             ids = self._tokenizer.encode(_UNKNOWN, add_special_tokens=False, parse_special=False)
         except TokenizerError:  # there is nothing that stands for them
             return frozenset()
-        return self._tokenizer.control_ids.intersection(ids)
+        return frozenset(self._tokenizer.control_texts.values()).intersection(ids)
 
     @cached_property
     def _controls(self) -> frozenset[int]:

@@ -37,7 +37,9 @@ class MarkStands:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._ways = {token.content: _way(token) for token in added.values() if token.special}
+        special = {id_: token for id_, token in added.items() if token.special}
+        self._ways = {backend.id_to_token(id_): _way(token) for id_, token in special.items()}
+        self._ways |= {token.content: _way(token) for token in special.values()}
         self._names = {way: _name() for way in {_PLAIN, *self._ways.values()}}
         # How the library numbers added tokens.
         first = max(backend.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -130,10 +130,13 @@ class Tokenizer:
         """Ids of the tokens marked as special."""
         return frozenset(id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """Ids that `encode` takes text for only where special tokens are parsed."""
-        return self.special_ids
+    @cached_property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
+        added = self._backend.get_added_tokens_decoder()
+        # Some are spelled in another way in normalized text.
+        spelled = {self.id_to_token(id_) or "": id_ for id_ in self.special_ids}
+        return spelled | {token.content: id_ for id_, token in added.items() if token.special}
 
     def token_to_id(self, text: str) -> int | None:
         """The id of one token as the vocabulary spells it, None where it has no such token."""

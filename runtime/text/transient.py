@@ -58,7 +58,7 @@ class TransientTokenizer:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.before_parsing: Callable[[], None] = _nothing
         self.vocab_size = tokenizer.vocab_size
-        self.special_ids = self.control_ids = tokenizer.special_ids
+        self.special_ids, self.control_texts = tokenizer.special_ids, tokenizer.control_texts
         self.decoder_types = tokenizer.decoder_types
         self._path, self._version = path, _version(path)
         self._spellings = _Spellings(tokenizer)

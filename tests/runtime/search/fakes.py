@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,8 +99,12 @@ class Letters:
     """A tokenizer of one letter a token; the end has no text."""
 
     vocab_size = V
-    special_ids = control_ids = frozenset({END})
+    special_ids = frozenset({END})
     decoder_types = ("ByteLevel",)
+
+    @property
+    def control_texts(self) -> Mapping[str, int]:
+        return {}
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
