@@ -7,10 +7,12 @@ template: every mark that data begins or ends lacks a character of its own.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Self
 
 from edgeinfer.errors import PromptError
@@ -73,8 +75,13 @@ class ControlMarks:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
-        longest_first = sorted(self.ids, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+        if not self.ids:
+            return None
+        try:
+            return re.compile(f"({_any_of(sorted(self.ids))})")
+        except RecursionError:  # hundreds of marks, each of which begins with the one before
+            longest_first = sorted(self.ids, key=len, reverse=True)
+            return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @cached_property
     def _inner(self) -> str:
@@ -83,6 +90,16 @@ class ControlMarks:
     @cached_property
     def _longest(self) -> int:
         return max(map(len, self.ids), default=0)
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern of any of these sorted texts, the longest that there is. What they begin with alike is looked at once:
+    vocabularies have hundreds of marks that differ in a number."""
+    alike = os.path.commonprefix([texts[0], texts[-1]])
+    rest = [text[len(alike) :] for text in texts]
+    ways = [_any_of(list(group)) for _, group in groupby(filter(None, rest), key=lambda text: text[0])]
+    behind = f"(?:{'|'.join(ways)})" if ways else ""
+    return re.escape(alike) + (behind if rest[0] or not behind else f"{behind}?")
 
 
 class Stand:
