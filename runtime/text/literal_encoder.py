@@ -31,6 +31,7 @@ class LiteralEncoder:
     def __init__(self, tokenizer: TokenizerLike, end_ids: Iterable[int] = ()) -> None:
         self.marks = ControlMarks.of(tokenizer, end_ids)
         self._tokenizer = tokenizer
+        self._by_character: dict[int, tuple[int, ...]] = {}
 
     def literal(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text that is data.
@@ -67,7 +68,9 @@ class LiteralEncoder:
         """Each control token, which the vocabulary made of plain text, character by character."""
         for id_ in ids:
             if id_ in self._controls:
-                yield from self._characters(id_)
+                if id_ not in self._by_character:
+                    self._by_character[id_] = tuple(self._characters(id_))
+                yield from self._by_character[id_]
             else:
                 yield id_
 
