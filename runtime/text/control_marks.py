@@ -7,7 +7,6 @@ template: every mark that data begins or ends lacks a character of its own.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,11 +94,12 @@ class ControlMarks:
 def _any_of(texts: Sequence[str]) -> str:
     """A pattern of any of these sorted texts, the longest that there is. What they begin with alike is looked at once:
     vocabularies have hundreds of marks that differ in a number."""
-    alike = os.path.commonprefix([texts[0], texts[-1]])
-    rest = [text[len(alike) :] for text in texts]
+    first, last = texts[0], texts[-1]
+    alike = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    rest = [text[alike:] for text in texts]
     ways = [_any_of(list(group)) for _, group in groupby(filter(None, rest), key=lambda text: text[0])]
     behind = f"(?:{'|'.join(ways)})" if ways else ""
-    return re.escape(alike) + (behind if rest[0] or not behind else f"{behind}?")
+    return re.escape(first[:alike]) + (behind if rest[0] or not behind else f"{behind}?")
 
 
 class Stand:

@@ -59,8 +59,9 @@ class GuardedTemplate:
             PromptError, TemplateError: as `ChatTemplate.render`.
         """
         plain = self.template.render(messages, True, tools, variables)
-        data = (messages, tools, list((variables or {}).values()))
-        found = [*strings_in(data), ("content", begun)]
+        given = dict(variables or {})
+        found = [*strings_in((messages, tools)), ("content", begun)]
+        found += [each for name, value in given.items() for each in strings_in(value, name)]
         stood_for = {each: characters for each in found if (characters := self._stood_for(*each))}
         if not stood_for:
             return self.marks.split(plain + begun)
@@ -70,7 +71,7 @@ class GuardedTemplate:
             characters = stood_for.get((key, text))
             return stand.put(text, characters, self._exempt(key, text)) if characters else text
 
-        values = {name: mapped(value, guarded) for name, value in (variables or {}).items()}
+        values = {name: mapped(value, guarded, name) for name, value in given.items()}
         text = self.template.render(mapped(messages, guarded), True, mapped(tools, guarded), values)
         genuine = self.marks.split(text + guarded("content", begun))
         parts = [stand.back(part) for part in genuine]

@@ -123,7 +123,7 @@ class Tokenizer:
         stands = self._stands.ids if self._stands is not None else ()
         known = self._backend.get_vocab(with_added_tokens=True).values()
         last = max((id_ for id_ in known if id_ not in stands), default=-1)
-        yield from map(self.id_to_token, range(last + 1))
+        yield from (None if id_ in stands else self._backend.id_to_token(id_) for id_ in range(last + 1))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
