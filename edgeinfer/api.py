@@ -27,7 +27,7 @@ from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.session_file import SessionFile, open_session
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate
 from edgeinfer.sessions import resume, save
 from edgeinfer.text_files import chat_template
 from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
@@ -93,6 +93,7 @@ class Model(Measured):
     def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
         self._residence = residence
         self._template = template
+        self._guarded: GuardedTemplate | None = None
         self._turns = Turns()
 
     @property
@@ -156,7 +157,8 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        parse = config.parse_special is not False
+        ids = self.tokenize(prompt, parse_special=parse) if isinstance(prompt, str) else list(prompt)
         return self._start(ids, config, started, continues=True)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
@@ -205,7 +207,8 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        prompt = self.tokenize_chat(messages, tools=tools, variables=variables, begun=begun)
+        parse = config.parse_special is True
+        prompt = self.tokenize_chat(messages, tools=tools, variables=variables, begun=begun, parse_special=parse)
         return self._start(prompt, config, started, continues=bool(begun), on_finish=on_finish)
 
     def create_chat_completion(
@@ -222,11 +225,20 @@ class Model(Measured):
         """
         return chat_completion(self, messages, stream=stream, **options)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, with the tokenizer's own begin token."""
+    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Token ids of a text, with the tokenizer's own begin token.
+
+        Args:
+            parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
+        """
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
-        return self._parts.tokenizer.encode(text)
+        parts = self._parts
+        return (
+            parts.tokenizer.encode(text)
+            if parse_special
+            else parts.literal_encoder.literal(text, add_special_tokens=True)
+        )
 
     @property
     def chat_template_text(self) -> str | None:
@@ -240,19 +252,26 @@ class Model(Measured):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         begun: str = "",
+        parse_special: bool = False,
     ) -> list[int]:
         """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
 
         Args:
             tools, variables, begun: as `stream_chat` takes them.
+            parse_special: special tokens spelled out in these become those tokens, and not only the template's own.
 
         Raises:
             TemplateError: the model has no chat template, or its template rejects the messages.
         """
         if self._template is None:
             raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
-        text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
-        return self._parts.tokenizer.encode(text + begun, add_special_tokens=False)
+        parts = self._parts
+        if parse_special:
+            text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+            return parts.tokenizer.encode(text + begun, add_special_tokens=False)
+        # One is kept for its analysis of the template; what it depends on is the same whenever the model is loaded.
+        self._guarded = self._guarded or GuardedTemplate(self._template, parts.literal_encoder.marks)
+        return parts.literal_encoder.marked(self._guarded.parts(messages, tools, variables, begun))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""

@@ -257,6 +257,9 @@ class GenerationConfig(ComputeOptions, SearchOptions):
             at most.
         logprobs: tell the log-probabilities of the reply's tokens (`Chunk.logprobs`), and those of this many likeliest
             tokens at each place; None tells none.
+        parse_special: special tokens spelled out in texts become those tokens. None has that of a prompt that the
+            caller wrote as a whole (`stream`, `generate`, `lame_prompt`) and of nothing else: what messages, tools,
+            variables and choices say is plain text. True has it of everything, False of nothing.
     """
 
     max_tokens: int | None = None
@@ -282,6 +285,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
     regex: str | None = None
     grammar: str | None = None
     logprobs: int | None = None
+    parse_special: bool | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -338,7 +342,9 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         require(isinstance(ids, list | tuple) and all(map(is_integer, ids)), "stop_token_ids", ids, "token ids")
         pairs = isinstance(bias, Mapping) and all(is_integer(i) and is_number(b) for i, b in bias.items())
         require(pairs, "logit_bias", bias, "token ids with numbers")
-        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        for name, optional in (("ignore_eos", False), ("parse_special", True)):
+            value = getattr(self, name)
+            require(isinstance(value, bool) or (value is None and optional), name, value, "true or false")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 

@@ -105,7 +105,7 @@ def _windows(model: Predictor, texts: Sequence[str] | Sequence[Sequence[int]], l
         if not isinstance(model, Model):
             raise UsageError("Only edgeinfer's own models take text.", "Give token ids.")
         if text:
-            windows += _cut(model.tokenize(text), model.begin_ids, min(length, model.context))
+            windows += _cut(model.tokenize(text, parse_special=False), model.begin_ids, min(length, model.context))
     return [ids for ids in windows if len(ids) > 1]
 
 

@@ -39,7 +39,7 @@ from edgeinfer.runtime.sampling import (
 )
 from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.runtime.text import LiteralEncoder, StopMatcher, StreamDecoder, TokenizerLike
 from edgeinfer.turns import Turns
 
 __all__ = ["ModelParts", "TokenStream"]
@@ -77,6 +77,11 @@ class ModelParts:
     def grammar_vocabulary(self) -> GrammarVocabulary:
         """The vocabulary as replies by a grammar need it."""
         return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
+
+    @cached_property
+    def literal_encoder(self) -> LiteralEncoder:
+        """The tokenizer for texts that must not become control tokens."""
+        return LiteralEncoder(self.tokenizer, self.eos_ids)
 
 
 class TokenStream:
@@ -306,7 +311,11 @@ class TokenStream:
             return GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
         if not self._config.choices:
             return None
-        choices = [parts.tokenizer.encode(text, add_special_tokens=False) for text in self._config.choices]
+        parse = self._config.parse_special is True
+        choices = [
+            parts.tokenizer.encode(text, add_special_tokens=False) if parse else parts.literal_encoder.literal(text)
+            for text in self._config.choices
+        ]
         for text, ids in zip(self._config.choices, choices, strict=True):
             if max(ids, default=0) >= vocabulary:
                 message = f"The choice {text!r} holds a token id outside the model's vocabulary of {vocabulary}."

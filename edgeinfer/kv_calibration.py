@@ -19,7 +19,7 @@ from edgeinfer.runtime.kv_errors import AttentionError, attention_errors
 from edgeinfer.runtime.kv_profile import keep_kv_scales, kv_scales
 from edgeinfer.runtime.layouts import choose_layout
 from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
 from edgeinfer.text_files import boundary_ids
 from edgeinfer.tuning import TUNING_PROMPTS
 
@@ -114,6 +114,7 @@ def _calibrate(bundle: Bundle, texts: Sequence[str] | None, progress: Progress |
 def _tokens(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
     """Texts as tokens, after the token that begins every text, which most tokenizers put there themselves."""
     tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
-    begin, _ = boundary_ids(bundle)
-    ids = [tokenizer.encode(text) for text in texts]
+    begin, ends = boundary_ids(bundle)
+    encoder = LiteralEncoder(tokenizer, ends)
+    ids = [encoder.literal(text, add_special_tokens=True) for text in texts]
     return [each if tuple(each[: len(begin)]) == begin else [*begin, *each] for each in ids]

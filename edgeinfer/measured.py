@@ -27,7 +27,7 @@ class Measured:
 
     _residence: Residence
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Token ids of a text."""
         raise NotImplementedError
 

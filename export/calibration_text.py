@@ -90,6 +90,7 @@ def _tokenize(text: str, tokenizer: bytes) -> tuple[NDArray[np.int64], NDArray[n
 
     try:
         encoder = Tokenizer.from_buffer(tokenizer)
+        encoder.encode_special_tokens = True  # as the text that they are, where a file spells some
         begin, ids = encoder.encode("").ids, encoder.encode(text, add_special_tokens=False).ids
     except Exception as error:  # the library raises plain Exception
         message = f"The checkpoint's tokenizer cannot be used: {error}."

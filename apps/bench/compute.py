@@ -252,7 +252,7 @@ class _Bench:
         for prompt in self.material.questions:
             assert prompt.answer is not None, "only prompts with answers are asked"
             ids = self.model.tokenize_chat(prompt.messages)
-            most = len(self.model.tokenize(prompt.answer)) + _BEYOND
+            most = len(self.model.tokenize(prompt.answer, parse_special=False)) + _BEYOND
             if len(ids) + most <= self.model.context:
                 yield ids, prompt.answer.strip(), most
 

@@ -96,7 +96,7 @@ def _read(model: str | None, kv: str, stories: Sequence[str]) -> _Reading:
     with edgeinfer.load(model, kv=kv, speculation="off") as loaded:
         begin = loaded.begin_ids
         for story in stories:
-            ids = loaded.tokenize(story)
+            ids = loaded.tokenize(story, parse_special=False)
             ids = ids if ids[: len(begin)] == begin else begin + ids
             told = ids[: loaded.context]
             chances, likely = _predict(loaded, told)

@@ -124,7 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with edgeinfer.load(args.bundle, threads=args.threads, context=args.context, speculation="off") as model:
         # About six characters to a token, and room to spare.
-        ids = model.tokenize(args.text.read_text("utf-8")[: 8 * (args.tokens + args.replies * _PROMPT)])
+        text = args.text.read_text("utf-8")[: 8 * (args.tokens + args.replies * _PROMPT)]
+        ids = model.tokenize(text, parse_special=False)
         counted, passes = count_experts(model, ids[: args.tokens])
     starts = [args.tokens + i * _PROMPT for i in range(args.replies)]
     prompts = [ids[start : start + _PROMPT] for start in starts]

@@ -142,7 +142,7 @@ def _some(texts: Iterable[list[int]], count: int, least: int, most: int) -> list
 
 def _bare(model: edgeinfer.Model, text: str) -> list[int]:
     """Token ids without the tokenizer's own begin token."""
-    ids, begin = model.tokenize(text), model.begin_ids
+    ids, begin = model.tokenize(text, parse_special=False), model.begin_ids
     return ids[len(begin) :] if begin and ids[: len(begin)] == begin else ids
 
 

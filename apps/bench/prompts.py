@@ -69,7 +69,7 @@ class Tokenizes(Protocol):
     def context(self) -> int:
         """Tokens of prompt plus reply."""
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
         """Token ids of a text."""
 
     def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -147,7 +147,8 @@ def tokenize_prompts(model: Tokenizes, prompts: Sequence[Prompt], max_tokens: in
         try:
             ids = model.tokenize_chat(prompt.messages)
         except TemplateError:
-            ids = model.tokenize("\n".join(message["content"] for message in prompt.messages) + "\n")
+            text = "\n".join(message["content"] for message in prompt.messages) + "\n"
+            ids = model.tokenize(text, parse_special=False)
         cut = max(len(ids) - room, 0)
         tokenized.append(TokenizedPrompt(prompt, tuple(ids[cut:]), cut))
     return tokenized

@@ -255,6 +255,6 @@ def _export(checkpoint: Path, out: Path, options: Sequence[str]) -> None:
 
 
 def _check_same_tokens(candidate: Candidate, model: edgeinfer.Model, reference: edgeinfer.Model, text: str) -> None:
-    if model.tokenize(text) != reference.tokenize(text):
+    if model.tokenize(text, parse_special=False) != reference.tokenize(text, parse_special=False):
         message = f"{candidate.label} and {reference.info.name} cut texts into other tokens."
         raise UsageError(message, "Compare a model with what it was made from: give that with --reference.")

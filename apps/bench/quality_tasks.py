@@ -52,7 +52,7 @@ class Answers(Protocol):
     def context(self) -> int:
         """Tokens of prompt plus reply."""
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
         """Token ids of a text."""
 
     def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -88,7 +88,7 @@ def score_tasks(model: Answers, prompts: Sequence[Prompt], told: Callable[[], No
 
 
 def _score(model: Answers, ids: Sequence[int], answer: str) -> TaskScore:
-    wanted = model.tokenize(answer)
+    wanted = model.tokenize(answer, parse_special=False)
     if len(ids) + len(wanted) + _BEYOND > model.context:
         return TaskScore(0, 1, 0, len(wanted))
     reply = model.generate(ids, max_tokens=len(wanted) + _BEYOND).text

@@ -45,7 +45,7 @@ def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
 
 def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
     """A story after the begin token, which most tokenizers put there themselves, cut at the model's context."""
-    begin, ids = model.begin_ids, model.tokenize(story)
+    begin, ids = model.begin_ids, model.tokenize(story, parse_special=False)
     return (ids if ids[: len(begin)] == begin else begin + ids)[: model.context]
 
 

@@ -98,17 +98,20 @@ class Facts:
         raise CapabilityError(f"{model.info.name} generates text and has no embeddings.", "Use another model.")
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text, as llama-server: without the begin token unless `add_special` asks for it."""
+        """Token ids of a text, as llama-server: without the begin token unless `add_special` asks for it, and with
+        special tokens parsed unless `parse_special` is false."""
         body = await read_json(request, self._service.security)
-        content, special = body.get("content"), body.get("add_special", False)
+        content, special, parse = body.get("content"), body.get("add_special", False), body.get("parse_special", True)
         if not isinstance(content, str):
             raise RequestError("content is not a text.", 'Send {"content": "..."}.', param="content")
         if not isinstance(special, bool):
             raise RequestError("add_special is not true or false.", "Leave it out.", param="add_special")
+        if not isinstance(parse, bool):
+            raise RequestError("parse_special is not true or false.", "Leave it out.", param="parse_special")
         if not content:
             return JSONResponse({"tokens": []})
         self._service.model()
-        ids = await self._service.host.ask(lambda model: _without_begin(model, content, special))
+        ids = await self._service.host.ask(lambda model: _without_begin(model, content, special, parse))
         return JSONResponse({"tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
@@ -130,6 +133,6 @@ class Facts:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer", "meta": meta}
 
 
-def _without_begin(model: Model, text: str, special: bool) -> list[int]:
-    ids, begin = model.tokenize(text), model.begin_ids
+def _without_begin(model: Model, text: str, special: bool, parse: bool) -> list[int]:
+    ids, begin = model.tokenize(text, parse_special=parse), model.begin_ids
     return ids[len(begin) :] if begin and not special and ids[: len(begin)] == begin else ids

@@ -225,6 +225,8 @@ def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
     group.add_argument("--spec-tree-width", dest="draft_width", type=int, metavar="N", help=text)
     text = "the reply must be one of the texts given by this option; may be given several times"
     group.add_argument("--choice", dest="choices", action="append", metavar="TEXT", help=text)
+    text = "special tokens spelled out in the prompt become those tokens (default: of -p and -f, not of chats)"
+    group.add_argument("--parse-special", action=argparse.BooleanOptionalAction, help=text)
     add_compute_options(parser)
     add_search_options(parser)
 
@@ -244,6 +246,7 @@ _GENERATION = (
     "draft_width",
     "verification",
     "choices",
+    "parse_special",
     *(f.name for f in (*fields(ComputeOptions), *fields(SearchOptions))),
 )
 

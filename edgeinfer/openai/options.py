@@ -48,6 +48,7 @@ _OPTIONS = {
     "choices": "choices",
     "regex": "regex",
     "grammar": "grammar",
+    "parse_special": "parse_special",
 } | {field.name: field.name for kind in (ComputeOptions, SearchOptions) for field in dataclasses.fields(kind)}
 _SEEDS = 2**64
 

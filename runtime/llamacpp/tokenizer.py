@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -17,10 +18,14 @@ from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.llamacpp.model import LlamaModel
 from edgeinfer.runtime.text.byte_level import token_bytes
+from edgeinfer.runtime.text.contracts import MARK
 
 __all__ = ["LlamaTokenizer"]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
+# llama.cpp's bits for what tokens are.
+_ATTR_UNKNOWN, _ATTR_CONTROL, _ATTR_LSTRIP, _ATTR_RSTRIP = 1 << 0, 1 << 3, 1 << 7, 1 << 8
+_WHITE = " \t\n\v\f\r"  # as C's isspace
 _BYTE_LEVEL = ("ByteLevel",)
 # Of SentencePiece's vocabularies, named as the tokenizers library names them.
 _PIECES = ("Replace", "ByteFallback", "Fuse")
@@ -61,8 +66,10 @@ class LlamaTokenizer:
             self.decoder_types = _PIECES
         self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist())
         self._added = frozenset(np.flatnonzero(np.isin(self._types, (_CONTROL, _USER_DEFINED))).tolist())
-        between = [self.id_to_token(id_) or "" for id_ in self._added | self.special_ids] if steps else []
-        self._normalizer = GgufNormalizer(steps, between)
+        user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
+        spelled = {id_: self.id_to_token(id_) or "" for id_ in self._added | self.special_ids} if steps else {}
+        plain = [text for id_, text in spelled.items() if id_ in user_defined]
+        self._normalizer = GgufNormalizer(steps, spelled.values(), plain)
         self._find = lru_cache(maxsize=256)(self._scan)
 
     @cached_property
@@ -77,6 +84,25 @@ class LlamaTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; see `text.contracts.TokenizerLike.encode`."""
+        with self._encoding(text):
+            return self._ids(self._normalizer(text, parse_special), add_special_tokens, parse_special)
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens; see `text.contracts.TokenizerLike.encode_between`."""
+        ids: list[int] = []
+        with self._encoding("".join(parts)):
+            for place, part in enumerate(parts):
+                if place % 2:
+                    ids.append(MARK)
+                    continue
+                # llama.cpp begins anew behind each special token, too.
+                run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
+                run = self._normalizer(run, parse_special=False, first=place == 0)
+                ids += self._ids(run, add_special_tokens=False, parse_special=False) if run else []
+        return ids
+
+    @contextmanager
+    def _encoding(self, text: str) -> Iterator[None]:
         if len(text) > _MAX_CHARACTERS:
             raise PromptError(f"The text has {len(text)} characters.", f"The limit is {_MAX_CHARACTERS}.")
         try:
@@ -85,15 +111,46 @@ class LlamaTokenizer:
             message = f"The text is not valid Unicode: lone surrogate at index {error.start}."
             raise PromptError(message, "Decode the input as UTF-8.") from error
         with allocating("The text"):
-            data = self._normalizer(text, parse_special).encode("utf-8")
-            # Most texts have fewer tokens than that; of others, the first call tells how many.
-            count, ids = self._tokenize(data, len(data) // 2 + 16, add_special_tokens, parse_special)
-            if count < 0:
-                count, ids = self._tokenize(data, -count, add_special_tokens, parse_special)
-            if count < 0:
-                raise TokenizerError("llama.cpp cannot turn the text into tokens.", "Shorten it.")
-            found: list[int] = ids[:count].tolist()
-            return found
+            yield
+
+    def _ids(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        data = text.encode("utf-8")
+        # Most texts have fewer tokens than that; of others, the first call tells how many.
+        count, ids = self._tokenize(data, len(data) // 2 + 16, add_special_tokens, parse_special)
+        if count < 0:
+            count, ids = self._tokenize(data, -count, add_special_tokens, parse_special)
+        if count < 0:
+            raise TokenizerError("llama.cpp cannot turn the text into tokens.", "Shorten it.")
+        found: list[int] = ids[:count].tolist()
+        return found
+
+    def _stripped(self, text: str, before: str, behind: str) -> str:
+        """Text between two special tokens without the white space that these take with them."""
+        if before in self._strips[1]:
+            text = text.lstrip(_WHITE)
+        return text.rstrip(_WHITE) if behind in self._strips[0] else text
+
+    @cached_property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id. llama.cpp
+        counts what is written like tokens that end a turn among them, whatever the file says of their type."""
+        ids = np.flatnonzero(self._attributes & (_ATTR_UNKNOWN | _ATTR_CONTROL)).tolist()
+        return {self._text(id_) or "": id_ for id_ in ids}
+
+    @cached_property
+    def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Special tokens that take the white space before them, and those that take what is behind."""
+        found = (np.flatnonzero(self._attributes & attribute) for attribute in (_ATTR_LSTRIP, _ATTR_RSTRIP))
+        before, behind = (frozenset(self._text(id_) or "" for id_ in ids.tolist()) - {""} for ids in found)
+        return before, behind
+
+    @cached_property
+    def _attributes(self) -> NDArray[np.int32]:  # (V,)
+        with self._model.vocabulary() as vocabulary:
+            if vocabulary is None:
+                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
+            attribute = self._lib.llama_vocab_get_attr
+            return np.array([attribute(vocabulary, id_) for id_ in range(len(self._types))], np.int32)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""

@@ -15,6 +15,7 @@ from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.contract import MOST_ROWS, SearchParts
 from edgeinfer.runtime.search.scores import entropy, log_probabilities
 from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.text import LiteralEncoder
 
 __all__ = ["Contrast", "contrasted"]
 
@@ -34,7 +35,11 @@ class Contrast(Way):
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
-        self._lame = parts.tokenizer.encode(self._config.lame_prompt or "")
+        lame, tokenizer = self._config.lame_prompt or "", parts.tokenizer
+        if self._config.parse_special is False:
+            self._lame = LiteralEncoder(tokenizer, parts.stop_ids).literal(lame, add_special_tokens=True)
+        else:
+            self._lame = tokenizer.encode(lame)
         self._pair: tuple[Branch, Branch] | None = None  # the reply, and the reply behind the worse prompt
         self._branches: Branches | None = None
         self._tokens: list[int] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.detokenizer import StreamDecoder
+from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+from edgeinfer.runtime.text.literal_encoder import LiteralEncoder
 from edgeinfer.runtime.text.spelling import bytes_of
 from edgeinfer.runtime.text.stops import StopMatcher
 from edgeinfer.runtime.text.template import ChatTemplate
@@ -12,6 +14,8 @@ from edgeinfer.runtime.text.transient import TransientTokenizer, tokenizer_facts
 
 __all__ = [
     "ChatTemplate",
+    "GuardedTemplate",
+    "LiteralEncoder",
     "StopMatcher",
     "StreamDecoder",
     "Tokenizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["token_bytes"]
+__all__ = ["byte_token", "token_bytes"]
 
 
 def token_bytes(token: str) -> bytes:
@@ -14,6 +14,16 @@ def token_bytes(token: str) -> bytes:
         return bytes([alphabet[character] for character in token])
     except KeyError:
         return token.encode("utf-8")
+
+
+def byte_token(byte: int) -> str:
+    """The spelling of one byte."""
+    return _spellings()[byte]
+
+
+@cache
+def _spellings() -> dict[int, str]:
+    return {byte: character for character, byte in _byte_alphabet().items()}
 
 
 @cache

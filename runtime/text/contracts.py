@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-__all__ = ["TokenizerLike"]
+__all__ = ["MARK", "TokenizerLike"]
+
+# Stands for a special token that was told of apart from the text; no token has this id.
+MARK = -1
 
 
 class TokenizerLike(Protocol):
@@ -18,6 +21,10 @@ class TokenizerLike(Protocol):
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens marked as special."""
+
+    @property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
 
     @property
     def decoder_types(self) -> tuple[str, ...]:
@@ -37,6 +44,16 @@ class TokenizerLike(Protocol):
             PromptError: the text holds lone surrogates, so it is not Unicode text.
             TokenizerError: the tokenizer failed.
             BudgetError: there is not enough memory for it.
+        """
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens, of which it is known where they are.
+
+        Args:
+            parts: every second one is a special token, for which MARK stands in the ids; the others are plain text.
+
+        Raises:
+            PromptError, TokenizerError, BudgetError: as `encode`.
         """
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

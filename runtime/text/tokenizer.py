@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
 from edgeinfer.runtime.allocation import allocating, require_room
 from edgeinfer.runtime.memory import apart
 from edgeinfer.runtime.text.footprint import SEEN_WORDS, encoding_bytes, has_pairs, parsing_bytes
+from edgeinfer.runtime.text.mark_stands import MarkStands
 
 __all__ = ["MAX_FILE_BYTES", "Tokenizer"]
 
@@ -35,6 +36,8 @@ class Tokenizer:
         backend.no_padding()
         _bound_cache(backend)
         self._backend = backend
+        self._size = backend.get_vocab_size(with_added_tokens=True)
+        self._stands: MarkStands | None = None
         # Whether special tokens are parsed is a setting of the library's object, so calls must not interleave.
         self._lock = Lock()
 
@@ -68,6 +71,23 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; see `contracts.TokenizerLike.encode`."""
+        with self._encoding(text, parse_special):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`."""
+        with self._encoding("".join(parts), parse_special=False):
+            if self._stands is None:
+                self._stands = MarkStands(self._backend)
+            return self._stands.encode(parts)
+
+    @contextmanager
+    def _encoding(self, text: str, parse_special: bool) -> Iterator[None]:
+        """Where the library turns this text into tokens.
+
+        Raises:
+            PromptError, TokenizerError, BudgetError: as `encode`.
+        """
         if not text.isascii():
             try:
                 text.encode("utf-8")
@@ -78,17 +98,16 @@ class Tokenizer:
                 ) from error
         require_room("Turning the text into tokens", encoding_bytes(len(text)))
         with self._lock, allocating("The text"), _library_errors("The tokenizer failed to encode"):
-            if parse_special:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            self._backend.encode_special_tokens = True
+            self._backend.encode_special_tokens = not parse_special
             try:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                yield
             finally:
                 self._backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""
         with self._lock:
+            ids = ids if self._stands is None else [id_ for id_ in ids if id_ not in self._stands.ids]
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def rest(self) -> None:
@@ -97,17 +116,27 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's logits may have more columns."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self._size
 
     def spellings(self) -> Iterator[str | None]:
         """The vocabulary's spelling of every id from 0 on, None for ids that are no token."""
-        last = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        yield from map(self._backend.id_to_token, range(last + 1))
+        stands = self._stands.ids if self._stands is not None else ()
+        known = self._backend.get_vocab(with_added_tokens=True).values()
+        last = max((id_ for id_ in known if id_ not in stands), default=-1)
+        yield from (None if id_ in stands else self._backend.id_to_token(id_) for id_ in range(last + 1))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens marked as special."""
         return frozenset(id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
+        added = self._backend.get_added_tokens_decoder()
+        # Some are spelled in another way in normalized text.
+        spelled = {self.id_to_token(id_) or "": id_ for id_ in self.special_ids}
+        return spelled | {token.content: id_ for id_, token in added.items() if token.special}
 
     def token_to_id(self, text: str) -> int | None:
         """The id of one token as the vocabulary spells it, None where it has no such token."""
@@ -117,6 +146,8 @@ class Tokenizer:
     def id_to_token(self, id_: int) -> str | None:
         """The vocabulary's spelling of an id, None where it has no such id."""
         with self._lock:
+            if self._stands is not None and id_ in self._stands.ids:
+                return None
             return self._backend.id_to_token(id_)
 
     @cached_property

@@ -58,7 +58,7 @@ class TransientTokenizer:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.before_parsing: Callable[[], None] = _nothing
         self.vocab_size = tokenizer.vocab_size
-        self.special_ids = tokenizer.special_ids
+        self.special_ids, self.control_texts = tokenizer.special_ids, tokenizer.control_texts
         self.decoder_types = tokenizer.decoder_types
         self._path, self._version = path, _version(path)
         self._spellings = _Spellings(tokenizer)
@@ -85,6 +85,11 @@ class TransientTokenizer:
         """Token ids of a text; see `contracts.TokenizerLike.encode`."""
         with self._lock:
             return self._awake().encode(text, add_special_tokens, parse_special)
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`."""
+        with self._lock:
+            return self._awake().encode_between(parts)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""

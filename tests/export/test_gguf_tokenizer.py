@@ -26,6 +26,8 @@ from edgeinfer.export.gguf.writer import write_gguf
 from edgeinfer.export.hf_config import read_config
 from edgeinfer.runtime.llamacpp.model import LlamaModel
 from edgeinfer.runtime.llamacpp.tokenizer import LlamaTokenizer
+from edgeinfer.runtime.text import LiteralEncoder
+from edgeinfer.runtime.text import Tokenizer as Tokenized
 from edgeinfer.runtime.text.template import ChatTemplate
 from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
 from tests.factories import make_checkpoint
@@ -103,6 +105,28 @@ def test_the_runtime_makes_the_same_ids_and_texts(name: str, tmp_path: Path) -> 
         assert found.encode(text) == ids
         for skip in (True, False):
             assert found.decode(ids, skip) == tokenizer.decode(ids, skip), (text, skip)
+    model.close()
+
+
+@pytest.mark.parametrize("name", [n for n in TOKENIZERS if n.split()[0] in ("default", "gpt-2", "qwen2")])
+def test_marks_beside_text_that_looks_like_marks_are_the_same_ids(name: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]()
+    path, _ = written(tmp_path, tokenizer)
+    model = LlamaModel(read_gguf(path))
+    theirs, ours = LiteralEncoder(Tokenized(tokenizer)), LiteralEncoder(LlamaTokenizer(model))
+    assert theirs.marks.ids == ours.marks.ids
+    mark, other = sorted(ours.marks.ids)[-2:]
+    for text in (*ORDINARY, f"a{mark} b", f"  {other}", "<think>x", f" a dog{other}{mark}\n"):
+        for parts in (
+            [text],
+            ["", mark, text],
+            [text, mark, f" {text}", other, ""],
+            [f"{text} ", mark, "", other, text],
+        ):
+            ids = ours.marked(parts)
+            assert ids == theirs.marked(parts), parts
+            controls = [id_ for id_ in ids if id_ in ours.marks.ids.values()]
+            assert controls == [ours.marks.ids[text] for text in parts[1::2]], parts
     model.close()
 
 

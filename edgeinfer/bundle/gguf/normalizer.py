@@ -56,37 +56,42 @@ class GgufNormalizer:
     Args:
         steps: names of STEPS.
         special: spellings of the tokens between which a text is normalized.
+        plain: of those, the tokens that llama.cpp finds in any text, parsed for special tokens or not.
 
     Raises:
         BundleError: a step is unknown.
     """
 
-    def __init__(self, steps: Sequence[str], special: Iterable[str]) -> None:
+    def __init__(self, steps: Sequence[str], special: Iterable[str], plain: Iterable[str] = ()) -> None:
         unknown = [step for step in steps if step not in STEPS]
         if unknown:
             message = f"The file's tokenizer needs a step {unknown[0]!r} that this edgeinfer does not know."
             raise BundleError(message, "Update edgeinfer, or export the model again.")
         self._steps = tuple(steps)
-        # The longest first, as tokens may begin with others.
-        spellings = sorted(filter(None, special), key=len, reverse=True)
-        self._between = re.compile(f"({'|'.join(map(re.escape, spellings))})") if spellings else None
+        self._between, self._plain = _any_of(special), _any_of(plain)
 
-    def __call__(self, text: str, parse_special: bool = True) -> str:
+    def __call__(self, text: str, parse_special: bool = True, first: bool = True) -> str:
         """The text as llama.cpp's tokenizer is to get it.
 
         Args:
             parse_special: special tokens in the text are such, and not text that only looks like them.
+            first: no other text comes before it.
         """
         if not self._steps:
             return text
-        if self._between is None or not parse_special:
-            return self._run(text, first=True)
-        parts = self._between.split(text)
+        between = self._between if parse_special else self._plain
+        parts = between.split(text) if between is not None else [text]
         # Special tokens are every second part.
-        return "".join(part if i % 2 else self._run(part, first=i == 0) for i, part in enumerate(parts))
+        return "".join(part if i % 2 else self._run(part, first=first and i == 0) for i, part in enumerate(parts))
 
     def _run(self, run: str, *, first: bool) -> str:
         for step in self._steps:
             if run and (first or step != "first_prefix"):
                 run = STEPS[step](run)
         return run
+
+
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
+    # The longest first, as tokens may begin with others.
+    longest = sorted(filter(None, spellings), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None

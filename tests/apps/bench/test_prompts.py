@@ -47,7 +47,7 @@ class WordModel:
         self.context = context
         self._template = template
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
         return list(range(100, 100 + len(text.split())))
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -158,7 +158,7 @@ class Parrot:
     def __init__(self, says: str) -> None:
         self.says = says
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool = False) -> list[int]:
         return [ord(letter) for letter in text]
 
     def tokenize_chat(self, messages: Sequence[Any]) -> list[int]:

@@ -72,16 +72,23 @@ def test_streams(server: Local) -> None:
     assert "[DONE]" not in text
 
 
+SPECIAL: tuple[dict[str, bool], ...] = ({}, {"parse_special": True}, {"parse_special": False})
+
+
 def test_tokens(server: Local) -> None:
     ids = answer(server, "/tokenize", "-d", '{"content": "Once upon a time"}')["tokens"]
     assert answer(server, "/detokenize", "-d", json.dumps({"tokens": ids}))["content"].strip() == "Once upon a time"
     assert answer(server, "/tokenize", "-d", '{"content": ""}') == {"tokens": []}
     with_begin = answer(server, "/tokenize", "-d", '{"content": "Once upon a time", "add_special": true}')["tokens"]
     assert with_begin[-len(ids) :] == ids
+    marked = [
+        answer(server, "/tokenize", "-d", json.dumps({"content": "<|end|>"} | more))["tokens"] for more in SPECIAL
+    ]
+    assert marked[0] == marked[1] == [3] and len(marked[2]) > 1
 
 
 def test_wrong_tokens(server: Local) -> None:
-    texts = [{}, {"content": 3}, {"content": "a", "add_special": "yes"}]
+    texts = [{}, {"content": 3}, {"content": "a", "add_special": "yes"}, {"content": "a", "parse_special": 1}]
     ids = [{}, *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30]))]
     for path, bodies in (("/tokenize", texts), ("/detokenize", ids)):
         for body in bodies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,8 +102,15 @@ class Letters:
     special_ids = frozenset({END})
     decoder_types = ("ByteLevel",)
 
+    @property
+    def control_texts(self) -> Mapping[str, int]:
+        return {}
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(LETTERS[i] for i in ids if i != END)
