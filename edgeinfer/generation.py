@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,7 @@ from edgeinfer.runtime.sampling import (
 from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.runtime.verification import Verification
 from edgeinfer.turns import Turns
 
 __all__ = ["ModelParts", "TokenStream"]
@@ -50,13 +51,15 @@ class ModelParts:
     """What a loaded model is made of.
 
     Attributes:
+        loaded: which model it is; `info` says besides whether its files are verified.
+        verification: of the files it is made of; what it makes is for nobody before they are verified.
         threads: that a pass works with.
         watched: the backend where it has experts, which tells how they are used.
     """
 
     engine: Engine
     tokenizer: TokenizerLike
-    info: ModelInfo
+    loaded: ModelInfo
     begin_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     load: LoadCosts
@@ -65,8 +68,14 @@ class ModelParts:
     speculator: Speculator
     saver: Saver
     ledger: Ledger
+    verification: Verification
     threads: int
     watched: WatchedBackend | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model it is."""
+        return replace(self.loaded, verified=self.verification.outcome)
 
     @property
     def plan(self) -> MemoryPlan:
@@ -232,7 +241,7 @@ class TokenStream:
         begun = (time.perf_counter() - self._started) * 1e3
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
-                self._record(step, begun)
+                self._record(step, begun + self._verified_ms())
                 self._parts.ledger.check()
                 if step.token in self._stop_ids:
                     reason = "stop"
@@ -253,6 +262,18 @@ class TokenStream:
             # Closed early, or an error on its way to the caller: the model must be free again in either case.
             if self._result is None:
                 self._finish("cancelled")
+
+    def _verified_ms(self) -> float:
+        """Milliseconds that the first token had to wait until the model's files were verified.
+
+        Raises:
+            BundleError: one is damaged.
+        """
+        if self._token_ids:
+            return 0.0
+        begun = time.perf_counter()
+        self._parts.verification.require()
+        return (time.perf_counter() - begun) * 1e3
 
     def _step(self) -> Step | None:
         """The engine's next step, its generation taken up again after a pause; None where the reply is over."""
