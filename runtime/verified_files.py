@@ -89,6 +89,8 @@ class VerifiedFiles:
             return
         latest = max(identity.modified_ns, identity.changed_ns)
         note = Note(_name(path), sha256, identity, settled=time.time_ns() - latest > _COARSE_NS)
+        if self.find(path) == note:
+            return
         try:
             place = _place(path)
             make_private(place.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def add_parser(commands: Subparsers) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     bundle = open_bundle(hub.resolve(args.path))
-    verified: dict[str, str] = {}
+    verified: Mapping[str, str] = {}
     if args.verify or args.accept:
         with progress_bar(enabled=not args.json) as progress:
             verified = edgeinfer.verify(args.path, accept=args.accept, progress=progress)
