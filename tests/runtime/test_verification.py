@@ -14,8 +14,8 @@ from edgeinfer.bundle import digests
 from edgeinfer.bundle.digests import FileIdentity, hash_file
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime import verification, verified_files
-from edgeinfer.runtime.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.user_cache import written
+from edgeinfer.runtime.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.verified_files import VerifiedFiles
 
 SIZE = 3 * 2**20 + 17
