@@ -124,6 +124,7 @@ class TokenStream:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._step_ms: list[float] = []
+        self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
         self._thread = threading.current_thread()
         self._counts = None if parts.watched is None else parts.watched.counts
@@ -241,7 +242,7 @@ class TokenStream:
         begun = (time.perf_counter() - self._started) * 1e3
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
-                self._record(step, begun + self._verified_ms())
+                self._record(step, begun + self._waited_ms)
                 self._parts.ledger.check()
                 if step.token in self._stop_ids:
                     reason = "stop"
@@ -263,18 +264,6 @@ class TokenStream:
             if self._result is None:
                 self._finish("cancelled")
 
-    def _verified_ms(self) -> float:
-        """Milliseconds that the first token had to wait until the model's files were verified.
-
-        Raises:
-            BundleError: one is damaged.
-        """
-        if self._token_ids:
-            return 0.0
-        begun = time.perf_counter()
-        self._parts.verification.require()
-        return (time.perf_counter() - begun) * 1e3
-
     def _step(self) -> Step | None:
         """The engine's next step, its generation taken up again after a pause; None where the reply is over."""
         if self._steps is None:
@@ -294,6 +283,10 @@ class TokenStream:
         step = next(self._steps, None)
         if not self._made:
             self._add_prefill()
+            waited = self._parts.verification.await_verdict(lambda: self._cancelled)
+            if waited is None:
+                return None
+            self._waited_ms = waited
         if step is not None:
             self._made.append(step.token)
             self._left -= 1

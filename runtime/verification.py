@@ -8,6 +8,7 @@ that it had when it was first used takes its place.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Literal
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.digests import FileIdentity, hash_file, published_digest
-from edgeinfer.errors import BundleError, EdgeInferError, InternalError
+from edgeinfer.errors import BundleError, EdgeInferError, InternalError, UsageError
 from edgeinfer.runtime.memory import has_room
 from edgeinfer.runtime.verified_files import VerifiedFiles
 
@@ -24,6 +25,8 @@ __all__ = ["SMALL_BYTES", "FileCheck", "Outcome", "Verification", "accept_file",
 
 # Up to this size files are read at every load: it takes some 10 to 40 ms.
 SMALL_BYTES = 16_000_000
+# Seconds in which a reply that is cancelled while it waits ends.
+_PATIENCE = 0.05
 # Of addresses, for a thread: its stack, and the heap that the C library reserves for it.
 _THREAD_BYTES = 160 * 1024**2
 
@@ -217,11 +220,21 @@ class Verification:
 
         Raises:
             BundleError: one is damaged.
+            UsageError: the model was closed meanwhile.
         """
         self._done.wait()
         self._raise()
         if self._stopped.is_set():
-            raise BundleError("The model was closed before its files were verified.", "Load it again.")
+            raise UsageError("The model is closed.", "Load it again.")
+
+    def await_verdict(self, cancelled: Callable[[], bool]) -> float | None:
+        """Milliseconds that `require` waited, whose errors it raises; None where it was cancelled first."""
+        begun = time.perf_counter()
+        while not self._done.wait(_PATIENCE):
+            if cancelled():
+                return None
+        self.require()
+        return (time.perf_counter() - begun) * 1e3
 
     def stop(self) -> None:
         """Reads no further."""

@@ -152,6 +152,40 @@ def test_large_weights_are_awaited_by_the_first_token(
         assert model.info.verified == "failed"
 
 
+def test_a_reply_that_awaits_the_verdict_can_be_cancelled(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "SMALL_BYTES", 1000)
+    asked, go = threading.Event(), threading.Event()
+
+    def hash_late(path: Path, stopped: Callable[[], bool]) -> object:
+        if path.name == WEIGHTS:
+            assert go.wait(TIME_LIMIT)
+        return hash_file(path, stopped)
+
+    monkeypatch.setattr(verification, "hash_file", hash_late)
+    with edgeinfer.load(small_bundle, threads=1, speculation="off") as model:
+        stream = model.stream(PROMPT, max_tokens=4, ignore_eos=True)
+        assert stream.prepare(1000)
+        await_verdict = model._parts.verification.await_verdict
+
+        def await_and_tell(cancelled: Callable[[], bool]) -> float | None:
+            asked.set()
+            return await_verdict(cancelled)
+
+        def cancel() -> None:
+            assert asked.wait(TIME_LIMIT)
+            stream.cancel()
+
+        monkeypatch.setattr(model._parts.verification, "await_verdict", await_and_tell)
+        canceller = threading.Thread(target=cancel)
+        canceller.start()
+        result = stream.complete()
+        canceller.join(TIME_LIMIT)
+        assert (result.text, result.token_ids, result.finish_reason) == ("", (), "cancelled")
+        assert result.model.verified == "pending"
+        go.set()
+        assert model.generate(PROMPT, max_tokens=4, ignore_eos=True).model.verified in ("now", "before")
+
+
 def test_what_changes_while_the_model_is_away_is_found(small_bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(small_bundle, tmp_path / "copy"))
     whole = (copy / WEIGHTS).read_bytes()
