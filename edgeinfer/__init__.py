@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgeinfer.kv_calibration import calibrate_kv, measure_kv, tune_kv
     from edgeinfer.predictions import Divergence, Evaluation
     from edgeinfer.results import Chunk, Result
+    from edgeinfer.verifying import verify
 
 __all__ = [
     "Chat",
@@ -47,6 +48,7 @@ __all__ = [
     "plan",
     "tune_device",
     "tune_kv",
+    "verify",
 ]
 __version__ = VERSION
 
@@ -80,6 +82,7 @@ _HOMES = {
     "plan": "api",
     "tune_device": "device_tuning",
     "tune_kv": "kv_calibration",
+    "verify": "verifying",
 }
 
 

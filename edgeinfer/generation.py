@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,7 @@ from edgeinfer.runtime.sampling import (
 from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import LiteralEncoder, StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.runtime.verification import Verification
 from edgeinfer.turns import Turns
 
 __all__ = ["ModelParts", "TokenStream"]
@@ -50,13 +51,15 @@ class ModelParts:
     """What a loaded model is made of.
 
     Attributes:
+        loaded: which model it is; `info` says besides whether its files are verified.
+        verification: of the files it is made of; what it makes is for nobody before they are verified.
         threads: that a pass works with.
         watched: the backend where it has experts, which tells how they are used.
     """
 
     engine: Engine
     tokenizer: TokenizerLike
-    info: ModelInfo
+    loaded: ModelInfo
     begin_ids: tuple[int, ...]
     eos_ids: frozenset[int]
     load: LoadCosts
@@ -65,8 +68,14 @@ class ModelParts:
     speculator: Speculator
     saver: Saver
     ledger: Ledger
+    verification: Verification
     threads: int
     watched: WatchedBackend | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model it is."""
+        return replace(self.loaded, verified=self.verification.outcome)
 
     @property
     def plan(self) -> MemoryPlan:
@@ -120,6 +129,7 @@ class TokenStream:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._step_ms: list[float] = []
+        self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
         self._thread = threading.current_thread()
         self._counts = None if parts.watched is None else parts.watched.counts
@@ -237,7 +247,7 @@ class TokenStream:
         begun = (time.perf_counter() - self._started) * 1e3
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
-                self._record(step, begun)
+                self._record(step, begun + self._waited_ms)
                 self._parts.ledger.check()
                 if step.token in self._stop_ids:
                     reason = "stop"
@@ -278,6 +288,10 @@ class TokenStream:
         step = next(self._steps, None)
         if not self._made:
             self._add_prefill()
+            waited = self._parts.verification.await_verdict(lambda: self._cancelled)
+            if waited is None:
+                return None
+            self._waited_ms = waited
         if step is not None:
             self._made.append(step.token)
             self._left -= 1

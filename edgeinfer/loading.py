@@ -15,7 +15,7 @@ from edgeinfer.bundle.heads import read_heads
 from edgeinfer.bundle.nesting import nested_drafter
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import NO_DRAFT_MODEL, LoadConfig, drafters_in
-from edgeinfer.errors import DeviceError, StorageError
+from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
 from edgeinfer.results import LoadCosts, ModelInfo
@@ -52,6 +52,7 @@ from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.tuning.finding import find_settings
 from edgeinfer.runtime.tuning.fingerprint import Fingerprint, model_digest
 from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.verification import Verification
 from edgeinfer.text_files import boundary_ids
 
 __all__ = ["Bundles", "digest_of", "fingerprint_for", "make_parts"]
@@ -168,7 +169,7 @@ def make_parts(
     started: float,
     plan: MemoryPlan | None = None,
 ) -> ModelParts:
-    """Loads what was opened.
+    """Loads what was opened, while its files are compared with their digests; of large ones replies await the verdict.
 
     Args:
         progress: as `edgeinfer.load` takes it.
@@ -178,11 +179,35 @@ def make_parts(
     Raises:
         EdgeInferError: as `edgeinfer.load`.
     """
+    opened = [bundles.target] if bundles.drafter is None else [bundles.target, bundles.drafter]
+    verification = Verification(opened, keeps=config.remember)
+    try:
+        parts = _make_somewhere(bundles, config, progress, started, plan, verification)
+        verification.settle()
+        return parts
+    except (ModelError, BackendError):
+        # What failed on a damaged file says less than that it is damaged.
+        verification.require()
+        raise
+    except BaseException:
+        verification.stop()
+        raise
+
+
+def _make_somewhere(
+    bundles: Bundles,
+    config: LoadConfig,
+    progress: Callable[[str, int, int], None] | None,
+    started: float,
+    plan: MemoryPlan | None,
+    verification: Verification,
+) -> ModelParts:
+    """As `make_parts`, on the CPU where the device fails."""
     if plan is not None:
         config = dataclasses.replace(config, device=plan.device)
     subject = dataclasses.replace(bundles.subject(config), device_note="" if plan is None else plan.device_note)
     try:
-        return _make_parts(bundles, subject, config, progress, started, plan)
+        return _make_parts(bundles, subject, config, progress, started, plan, verification)
     except DeviceError as error:
         if subject.device.on_cpu:
             raise
@@ -192,7 +217,7 @@ def make_parts(
     config = dataclasses.replace(config, device="cpu")
     bundles = dataclasses.replace(bundles, settings=settings_for(bundles.target, config))
     subject = dataclasses.replace(bundles.subject(config), device_note=reason)
-    return _make_parts(bundles, subject, config, progress, started, None)
+    return _make_parts(bundles, subject, config, progress, started, None, verification)
 
 
 def _make_parts(
@@ -202,6 +227,7 @@ def _make_parts(
     progress: Callable[[str, int, int], None] | None,
     started: float,
     plan: MemoryPlan | None,
+    verification: Verification,
 ) -> ModelParts:
     """As `make_parts`, on the subject's device or not at all.
 
@@ -234,7 +260,7 @@ def _make_parts(
     return ModelParts(
         engine=engine,
         tokenizer=parsed.tokenizer,
-        info=_info(bundle, engine.backend, plan),
+        loaded=_info(bundle, engine.backend, plan),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
         load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
@@ -243,6 +269,7 @@ def _make_parts(
         speculator=speculator,
         saver=saver,
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
+        verification=verification,
         threads=subject.threads,
         watched=backend if isinstance(backend, WatchedBackend) else None,
     )

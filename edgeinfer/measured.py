@@ -94,7 +94,8 @@ class Measured:
             with self._residence.held():
                 yield from logits
 
-        return rows(measure.token_logits(self._parts.engine, tokens))
+        with self._residence.held() as parts:
+            return rows(measure.token_logits(parts.engine, tokens))
 
     def score(self, tokens: Sequence[int]) -> measure.TokenScores:
         """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""

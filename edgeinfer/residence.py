@@ -122,9 +122,15 @@ class Residence:
 
     @contextmanager
     def held(self) -> Iterator[ModelParts]:
-        """The parts, which stay inside the block; errors as `parts`."""
+        """The parts, all of whose files are verified, which stay inside the block.
+
+        Raises:
+            BundleError: a file is damaged.
+            EdgeInferError: as `parts`.
+        """
         parts = self.take()
         try:
+            parts.verification.require()
             yield parts
         finally:
             self.leave()
@@ -183,6 +189,8 @@ class Residence:
         self._forget_aside()
         if not (self._puts_aside and parts.engine.held and parts.engine.backend.capabilities.copies):
             return
+        if not parts.verification.passed:
+            return
         try:
             path = _place()
             save(parts, path)
@@ -215,6 +223,7 @@ def _facts(parts: ModelParts) -> Facts:
 
 
 def _free(parts: ModelParts) -> None:
+    parts.verification.stop()
     parts.speculator.close()
     parts.engine.evict_prefixes()
     parts.engine.backend.close()

@@ -208,6 +208,8 @@ class ModelInfo:
         kernel: what multiplied: an instruction set of the native kernel, else the operator or library.
         device: that ran it, as `edgeinfer devices` names them.
         device_note: why it is not the one that was asked for; empty where it is.
+        verified: when its files were compared with their digests: "now", "before" where large ones have not changed
+            since, "first" where a file without a digest was taken as the right one, "pending" before the first token.
     """
 
     name: str
@@ -218,6 +220,7 @@ class ModelInfo:
     kernel: str
     device: str = "cpu"
     device_note: str = ""
+    verified: str = ""
 
 
 @dataclass(frozen=True)

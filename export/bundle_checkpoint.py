@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.bundle import Bundle, DecoderSpec
+from edgeinfer.bundle import WEIGHTS, Bundle, DecoderSpec
 from edgeinfer.errors import UsageError
 
 __all__ = ["checkpoint_config", "checkpoint_tensors"]
@@ -65,8 +65,13 @@ def _config(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def checkpoint_tensors(bundle: Bundle) -> Iterator[tuple[str, Floats]]:
-    """Every tensor under Hugging Face's name; what a bundle joins is parted again. Errors as `checkpoint_config`."""
+    """Every tensor under Hugging Face's name; what a bundle joins is parted again.
+
+    Raises:
+        BundleError: the weights are damaged; and as `checkpoint_config`.
+    """
     spec = _plain_spec(bundle)
+    bundle.check(WEIGHTS)
     yield "model.embed_tokens.weight", bundle.tensor("embed")
     sizes = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
     for layer in range(spec.num_layers):

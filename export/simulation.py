@@ -106,6 +106,8 @@ def simulate(bundle: Path, out: Path, form: Form, calibration: Path | None = Non
     manifest = source.manifest
     if manifest.decoder is None or not manifest.tensors or any(t.bits != 32 for t in manifest.tensors):
         raise UsageError(f"{bundle} is not a float32 bundle.", "Export it with --bits 32.")
+    # What is copied gets new digests.
+    source.verify()
     with write_bundle(out, replace_existing=True) as work:
         shutil.copytree(bundle, work, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         with (work / WEIGHTS).open("r+b") as file:

@@ -22,6 +22,8 @@ from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.user_cache import user_cache
+from edgeinfer.runtime.verification import FileCheck, accept_file, check_file
+from edgeinfer.runtime.verified_files import VerifiedFiles
 
 __all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare"]
 
@@ -120,7 +122,7 @@ def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv
         StorageError: there is no place for the converted weights.
     """
     model, weights = bundle.model_file(layout, kv), bundle.weights_file(layout)
-    if layout == bundle.manifest.layout or is_converted(bundle, layout, weights):
+    if layout == bundle.manifest.layout or _is_sound(bundle, layout, weights):
         return RunnableGraph(layout, model, weights)
     try:
         folder = _cache_folder(bundle, layout)
@@ -139,13 +141,30 @@ def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv
     return RunnableGraph(layout, graph.model, graph.weights, temporary)
 
 
+def _is_sound(bundle: Bundle, layout: Layout, weights: Path) -> bool:
+    """Whether converted weights are there and still what they were when they were made."""
+    if not is_converted(bundle, layout, weights):
+        return False
+    try:
+        check_file(_as_made(weights), VerifiedFiles())
+    except BundleError:
+        _log.warning("%s is damaged and is made again.", weights)
+        return False
+    return True
+
+
+def _as_made(weights: Path) -> FileCheck:
+    return FileCheck(weights, weights.name, weights.stat().st_size, None, plain=True)
+
+
 def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None, kv: str) -> RunnableGraph:
     """Puts weights and graph into the folder, unless they are there."""
     stored = bundle.manifest.layout
     model, weights = folder / model_name(stored, layout, kv), folder / weights_name(stored, layout)
-    if not is_converted(bundle, layout, weights):
+    if not _is_sound(bundle, layout, weights):
         _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
         convert_weights(bundle, layout, weights, progress)
+        accept_file(_as_made(weights), VerifiedFiles())
     # The graph must lie beside its weights. It is small, and another export of the same weights may have another.
     graph = bundle.model_file(layout, kv).read_bytes()
     if not model.is_file() or model.read_bytes() != graph:

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from edgeinfer.errors import EdgeInferError, InternalError
+from edgeinfer.errors import BundleError, EdgeInferError, InternalError
 from edgeinfer.openai.errors import error_body
 
 __all__ = ["ClientGoneError", "error_answer", "error_response"]
@@ -38,6 +38,10 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     known = error if isinstance(error, EdgeInferError) else InternalError("Unexpected error.")
     status, body = error_body(known)
     if status == _OUR_FAULT:
+        if isinstance(known, BundleError):
+            # Found once the model was loaded, and of its files, not of anybody's prompt.
+            logger.error("%s", known)
+            return status, body
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
         logger.error("unexpected %s at %s", type(error).__name__, place)

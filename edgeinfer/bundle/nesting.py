@@ -8,8 +8,9 @@ from pathlib import Path
 
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import model_name
+from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import BundleError, UsageError
 
 __all__ = ["NESTED", "nest_drafter", "nested_drafter"]
 
@@ -44,9 +45,9 @@ def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bo
                 _copy(ours, name, work)
         for name in theirs.manifest.files.keys() - _unused(theirs):
             _copy(theirs, name, work / NESTED)
-        seal(work / NESTED, theirs.manifest)
+        _require_copied(theirs, seal(work / NESTED, theirs.manifest))
         drafters = tuple(dict.fromkeys((*ours.manifest.drafters, NESTED)))
-        seal(work, replace(ours.manifest, drafters=drafters))
+        _require_copied(ours, seal(work, replace(ours.manifest, drafters=drafters)))
     return open_bundle(out)
 
 
@@ -62,6 +63,14 @@ def _unused(drafter: Bundle) -> set[str]:
         model_name(stored, layout, kv) for layout in drafter.layouts for kv in drafter.kv_types(layout) if kv != FLOAT32
     }
     return graphs | {_SCALES}
+
+
+def _require_copied(source: Bundle, sealed: Manifest) -> None:
+    """Raises BundleError where a file was damaged before it was copied, which its new digest would hide."""
+    for name, entry in source.manifest.files.items():
+        if not name.startswith(f"{NESTED}/") and sealed.files.get(name, entry) != entry:
+            message = f"{source.path / name} does not match its sha256 in the manifest."
+            raise BundleError(message, "Export or download the bundle again.")
 
 
 def _copy(bundle: Bundle, name: str, folder: Path) -> None:

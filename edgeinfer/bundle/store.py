@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
+from edgeinfer.bundle.digests import hash_file
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, STATIC, WEIGHTS, Layout, model_name, weights_name
@@ -44,9 +45,8 @@ MANIFEST = "edgeinfer.json"
 GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
 # A manifest lists a few hundred bytes per tensor; 64 MB would be a hundred thousand tensors.
 _MAX_MANIFEST_BYTES = 64 * 1000**2
-# Larger files hold weights, whose digests are left to `Bundle.verify`: hashing this much takes some 50 ms.
+# Larger files hold weights, which are verified beside loading: hashing this much takes some 50 ms.
 _MOST_HASHED_BYTES = 64 * 1000**2
-_CHUNK = 1 << 20
 _AGAIN = "Export or download the bundle again."
 
 
@@ -68,7 +68,7 @@ class Bundle:
     digests: bool = True
 
     def file(self, name: str) -> Path:
-        """Path of a listed file, compared with its digest; those of weights are left to `verify`.
+        """Path of a listed file, compared with its digest; those of weights are left to who loads them.
 
         Raises:
             BundleError: the bundle does not list it, or it differs.
@@ -293,11 +293,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    hashed = hash_file(path)
+    assert hashed is not None, "nobody stops it"
+    return hashed[0]
 
 
 @contextlib.contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import edgeinfer
 from edgeinfer import hub
 from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
 from edgeinfer.bundle.gguf.reader import GgufFile
@@ -45,18 +47,22 @@ def add_parser(commands: Subparsers) -> None:
     text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"
     parser.add_argument("path", metavar="PATH", nargs="?", help=text)
     parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and type")
-    parser.add_argument("--verify", action="store_true", help="compare every file with its recorded sha256")
+    text = "compare every file with its recorded sha256, a .gguf file with what it was at first use"
+    parser.add_argument("--verify", action="store_true", help=text)
+    text = "take a .gguf file that was replaced on purpose as the right one from now on"
+    parser.add_argument("--accept", action="store_true", help=text)
     add_json_option(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     bundle = open_bundle(hub.resolve(args.path))
-    if args.verify:
+    verified: Mapping[str, str] = {}
+    if args.verify or args.accept:
         with progress_bar(enabled=not args.json) as progress:
-            bundle.verify(progress)
+            verified = edgeinfer.verify(args.path, accept=args.accept, progress=progress)
     if args.json:
-        print_json(_facts(bundle, with_tensors=args.tensors) | ({"verified": True} if args.verify else {}))
+        print_json(_facts(bundle, with_tensors=args.tensors) | ({"verified": True} if verified else {}))
         return 0
     print_table(_summary(bundle), title=str(_path(bundle)))
     _section("files", [(name, format_size(entry.bytes)) for name, entry in bundle.manifest.files.items()])
@@ -68,7 +74,9 @@ def execute(args: argparse.Namespace) -> int:
     elif args.tensors:
         rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
-    if args.verify:
+    if "first" in verified.values():
+        print_note("Replies are given from now on as long as the file stays what it is.")
+    elif verified:
         print_note("Every file matches its sha256.")
     return 0
 

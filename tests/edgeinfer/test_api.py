@@ -72,7 +72,17 @@ FIELDS: dict[str, set[str] | None] = {
     "experts": None,
     "compute": None,
     "search": None,
-    "model": {"name", "architecture", "parameters", "bits_per_weight", "backend", "kernel", "device", "device_note"},
+    "model": {
+        "name",
+        "architecture",
+        "parameters",
+        "bits_per_weight",
+        "backend",
+        "kernel",
+        "device",
+        "device_note",
+        "verified",
+    },
 }
 
 

@@ -266,6 +266,7 @@ BUNDLES: dict[str, tuple[Edit, str]] = {
         lambda b: (b / WEIGHTS).write_bytes((b / WEIGHTS).read_bytes()[:-1]),
         "bytes, the manifest says",
     ),
+    "wrong-hash-weights": (flip(WEIGHTS), "weights.bin does not match its sha256"),
     "wrong-hash-model": (flip(MODEL), "model.onnx does not match its sha256"),
     "wrong-hash-tokenizer": (flip("tokenizer.json"), "tokenizer.json does not match its sha256"),
     "wrong-hash-generation": (flip("generation_config.json"), "generation_config.json does not match its sha256"),

@@ -76,9 +76,27 @@ def test_caches_that_are_not_possible(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "KV cache q8_0     not possible" in capsys.readouterr().out
 
 
-def test_a_plain_file_cannot_be_verified(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(path), "--verify"]) == 2
-    assert "without a digest" in capsys.readouterr().err
+def test_a_plain_file_is_verified_by_what_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small_model().write(tmp_path / "m.gguf")
+    assert main(["inspect", str(path), "--verify"]) == 0
+    assert "as long as the file stays" in capsys.readouterr().err
+    assert main(["inspect", str(path), "--verify"]) == 0
+    assert "Every file matches" in capsys.readouterr().err
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert main(["inspect", str(path), "--verify"]) == 3
+    assert f"edgeinfer inspect {path} --accept" in capsys.readouterr().err
+    assert main(["inspect", str(path), "--accept"]) == 0
+    assert main(["inspect", str(path), "--verify"]) == 0
+    capsys.readouterr()
+
+
+def test_what_has_a_digest_is_not_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf = read_gguf(small_model().write(tmp_path / "model.gguf"))
+    seal(tmp_path, dataclasses.replace(manifest_of(gguf), files={}))
+    assert main(["inspect", str(tmp_path), "--accept"]) == 2
+    assert "has to match" in capsys.readouterr().err
 
 
 def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

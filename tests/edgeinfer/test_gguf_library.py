@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from ctypes import c_void_p
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 from edgeinfer.bundle.gguf import library, smoke
 from edgeinfer.bundle.gguf.buffers import extra_buffer_types, functions
 from edgeinfer.errors import UsageError
+from tests.cli import TIME_LIMIT
 
 
 def found_at(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
@@ -56,6 +61,25 @@ class TestInstalled:
         params.n_batch, params.type_v = 7, 9
         with pytest.raises(UsageError, match=r"laid out differently \(n_batch, type_v\)"):
             library._check_layout("context", params, library._CONTEXT_DEFAULTS)
+
+    @pytest.mark.parametrize("asked", ["", "ACTIVE"])
+    def test_threads_sleep_while_they_wait(self, asked: str) -> None:
+        """Threads that spin take the processor from what they wait for: 13 s for a reply where one thread took 1 s."""
+        code = (
+            "import os; from edgeinfer.bundle.gguf.library import llama_library as load; load();"
+            "print(os.environ.get('OMP_WAIT_POLICY'))"
+        )
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+        env |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({"OMP_WAIT_POLICY": asked} if asked else {})
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=TIME_LIMIT, check=True
+        )
+        if "OPENMP DISPLAY" not in done.stderr:
+            pytest.skip("llama.cpp was compiled without GNU's OpenMP")
+        spins = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+        assert spins is not None and (spins[1] == "0") == (not asked)
+        # What the user's other programs inherit is not touched.
+        assert done.stdout.strip() == (asked or "None")
 
     def test_a_smoke_test_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         lib = library.llama_library()

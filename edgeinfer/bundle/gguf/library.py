@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import types
@@ -26,6 +27,10 @@ _INSTALL = (
     "and cmake."
 )
 _PACKAGE = "llama_cpp"
+# llama.cpp's threads wait for each other some hundred times in a pass. GNU's OpenMP lets them spin 300,000 times, some
+# 12 ms, before they sleep: on a busy machine a thread that spins keeps the processor from the very one it waits for,
+# and passes of 1 ms took up to 700. Each 100 turns of spinning made such a machine slower, so they sleep at once.
+_WAITING, _SPINNING = ("OMP_WAIT_POLICY", "PASSIVE"), "GOMP_SPINCOUNT"
 _ERROR_LEVEL = 4  # ggml_log_level
 _PREFIX = re.compile(r"^(?:\w+: )*(?:error loading model: )?(?:\w+: )*")
 # What llama.cpp's own defaults are: another layout of the structures would show other numbers here.
@@ -91,8 +96,28 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+@contextmanager
+def _asleep_while_waiting() -> Iterator[None]:
+    """Tells an OpenMP that is loaded and begins to work meanwhile how to wait, unless the user told it."""
+    name, value = _WAITING
+    if name in os.environ or _SPINNING in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
 @cache
 def _checked() -> Any:
+    with _asleep_while_waiting():
+        return _tried()
+
+
+def _tried() -> Any:
+    """The module, once it is known to work here."""
     lib = _imported()
     _kept.append(lib.llama_log_callback(_remember))
     lib.llama_log_set(_kept[-1], None)

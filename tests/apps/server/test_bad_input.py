@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.apps.server.errors import error_answer
+from edgeinfer.errors import BundleError
 from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
 
@@ -219,3 +221,11 @@ def test_requests_of_any_kind(server: Local, path: str, fields: dict[str, Any], 
 @given(**REQUESTS)
 def test_a_thousand_requests_of_any_kind(server: Local, path: str, fields: dict[str, Any], complete: bool) -> None:
     check_any(server, path, fields, complete)
+
+
+def test_damage_that_is_found_late_is_told_to_the_operator(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients learn that the server failed, as with all its faults; the log says of which file, and what to do."""
+    status, body = error_answer(BundleError("weights.bin does not match its sha256.", "Pull it again."))
+    assert status == 500
+    assert "weights.bin" not in body["error"]["message"]
+    assert "weights.bin does not match its sha256. Pull it again." in caplog.text
