@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -226,7 +227,8 @@ class Model(Measured):
         """Token ids of a text, with the tokenizer's own begin token."""
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
-        return self._parts.tokenizer.encode(text)
+        with self._residence.held() as parts:
+            return parts.tokenizer.encode(text)
 
     @property
     def chat_template_text(self) -> str | None:
@@ -252,11 +254,13 @@ class Model(Measured):
         if self._template is None:
             raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
         text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
-        return self._parts.tokenizer.encode(text + begun, add_special_tokens=False)
+        with self._residence.held() as parts:
+            return parts.tokenizer.encode(text + begun, add_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        return self._parts.tokenizer.decode(ids)
+        with self._residence.held() as parts:
+            return parts.tokenizer.decode(ids)
 
     def tune(
         self,
@@ -295,13 +299,15 @@ class Model(Measured):
         Raises:
             UsageError: another thread is running a reply, or one is paused.
         """
-        self._turns.require_idle()
-        if self._turns.paused:
-            raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
-        self._residence.unload()
+        with self._turns.work():
+            if self._turns.paused:
+                raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
+            self._residence.unload()
 
     def close(self) -> None:
-        """Frees the model; it is unusable afterwards."""
+        """Frees the model; it is unusable afterwards. Replies of other threads end as "cancelled"; what else another
+        thread does with it ends first, and the last of that frees it."""
+        self._residence.shut()
         self._turns.close()
         self._residence.close()
 
@@ -378,3 +384,6 @@ class Model(Measured):
 
     def _require_idle(self) -> None:
         self._turns.require_idle()
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return self._turns.work()
