@@ -29,7 +29,7 @@ _KINDS: tuple[tuple[type[EdgeInferError], int, str], ...] = (
     (BudgetError, 409, "memory_short"),
     (HubError, 409, "hub"),
     (ModelError, 409, "model"),
-    (StorageError, 507, "storage"),
+    (StorageError, 500, "storage"),
     (UserError, 409, "refused"),
     (EdgeInferError, 500, "internal"),
 )
@@ -55,7 +55,7 @@ def _refusal(error: EdgeInferError) -> Response:
     data: dict[str, Any] = {"message": error.message, "hint": error.hint, "code": getattr(error, "code", None) or code}
     if isinstance(error, BudgetError):
         data["minimum_bytes"] = error.minimum_bytes
-    if status == 500:
+    if status == 500 and not isinstance(error, UserError):
         _log.error("%s", error, exc_info=error)
     return JSONResponse({"error": data}, status_code=status)
 

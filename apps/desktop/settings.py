@@ -6,6 +6,7 @@ The file is written beside the old one and renamed, so that a crash leaves one o
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from edgeinfer.apps.desktop.errors import DiskFullError
 from edgeinfer.config import GenerationConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 
@@ -193,7 +195,8 @@ class SettingsFile:
         except OSError as error:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}.", hint) from error
+            kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+            raise kind(f"{self._path} cannot be written: {error.strerror}.", hint) from error
 
 
 def _require(condition: bool, name: str, rule: str) -> None:
