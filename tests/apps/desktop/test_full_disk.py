@@ -63,7 +63,7 @@ for id in large:
     assert {summary.id for summary in history.summaries()} == set(kept)
     for other, texts in list(kept.items())[:20]:
         assert [message.content for message in history.conversation(other).messages] == texts
-history.ask(history.create().id, None, text(length))
+history.ask(history.create().id, None, text(2_000))
 history.close()
 History.open(folder / "history.sqlite3").close()
 import sqlite3
