@@ -1,5 +1,5 @@
-"""Commands under a limit on addresses (`ulimit -v`), where native libraries abort when memory is refused: that ends in a
-line of advice. Knows no command.
+"""Commands under a limit on addresses (`ulimit -v`), where native libraries abort when memory is refused: that ends in
+a line of advice. Knows no command.
 
 A process is forked that does the work; this one imports nothing heavy and waits, so it is there to say what happened.
 """
