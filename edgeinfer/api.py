@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -233,12 +234,10 @@ class Model(Measured):
         """
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
-        parts = self._parts
-        return (
-            parts.tokenizer.encode(text)
-            if parse_special
-            else parts.literal_encoder.literal(text, add_special_tokens=True)
-        )
+        with self._residence.held(verified=False) as parts:
+            if parse_special:
+                return parts.tokenizer.encode(text)
+            return parts.literal_encoder.literal(text, add_special_tokens=True)
 
     @property
     def chat_template_text(self) -> str | None:
@@ -265,17 +264,18 @@ class Model(Measured):
         """
         if self._template is None:
             raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
-        parts = self._parts
-        if parse_special:
-            text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
-            return parts.tokenizer.encode(text + begun, add_special_tokens=False)
-        # One is kept for its analysis of the template; what it depends on is the same whenever the model is loaded.
-        self._guarded = self._guarded or GuardedTemplate(self._template, parts.literal_encoder.marks)
-        return parts.literal_encoder.marked(self._guarded.parts(messages, tools, variables, begun))
+        with self._residence.held(verified=False) as parts:
+            if parse_special:
+                text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+                return parts.tokenizer.encode(text + begun, add_special_tokens=False)
+            # One is kept for its analysis of the template; what it depends on is the same whenever the model is loaded.
+            self._guarded = self._guarded or GuardedTemplate(self._template, parts.literal_encoder.marks)
+            return parts.literal_encoder.marked(self._guarded.parts(messages, tools, variables, begun))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        return self._parts.tokenizer.decode(ids)
+        with self._residence.held(verified=False) as parts:
+            return parts.tokenizer.decode(ids)
 
     def tune(
         self,
@@ -314,13 +314,15 @@ class Model(Measured):
         Raises:
             UsageError: another thread is running a reply, or one is paused.
         """
-        self._turns.require_idle()
-        if self._turns.paused:
-            raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
-        self._residence.unload()
+        with self._turns.work():
+            if self._turns.paused:
+                raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
+            self._residence.unload()
 
     def close(self) -> None:
-        """Frees the model; it is unusable afterwards."""
+        """Frees the model; it is unusable afterwards. Replies of other threads end as "cancelled"; what else another
+        thread does with it ends first, and the last of that frees it."""
+        self._residence.shut()
         self._turns.close()
         self._residence.close()
 
@@ -397,3 +399,6 @@ class Model(Measured):
 
     def _require_idle(self) -> None:
         self._turns.require_idle()
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return self._turns.work()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import write_file
+from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.results import Result
 from edgeinfer.runtime.session_file import is_session, open_session
@@ -21,6 +22,7 @@ __all__ = ["Chat"]
 _FORMAT = "edgeinfer-chat"
 _VERSION = 1
 _WITH_CACHE = ".session"
+_MOST_BYTES = 256 * 1000**2  # more than any context holds
 _ROLES = ("system", "user", "assistant")
 
 
@@ -107,7 +109,7 @@ class Chat:
         """
         source = Path(path)
         if not is_session(source):
-            return cls._read(model, source, lambda: source.read_text("utf-8"))
+            return cls._read(model, source, lambda: _text_of(source))
         with open_session(source) as session:
             chat = cls._read(model, source, lambda: session.text)
             model.resume(session)
@@ -124,6 +126,14 @@ class Chat:
         chat = cls(model, data["system"])
         chat._turns = data["turns"]
         return chat
+
+
+def _text_of(source: Path) -> str:
+    with source.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {format_size(_MOST_BYTES)}")
+    return data.decode("utf-8")
 
 
 def _is_saved_chat(data: Any) -> bool:

@@ -11,14 +11,12 @@ from functools import cached_property
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.decoding import make_decoding
 from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
-from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Timings, Usage
+from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Usage
 from edgeinfer.runtime.adaptive.saver import Saver
 from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.engine import Engine, Prefill, Step
@@ -41,6 +39,7 @@ from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import LiteralEncoder, StopMatcher, StreamDecoder, TokenizerLike
 from edgeinfer.runtime.verification import Verification
+from edgeinfer.timings import timings_of
 from edgeinfer.turns import Turns
 
 __all__ = ["ModelParts", "TokenStream"]
@@ -132,6 +131,20 @@ class TokenStream:
         self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
         self._thread = threading.current_thread()
+        self._cancelled = False
+        self._chunks: Generator[Chunk] | None = None
+        self._lock = threading.RLock()  # one thread at a time makes the reply, or ends it
+        self._advancing = False
+        with self._lock:
+            turns.claim(self)
+            try:
+                self._prepare(config, continues)
+            except BaseException:
+                turns.leave(self)
+                raise
+
+    def _prepare(self, config: GenerationConfig, continues: bool) -> None:
+        parts, prompt = self._parts, self._prompt
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if continues else ())
@@ -151,9 +164,7 @@ class TokenStream:
         self._ahead: deque[Step] = deque()
         self._between = True  # passes
         self._prefill: Prefill | None = None
-        self._cancelled = False
         self._chunks = self._run()
-        turns.claim(self)
 
     @property
     def result(self) -> Result:
@@ -180,7 +191,11 @@ class TokenStream:
     @property
     def abandoned(self) -> bool:
         """Whether nobody else can still be iterating: the calling thread started it, or its thread has ended."""
-        return self._thread is threading.current_thread() or not self._thread.is_alive()
+        left = self._thread is threading.current_thread() or not self._thread.is_alive()
+        if left and self._lock.acquire(blocking=False):
+            self._lock.release()
+            return True
+        return False
 
     def cancel(self) -> None:
         """Stops within the current pass; the next chunk is the last. Safe from any thread."""
@@ -197,13 +212,14 @@ class TokenStream:
         # What a search has looked at is in the cache with the reply.
         if not self._parts.engine.keeps or self._decoding.search is not None:
             return False
-        while not (self._between or self._result):
-            step = self._step()
-            if step is None:
-                break
-            self._ahead.append(step)
-        self._close_steps()
-        self._turns.pause(self)
+        with self._lock:
+            while not (self._between or self._result):
+                step = self._step()
+                if step is None:
+                    break
+                self._ahead.append(step)
+            self._close_steps()
+            self._turns.pause(self)
         return True
 
     def prepare(self, tokens: int) -> bool:
@@ -213,26 +229,43 @@ class TokenStream:
         Raises:
             UsageError: another reply runs.
         """
-        if self._made or self._cancelled or self._result is not None:
-            return True
-        self._turns.claim(self)
-        with allocating("The reply"):
-            ready = self._parts.engine.prepare(self._prompt, tokens)
-        self._add_prefill()
-        return ready or self._cancelled
+        with self._lock:
+            if self._made or self._cancelled or self._result is not None:
+                return True
+            self._turns.claim(self)
+            with allocating("The reply"):
+                ready = self._parts.engine.prepare(self._prompt, tokens)
+            self._add_prefill()
+            return ready or self._cancelled
 
     def close(self) -> None:
-        """Finishes now; an unfinished reply counts as cancelled."""
-        self._chunks.close()
-        if self._result is None:
-            self._finish("cancelled")
+        """Finishes now; an unfinished reply counts as cancelled. While another thread makes the next chunk, that one is
+        the last."""
+        if not self._lock.acquire(blocking=False):
+            self.cancel()
+            self._lock.acquire()
+        try:
+            if self._advancing:  # called by what the reply itself called
+                self.cancel()
+            elif self._chunks is not None:
+                self._chunks.close()
+                if self._result is None:
+                    self._finish("cancelled")
+        finally:
+            self._lock.release()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        with allocating("The reply"):
-            return next(self._chunks)
+        with self._lock, allocating("The reply"):
+            if self._advancing or self._chunks is None:
+                raise UsageError("The reply is being made.", "Wait for its next chunk.")
+            self._advancing = True
+            try:
+                return next(self._chunks)
+            finally:
+                self._advancing = False
 
     def __enter__(self) -> Self:
         return self
@@ -343,8 +376,10 @@ class TokenStream:
         else:
             text += self._stops.flush()
         self._texts.append(text)
+        logprobs = self._logprobs.show(text, rest=not self._stops.matched)
+        # A model that is closed meanwhile is freed in here.
         self._finish(reason)
-        return Chunk(text, (), reason, self._logprobs.show(text, rest=not self._stops.matched))
+        return Chunk(text, (), reason, logprobs)
 
     def _record(self, step: Step, begun: float) -> None:
         self._token_ids.append(step.token)
@@ -354,7 +389,9 @@ class TokenStream:
         self._close_steps()
         self._decoding.finish()
         decoding, parts = self._decoding, self._parts
-        memory, timings = process_memory(), self._timings()
+        prefill = self._prefill or Prefill(0, 0, 0.0)
+        timings = timings_of(self._step_ms, parts.load.total_ms, prefill.ms, prefill.cached)
+        memory = process_memory()
         self._result = Result(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
@@ -382,19 +419,3 @@ class TokenStream:
         parts.speculator.finished(decoding.rounds)
         self._turns.leave(self)
         self._on_finish(self._result)
-
-    def _timings(self) -> Timings:
-        later = np.array(self._step_ms[1:])
-        mean = float(later.mean()) if len(later) else 0.0
-        p50, p95 = (float(p) for p in np.percentile(later, (50, 95))) if len(later) else (0.0, 0.0)
-        prefill = self._prefill or Prefill(0, 0, 0.0)
-        return Timings(
-            load_ms=self._parts.load.total_ms,
-            prompt_ms=prefill.ms,
-            ttft_ms=self._step_ms[0] if self._step_ms else 0.0,
-            per_token_ms=mean,
-            per_token_p50_ms=p50,
-            per_token_p95_ms=p95,
-            tokens_per_second=1e3 / mean if mean else 0.0,
-            cached_prompt_tokens=prefill.cached,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class Measured:
         """
         raise NotImplementedError
 
+    def _alone(self) -> AbstractContextManager[None]:
+        """Keeps replies of other threads from beginning before the block ends; errors as `_require_idle`."""
+        raise NotImplementedError
+
     @property
     def _parts(self) -> ModelParts:
         return self._residence.parts()
@@ -50,8 +54,7 @@ class Measured:
     @contextmanager
     def _idle(self) -> Iterator[ModelParts]:
         """The parts while no reply is running, which stay inside the block."""
-        self._require_idle()
-        with self._residence.held() as parts:
+        with self._alone(), self._residence.held() as parts:
             yield parts
 
     def measure_passes(self, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
@@ -91,7 +94,7 @@ class Measured:
         self._require_idle()
 
         def rows(logits: Iterator[Floats]) -> Iterator[Floats]:
-            with self._residence.held():
+            with self._idle():
                 yield from logits
 
         with self._residence.held() as parts:
@@ -182,9 +185,10 @@ class Measured:
 
     def drafting_state(self) -> dict[str, Any]:
         """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""
-        return self._parts.speculator.state()
+        with self._idle() as parts:
+            return parts.speculator.state()
 
     def restore_drafting(self, state: Mapping[str, Any]) -> None:
         """Puts back what `drafting_state` gave; an empty one makes drafters forget all."""
-        self._require_idle()
-        self._parts.speculator.restore(state)
+        with self._idle() as parts:
+            parts.speculator.restore(state)

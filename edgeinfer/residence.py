@@ -115,14 +115,20 @@ class Residence:
             return parts
 
     def leave(self) -> None:
-        """Ends what `take` began."""
+        """Ends what `take` began; the last of a closed model's frees it."""
         with self._lock:
             self._holders -= 1
-            self._wait()
+            if self._closed:
+                self._free_for_good()
+            else:
+                self._wait()
 
     @contextmanager
-    def held(self) -> Iterator[ModelParts]:
-        """The parts, all of whose files are verified, which stay inside the block.
+    def held(self, *, verified: bool = True) -> Iterator[ModelParts]:
+        """The parts, which stay inside the block.
+
+        Args:
+            verified: wait until all of their files are; what hands out nothing of the weights' need not.
 
         Raises:
             BundleError: a file is damaged.
@@ -130,7 +136,8 @@ class Residence:
         """
         parts = self.take()
         try:
-            parts.verification.require()
+            if verified:
+                parts.verification.require()
             yield parts
         finally:
             self.leave()
@@ -148,20 +155,28 @@ class Residence:
         del parts
         release_freed()
 
-    def close(self) -> None:
-        """Frees the parts for good."""
+    def shut(self) -> None:
+        """Gives the parts to nobody any more; who has them keeps them."""
         with self._lock:
             self._stop_waiting()
             self._closed = True
+
+    def close(self) -> None:
+        """Frees the parts for good: at once, or when those who have them leave."""
+        with self._lock:
+            self.shut()
             self._forget_aside()
-            if self._parts is not None:
-                self._facts = _facts(self._parts)
-                parts, self._parts = self._parts, None
-                _free(parts)
-                del parts
-                # Much of a model refers to itself.
-                gc.collect()
-                release_freed()
+            self._free_for_good()
+
+    def _free_for_good(self) -> None:
+        if self._parts is not None and not self._holders:
+            self._facts = _facts(self._parts)
+            parts, self._parts = self._parts, None
+            _free(parts)
+            del parts
+            # Much of a model refers to itself.
+            gc.collect()
+            release_freed()
 
     def _wait(self) -> None:
         """Unloads after the time to wait, counted from now, where nobody holds the parts."""

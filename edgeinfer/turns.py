@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from edgeinfer.errors import UsageError
@@ -26,9 +27,11 @@ class Turns:
     """The replies of a model that are not finished. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may ask while its thread is in here
         self._running: Turn | None = None
         self._paused: list[Turn] = []
+        self._worker: int | None = None  # the thread that has the model to itself, and how often
+        self._works = 0
 
     @property
     def paused(self) -> bool:
@@ -39,11 +42,12 @@ class Turns:
         """It is this reply's turn now.
 
         Raises:
-            UsageError: another runs.
+            UsageError: another runs, or another thread works with the model.
         """
         with self._lock:
             if self._running is turn:
                 return
+            self._require_own()
             if self._running is not None:
                 raise UsageError("Another reply of this model is running.", "Pause, finish or close its stream first.")
             self._running = turn
@@ -75,17 +79,47 @@ class Turns:
         """Ends a running reply that was left unfinished; one that another thread may be reading is not touched.
 
         Raises:
-            UsageError: another thread runs a reply.
+            UsageError: another thread runs a reply, or works with the model.
         """
-        running = self._running
+        with self._lock:
+            self._require_own()
+            running = self._running
         if running is None:
             return
         if not running.abandoned:
             raise UsageError("Another thread is running a reply of this model.", "Finish or close its stream first.")
         running.close()
 
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Has the model for what is no reply of a user's: other threads begin nothing before the block ends.
+
+        Raises:
+            UsageError: as `require_idle`.
+        """
+        self.require_idle()
+        with self._lock:
+            self._require_own()
+            if self._running is not None and self._worker is None:
+                raise UsageError("Another reply of this model is running.", "Pause, finish or close its stream first.")
+            self._worker = threading.get_ident()
+            self._works += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._works -= 1
+                if not self._works:
+                    self._worker = None
+
     def close(self) -> None:
         """Finishes all."""
-        for turn in (self._running, *self._paused):
+        with self._lock:
+            turns = (self._running, *self._paused)
+        for turn in turns:
             if turn is not None:
                 turn.close()
+
+    def _require_own(self) -> None:
+        if self._worker not in (None, threading.get_ident()):
+            raise UsageError("Another thread is working with this model.", "Wait for it, or load the model twice.")

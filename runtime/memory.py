@@ -24,6 +24,7 @@ __all__ = [
     "release_freed",
     "releases_pages",
     "return_large_frees",
+    "stack_bytes",
 ]
 
 T = TypeVar("T")
@@ -147,6 +148,11 @@ def has_room(nbytes: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def stack_bytes(threads: int) -> int:
+    """Addresses that starting so many threads takes."""
+    return threads * _STACK_BYTES
 
 
 class MappedFile:

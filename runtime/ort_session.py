@@ -8,11 +8,11 @@ from typing import TypeAlias
 import onnxruntime as ort
 
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
-from edgeinfer.runtime.allocation import is_refusal, refused
+from edgeinfer.runtime.allocation import is_refusal, refused, require_room
 from edgeinfer.runtime.contracts import PassCancelledError
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import add_provider, device_error
-from edgeinfer.runtime.memory import release_code
+from edgeinfer.runtime.memory import release_code, stack_bytes
 from edgeinfer.runtime.native.library import NativeKernel
 
 __all__ = ["Binding", "OrtSession"]
@@ -97,6 +97,8 @@ class OrtSession:
         affinity: str = "",
     ) -> None:
         self._device = device
+        # Where some of its threads start and others do not, onnxruntime waits for all of them without end.
+        require_room("Starting a session's threads", stack_bytes(threads - 1))
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1

@@ -16,7 +16,7 @@ from edgeinfer.apps.desktop.feed import News
 from edgeinfer.apps.desktop.markdown import render_reply
 from edgeinfer.apps.desktop.records import Conversation, Message
 from edgeinfer.apps.desktop.replies import RunningReply
-from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional
+from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, search_text
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.apps.desktop.views import conversation_view, message_view, summary_view
@@ -63,7 +63,7 @@ class _Conversations:
         self._replies = services.replies
 
     async def listed(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self._history.summaries, request.query_params.get("search", ""))
+        found = await asyncio.to_thread(self._history.summaries, search_text(request))
         return JSONResponse({"conversations": list(map(summary_view, found))})
 
     async def create(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ one. Another process may use the same file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from edgeinfer.apps.desktop.errors import DiskFullError
+from edgeinfer.apps.desktop.reserve import Reserve
 from edgeinfer.apps.desktop.schema import VERSION, migrate, version_of
 from edgeinfer.errors import StorageError
 
@@ -25,6 +28,7 @@ _BUSY_S = 15.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # Files that SQLite keeps beside a database, which belong to it.
 _BESIDE = ("-wal", "-shm")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CODE = 0xFF  # the primary part of an extended result code
 
 
@@ -41,6 +45,8 @@ class Database:
         self.put_aside = put_aside
         self._connection = connection
         self._lock = threading.RLock()
+        self._reserve = Reserve(path.with_suffix(".reserve"))
+        self._reserve.keep()
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -63,6 +69,7 @@ class Database:
         """Changes that are kept together, or not at all where the block raises.
 
         Raises:
+            DiskFullError: there is no room for them.
             StorageError: they cannot be written.
         """
         with self._lock, _storage_errors(self.path):
@@ -80,6 +87,24 @@ class Database:
         """What a query finds."""
         with self._lock, _storage_errors(self.path):
             return self._connection.execute(sql, values).fetchall()
+
+    @contextlib.contextmanager
+    def emptying(self) -> Iterator[None]:
+        """Has room for small changes that free some, though the disk is full: what is put by for that is given up
+        inside the block. Each should be a transaction of its own, with `settle` after it."""
+        with self._lock:
+            self._reserve.release()
+            try:
+                self.settle()
+                yield
+                self.settle()
+            finally:
+                self._reserve.keep()
+
+    def settle(self) -> None:
+        """Moves what is in the journal to its place and cuts the journal off, as far as that can be done now."""
+        with self._lock, contextlib.suppress(sqlite3.OperationalError):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Closes the file."""
@@ -154,8 +179,17 @@ def _storage_errors(path: Path) -> Iterator[None]:
         if _is_damage(error):
             hint = "Start the app again: it puts the damaged file aside and begins a new one."
             raise StorageError(f"{path} is damaged: {error}.", hint) from error
+        if getattr(error, "sqlite_errorcode", 0) & _CODE == sqlite3.SQLITE_FULL:
+            raise _full(path) from error
         hint = "Free some space, check its permissions, or name another folder with --data."
         raise StorageError(f"The history {path} cannot be used: {error}.", hint) from error
     except OSError as error:
+        if error.errno in _FULL:
+            raise _full(path) from error
         hint = "Check its permissions, or name another folder with --data."
         raise StorageError(f"The history {path} cannot be used: {error.strerror or error}.", hint) from error
+
+
+def _full(path: Path) -> DiskFullError:
+    hint = "Free some space, or delete conversations: what they took is used for new ones."
+    return DiskFullError(f"The disk is full: nothing more can be kept in {path}.", hint)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edgeinfer.errors import UserError
+from edgeinfer.errors import StorageError, UserError
 
-__all__ = ["ConflictError", "NoModelError", "NotFoundError", "TooLargeError"]
+__all__ = ["ConflictError", "DiskFullError", "NoModelError", "NotFoundError", "TooLargeError"]
 
 
 class NotFoundError(UserError):
@@ -28,6 +28,13 @@ class NoModelError(UserError):
 
     status: ClassVar[int] = 409
     code: ClassVar[str] = "no_model"
+
+
+class DiskFullError(StorageError):
+    """There is no room on the disk for what should be kept."""
+
+    status: ClassVar[int] = 507
+    code: ClassVar[str] = "storage"
 
 
 class TooLargeError(UserError):

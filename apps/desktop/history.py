@@ -20,7 +20,7 @@ import psutil
 
 from edgeinfer.apps.desktop import search
 from edgeinfer.apps.desktop.database import Database
-from edgeinfer.apps.desktop.errors import NotFoundError
+from edgeinfer.apps.desktop.errors import DiskFullError, NotFoundError
 from edgeinfer.apps.desktop.records import Conversation, Failure, Figures, Message, Role, Status, Summary
 from edgeinfer.errors import UsageError
 
@@ -128,7 +128,22 @@ class History:
         return self.conversation(id)
 
     def delete(self, id: str) -> None:
-        """Deletes a conversation; errors as `conversation`."""
+        """Deletes a conversation, also where the disk is full; errors as `conversation`."""
+        try:
+            self._delete(id)
+        except DiskFullError:
+            with self._database.emptying():
+                # The last first: what follows a message would go with it, all at once.
+                rows = self._database.rows(
+                    "SELECT number FROM messages WHERE conversation = ? ORDER BY number DESC", (id,)
+                )
+                for row in rows:
+                    with self._database.transaction() as connection:
+                        connection.execute("DELETE FROM messages WHERE number = ?", (row["number"],))
+                    self._database.settle()
+                self._delete(id)
+
+    def _delete(self, id: str) -> None:
         with self._database.transaction() as connection:
             done = connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
             if done.rowcount == 0:

@@ -14,11 +14,11 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
+from markdown_it.rules_block import StateBlock, table
+from markdown_it.rules_inline import StateInline, image, link
 from markdown_it.token import Token
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
+
+from edgeinfer.apps.desktop.highlight import highlighted
 
 __all__ = ["render_reply", "render_user"]
 
@@ -28,7 +28,10 @@ _MOST_HIGHLIGHTED = 20_000
 _LONGEST_LANGUAGE = 30
 _LINK = re.compile(r"(?:https?://|mailto:)[^\s]", re.IGNORECASE)
 _THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)(?P<end></think>|\Z)", re.DOTALL)
-_FORMATTER: HtmlFormatter[str] = HtmlFormatter(nowrap=True)
+# Lists, quotes and brackets in one another: each level looks at the rest of the text again.
+_DEEPEST = 20
+# What a text may ask of rules that look far ahead or make much of little; beyond, its characters stand for themselves.
+_MOST_BRACKETS, _MOST_CELLS = 3_000, 6_000
 
 
 class _Renderer(RendererHTML):
@@ -67,8 +70,40 @@ class _Renderer(RendererHTML):
         return f'<a href="{escape(source)}" rel="noopener noreferrer" target="_blank">{escape(label)}</a>'
 
 
+def _spend(env: MutableMapping[str, Any], name: str, cost: int, most: int) -> bool:
+    """Takes from what a text may still spend; whether there was enough."""
+    left = env.get(name, most) - cost
+    if left >= 0:
+        env[name] = left
+    return bool(left >= 0)
+
+
+def _link(state: StateInline, silent: bool) -> bool:
+    opens = state.src.startswith("[", state.pos)
+    return opens and _spend(state.env, "brackets", 1, _MOST_BRACKETS) and link(state, silent)
+
+
+def _image(state: StateInline, silent: bool) -> bool:
+    opens = state.src.startswith("![", state.pos)
+    return opens and _spend(state.env, "brackets", 1, _MOST_BRACKETS) and image(state, silent)
+
+
+def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """A table, of as many rows as there are cells left; short rows are filled up to the width of the first."""
+    if start + 2 > end:
+        return False
+    columns = state.src.count("|", state.bMarks[start + 1], state.eMarks[start + 1]) + 1
+    rows = state.env.get("cells", _MOST_CELLS) // columns
+    if rows < 1 or not table(state, start, min(end, start + 2 + rows), silent):
+        return False
+    return silent or _spend(state.env, "cells", columns * max(1, state.line - start - 2), _MOST_CELLS)
+
+
 def _parser(preset: str, options: dict[str, Any]) -> MarkdownIt:
-    parser = MarkdownIt(preset, {"html": False, **options}, renderer_cls=_Renderer)
+    parser = MarkdownIt(preset, {"html": False, "maxNesting": _DEEPEST, **options}, renderer_cls=_Renderer)
+    parser.inline.ruler.at("link", _link)
+    parser.inline.ruler.at("image", _image)
+    parser.block.ruler.at("table", _table, {"alt": ["paragraph", "reference"]})
     parser.validateLink = lambda url: _LINK.match(url) is not None  # type: ignore[method-assign]
     return parser
 
@@ -106,17 +141,11 @@ def _code(content: str, info: str) -> str:
     language = (info.split() or [""])[0][:_LONGEST_LANGUAGE]
     return (
         f'<div class="code"><div class="code-head"><span class="lang">{escape(language)}</span>'
-        f'<button class="copy">Copy</button></div><pre><code>{_highlighted(content, language)}</code></pre></div>\n'
+        f'<button class="copy">Copy</button></div><pre><code>{_coloured(content, language)}</code></pre></div>\n'
     )
 
 
 # While a reply grows, the blocks it has are rendered again and again.
 @lru_cache(maxsize=128)
-def _highlighted(content: str, language: str) -> str:
-    if language and len(content) <= _MOST_HIGHLIGHTED:
-        try:
-            lexer = get_lexer_by_name(language, stripnl=False, ensurenl=False)
-        except (ClassNotFound, ValueError):
-            return escape(content)
-        return str(highlight(content, lexer, _FORMATTER))
-    return escape(content)
+def _coloured(content: str, language: str) -> str:
+    return highlighted(content, language) if len(content) <= _MOST_HIGHLIGHTED else escape(content)

@@ -13,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from edgeinfer.apps.desktop.feed import News
+from edgeinfer.apps.desktop.texts import LONGEST_SEARCH, check_name, check_values
 from edgeinfer.apps.server.body import read_json
 from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 
-__all__ = ["Endpoint", "answered", "event_stream", "fields", "optional", "whole_number"]
+__all__ = ["Endpoint", "answered", "event_stream", "fields", "optional", "search_text", "whole_number"]
 
 _log = logging.getLogger("edgeinfer.desktop")
 
@@ -29,11 +30,13 @@ _KINDS: tuple[tuple[type[EdgeInferError], int, str], ...] = (
     (BudgetError, 409, "memory_short"),
     (HubError, 409, "hub"),
     (ModelError, 409, "model"),
-    (StorageError, 507, "storage"),
+    (StorageError, 500, "storage"),
     (UserError, 409, "refused"),
     (EdgeInferError, 500, "internal"),
 )
 _COMMENT_S = 15.0
+# Fields that hold text of many lines; all others hold names.
+_TEXTS = ("content", "system")
 
 
 def answered(endpoint: Endpoint) -> Endpoint:
@@ -42,6 +45,8 @@ def answered(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
         try:
+            for name, value in request.path_params.items():
+                check_name(value, name)
             return await endpoint(request)
         except EdgeInferError as error:
             return _refusal(error)
@@ -55,7 +60,7 @@ def _refusal(error: EdgeInferError) -> Response:
     data: dict[str, Any] = {"message": error.message, "hint": error.hint, "code": getattr(error, "code", None) or code}
     if isinstance(error, BudgetError):
         data["minimum_bytes"] = error.minimum_bytes
-    if status == 500:
+    if status == 500 and not isinstance(error, UserError):
         _log.error("%s", error, exc_info=error)
     return JSONResponse({"error": data}, status_code=status)
 
@@ -67,7 +72,7 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
         kinds: the type of each field that there may be; a request without a body has none of them.
 
     Raises:
-        UsageError: the body is no JSON object, or a field is unknown or of a wrong type.
+        UsageError: the body is no JSON object, or a field is unknown, of a wrong type, or holds what `texts` refuses.
     """
     body = await read_json(request, security) if await request.body() else {}
     for name, value in body.items():
@@ -75,7 +80,19 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
             raise UsageError(f"Unknown field {name!r}.", f"Known fields: {', '.join(kinds) or 'none'}.")
         if not isinstance(value, kinds[name]) or (isinstance(value, bool) and kinds[name] is not bool):
             raise UsageError(f"{name} has a wrong type.", f"Known fields: {', '.join(kinds)}.")
+        if isinstance(value, str) and name not in _TEXTS:
+            check_name(value, name)
+        check_values(value, name)
     return body
+
+
+def search_text(request: Request) -> str:
+    """What is searched for; nothing where nothing is.
+
+    Raises:
+        UsageError: it is too long, or no line of text.
+    """
+    return check_name(request.query_params.get("search", ""), "search", LONGEST_SEARCH)
 
 
 def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:

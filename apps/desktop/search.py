@@ -95,9 +95,9 @@ def find(database: Database, text: str, *, indexed: bool) -> dict[str, str]:
 
 def snippet(content: str, text: str) -> str:
     """A piece of a message around the first of the words that were looked for."""
-    words = text.casefold().split()
+    words, folded = text.casefold().split()[:_MOST_WORDS], content.casefold()
     # Folding may lengthen a text; a snippet some characters beside the word does no harm.
-    places = [place for word in words if (place := content.casefold().find(word)) >= 0]
+    places = [place for word in words if (place := folded.find(word)) >= 0]
     start = max(0, min(places, default=0) - _SNIPPET_BEFORE)
     end = start + _SNIPPET_BEFORE + _SNIPPET_AFTER
     piece = " ".join(content[start:end].split())

@@ -6,6 +6,7 @@ The file is written beside the old one and renamed, so that a crash leaves one o
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import tempfile
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from edgeinfer.apps.desktop.errors import DiskFullError
+from edgeinfer.apps.desktop.texts import check_name, check_text
 from edgeinfer.config import GenerationConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 
@@ -84,12 +87,16 @@ class Settings:
         whole = isinstance(self.context, int) and not isinstance(self.context, bool)
         _require(self.context is None or (whole and self.context >= 2), "context", "at least 2 tokens, or null")
         _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a text, or null")
+        check_name(self.model or "", "model")
         text = isinstance(self.system, str) and len(self.system) <= _LONGEST_SYSTEM
         _require(text, "system", f"a text of at most {_LONGEST_SYSTEM:,} characters")
+        check_text(self.system, "system")
         _require(isinstance(self.options, Mapping), "options", "an object")
         object.__setattr__(self, "options", checked_options(self.options))
         recent = self.recent
         _require(isinstance(recent, list | tuple) and all(isinstance(m, str) for m in recent), "recent", "texts")
+        for model in recent:
+            check_name(model, "recent")
         object.__setattr__(self, "recent", tuple(recent)[:_MOST_RECENT])
 
     @classmethod
@@ -193,7 +200,8 @@ class SettingsFile:
         except OSError as error:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}.", hint) from error
+            kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+            raise kind(f"{self._path} cannot be written: {error.strerror}.", hint) from error
 
 
 def _require(condition: bool, name: str, rule: str) -> None:

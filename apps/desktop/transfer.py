@@ -12,6 +12,7 @@ from typing import Any
 from edgeinfer.apps.desktop.errors import TooLargeError
 from edgeinfer.apps.desktop.records import ROLES, STATUSES, Conversation, Failure, Figures, Message, Status
 from edgeinfer.apps.desktop.settings import checked_options
+from edgeinfer.apps.desktop.texts import check_name, check_values
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 
@@ -64,6 +65,9 @@ def read_json(data: bytes) -> Conversation:
         raise TooLargeError(f"The file is larger than {format_size(MOST_BYTES)}.", "Export fewer messages.")
     try:
         parsed = json.loads(data.decode("utf-8"))
+        check_values(parsed, "The file")
+    except UsageError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UsageError("The file is not JSON.", _HINT) from error
     _require(isinstance(parsed, dict) and parsed.get("format") == _FORMAT, "it is not an exported conversation")
@@ -81,7 +85,7 @@ def read_json(data: bytes) -> Conversation:
     last = next(reversed(messages.values())).id if messages else None
     return Conversation(
         id=uuid.uuid4().hex,
-        title=_text(parsed, "title"),
+        title=check_name(_text(parsed, "title"), "title"),
         created=_time(parsed, "created"),
         updated=time.time(),
         system=_text(parsed, "system"),
@@ -141,16 +145,8 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
 
 def _text(data: dict[str, Any], name: str) -> str:
     value = data.get(name, "")
-    _require(isinstance(value, str) and _encodable(value), f"{name} must be a text")
+    _require(isinstance(value, str), f"{name} must be a text")
     return str(value)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # half a pair of surrogates, which JSON can spell
-        return False
-    return True
 
 
 def _time(data: dict[str, Any], name: str) -> float:

@@ -16,7 +16,6 @@ _EXTRAS = {
     "uvicorn": "server",
     "llguidance": "structured",
     "markdown_it": "desktop",
-    "pygments": "desktop",
     "gguf": "gguf",
     "llama_cpp": "gguf",
     "optimum": "optimum",

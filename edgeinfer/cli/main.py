@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from edgeinfer.cli.confined import address_limit, is_refused, refusal, supervised
 from edgeinfer.cli.interruption import interruptions_wait_for_imports
 from edgeinfer.cli.output import print_error
-from edgeinfer.errors import EdgeInferError, StorageError
+from edgeinfer.errors import BudgetError, EdgeInferError, StorageError
 from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
@@ -65,8 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
+    limit = address_limit() if argv is None else None
     try:
+        if limit is not None:
+            code = supervised(limit)
+            if code is not None:
+                return code
         return _execute(arguments)
+    except BudgetError as error:
+        return _report(arguments, error)
     except BrokenPipeError:
         # The reader has what it wanted (`| head`).
         _abandon_stdout()
@@ -114,6 +122,8 @@ def _report(arguments: list[str], error: Exception) -> int:
         print_error(f"The output cannot be written: {error.strerror}. Free some space or send it to another place.")
         return StorageError.exit_code
     _show_traceback(arguments)
+    if is_refused(error):
+        error = refusal(address_limit())
     if isinstance(error, EdgeInferError):
         print_error(str(error))
         return error.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -292,7 +293,11 @@ def read_text(path: Path) -> str:
         PromptError: it cannot be read, or is not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        # A pipe that nobody writes into is empty, where opening it as usual would wait for somebody.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(handle, "rb") as file:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(handle, True)
             return read_stream(file, str(path))
     except OSError as error:
         raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error

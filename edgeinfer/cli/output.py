@@ -20,7 +20,8 @@ _UNBOUNDED = 1_000_000  # columns; otherwise rich takes a file to have 80
 
 def print_error(text: str) -> None:
     """One line on stderr, whatever line breaks the text holds."""
-    line = " ".join(text.split())
+    # Names of files may hold bytes that are no text.
+    line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode("utf-8")
     if sys.stderr.isatty():
         from rich.console import Console
 

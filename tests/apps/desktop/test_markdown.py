@@ -76,8 +76,7 @@ def test_what_people_expect() -> None:
 def test_code_has_a_head_and_colours() -> None:
     assert render_reply("```py title\nprint('<b>')\n```") == (
         '<div class="code"><div class="code-head"><span class="lang">py</span><button class="copy">Copy</button></div>'
-        '<pre><code><span class="nb">print</span><span class="p">(</span><span class="s1">\'&lt;b&gt;\'</span>'
-        '<span class="p">)</span>\n</code></pre></div>\n'
+        '<pre><code><span class="nb">print</span>(<span class="s">&#x27;&lt;b&gt;&#x27;</span>)\n</code></pre></div>\n'
     )
     assert "<code>&lt;i&gt;\n</code>" in render_reply("```nonsense\n<i>\n```")
     assert "<code>indented &amp;\n</code>" in render_reply("    indented &\n")
