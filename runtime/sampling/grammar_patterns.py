@@ -45,9 +45,8 @@ def _ipv6() -> str:
     """By RFC 3986: groups, of which `::` stands for one or more, the last two also as an IPv4 address."""
     forms = [f"(?:{_H16}:){{6}}{_LS32}"]
     for after in range(5, -1, -1):
-        before = 5 - after
-        left = f"(?:(?:{_H16}:){{0,{before}}}{_H16})?" if before else f"(?:{_H16})?"
-        forms.append(f"{left if after < 5 else ''}::(?:{_H16}:){{{after}}}{_LS32}")
+        left = f"(?:(?:{_H16}:){{0,{4 - after}}}{_H16})?" if after < 5 else ""
+        forms.append(f"{left}::(?:{_H16}:){{{after}}}{_LS32}")
     forms.append(f"(?:(?:{_H16}:){{0,5}}{_H16})?::{_H16}")
     forms.append(f"(?:(?:{_H16}:){{0,6}}{_H16})?::")
     return "|".join(forms)

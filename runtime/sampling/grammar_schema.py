@@ -1,7 +1,7 @@
 """JSON Schemas made such that the grammar engine follows them to the letter, or refused by the keyword that it would
 not; knows nothing of grammars.
 
-What the engine gets wrong was found by the official tests of JSON Schema (`tests/runtime/sampling/json_suite.py`).
+What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
@@ -43,8 +44,11 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
 _REF_ALONE = ("draft-04", "draft-06", "draft-07")  # by which what stands beside $ref says nothing
 _ASSERTIONS = frozenset({"type", "required", "pattern", "format", "multipleOf", "const", "enum", *_COUNTS, *_LOWER})
 _ASSERTIONS |= {*_UPPER, *_SCHEMAS, *_LISTS, "properties", "patternProperties"}
+_OUTERMOST = 10**18  # bounds further out are taken for this, up to which the engine writes ranges
+_DIGITS, _PLACES = 15, 22
+_SPACING = 128  # at most, between doubles below 10**18
+_NEXT_TO_ZERO = Decimal("1e-22")
 _EXACT = 2**53  # up to which the engine's numbers have all integers
-_LARGEST = 2**63 - 1
 _MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
 # What JSON writes only by \u, which is left out of replies: a second spelling of a property's name would get past what
 # is said of it.
@@ -198,21 +202,38 @@ def _mend_numbers(schema: dict[str, Any]) -> None:
         value = schema.get(keyword)
         if isinstance(value, float) and value.is_integer():
             schema[keyword] = int(value)
-    for keywords, inward in ((_LOWER, 1), (_UPPER, -1)):
-        for keyword in keywords:
-            value = schema.get(keyword)
-            if _is_number(value) and abs(value) > _EXACT:
-                schema[keyword] = _rounded(keyword, value, inward)
+    for (including, excluding), inward in ((_LOWER, 1), (_UPPER, -1)):
+        value, without = schema.get(including), schema.get(excluding)
+        bounds = [_bound(including, value, inward)]
+        bounds.append(_bound(excluding, value if without is True else without, inward, excluded=True))
+        known = [bound for bound in bounds if bound is not None]
+        if known:
+            schema.pop(excluding, None)
+            bound = max(known, key=lambda bound: bound * inward)
+            schema[including] = int(bound) if bound == int(bound) else float(bound)
 
 
-def _rounded(keyword: str, value: float, inward: int) -> float:
-    """The next number that a double has, up or down."""
-    if abs(value) > _LARGEST:
-        _refuse(f"{keyword}: {value} is beyond 2**63", "Leave it out, or take a smaller number.")
-    near = float(value)
-    if (near - value) * inward < 0:
-        near = math.nextafter(near, math.inf * inward)
-    return int(near)
+def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> Decimal | None:
+    """A bound as the engine reads it without error, no further out; None where there is none.
+
+    It reads decimals of up to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not
+    always without them, so that one that is excluded becomes the next one.
+    """
+    if not _is_number(value):
+        return None
+    outer = -_OUTERMOST * inward
+    if value * inward < outer * inward:
+        return Decimal(outer)
+    if value * inward >= _OUTERMOST:
+        _refuse(f"{keyword}: {value} is beyond 10**18", "Leave it out, or take a smaller number.")
+    exact = Decimal(str(value))
+    if not exact:
+        return exact if not excluded else _NEXT_TO_ZERO * inward
+    step = Decimal(_SPACING)
+    if abs(exact) < _EXACT:
+        step = Decimal((0, (1,), min(0, max(exact.adjusted() - _DIGITS + 1, -_PLACES))))
+    near = (exact / step).to_integral_value(ROUND_CEILING if inward > 0 else ROUND_FLOOR) * step
+    return near + step * inward if excluded and near == exact else near
 
 
 def _check_data(keyword: str, value: Any) -> None:
