@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import LARGEST_COUNT, Range, is_integer, require, require_ranges, shown
+from edgeinfer.option_checks import LARGEST_COUNT, Range, require, require_ranges, shown
 from edgeinfer.searching import SearchOptions
 
 __all__ = [
@@ -342,7 +342,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         strings = isinstance(stop, list | tuple) and all(isinstance(s, str) for s in stop)
         require(strings, "stop", stop, "a string or several")
         require(isinstance(ids, list | tuple) and all(map(_TOKEN.holds, ids)), "stop_token_ids", ids, "token ids")
-        pairs = isinstance(bias, Mapping) and all(is_integer(i) and _is_bias(b) for i, b in bias.items())
+        pairs = isinstance(bias, Mapping) and all(_TOKEN.holds(i) and _is_bias(b) for i, b in bias.items())
         require(pairs, "logit_bias", bias, f"token ids, each with {_BIAS}, or with an infinite one")
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         object.__setattr__(self, "stop", tuple(stop))
