@@ -41,9 +41,6 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
     _LOWER,
     _UPPER,
 )
-_REF_ALONE = ("draft-04", "draft-06", "draft-07")  # by which what stands beside $ref says nothing
-_ASSERTIONS = frozenset({"type", "required", "pattern", "format", "multipleOf", "const", "enum", *_COUNTS, *_LOWER})
-_ASSERTIONS |= {*_UPPER, *_SCHEMAS, *_LISTS, "properties", "patternProperties"}
 _OUTERMOST = 10**18  # bounds further out are taken for this, up to which the engine writes ranges
 _DIGITS, _PLACES = 15, 22
 _SPACING = 128  # at most, between doubles below 10**18
@@ -77,9 +74,7 @@ class _Document:
         self._waiting: list[Any] = [root]
         self._multiple = Fraction(0)
         self._refers = self._moves_base = False
-        draft = str(root.get("$schema"))
-        self._ids = ("$id", "id") if "draft-04" in draft else ("$id",)
-        self._alone = any(name in draft for name in _REF_ALONE)
+        self._ids = ("$id", "id") if "draft-04" in str(root.get("$schema")) else ("$id",)
 
     def mended(self) -> dict[str, Any]:
         while self._waiting:
@@ -96,9 +91,6 @@ class _Document:
         self._check_base(schema)
         if isinstance(schema.get("$ref"), str):
             self._follow(schema["$ref"])
-            if self._alone:
-                for keyword in _ASSERTIONS & schema.keys():
-                    del schema[keyword]
         if "additionalItems" in schema and "prefixItems" in schema:
             _refuse("additionalItems: it stands beside prefixItems", "Write items for what follows those.")
         for keyword in ("const", "enum"):
