@@ -5,13 +5,12 @@ All of it is lossy, and results say so.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import is_integer, is_number, require
+from edgeinfer.option_checks import Range, require_ranges
 
-__all__ = ["BASELINES", "COMPUTES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
+__all__ = ["BASELINES", "COMPUTES", "COMPUTE_RANGES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
 
 # Ways of computing less, as options name them; runtime/adaptive has them, a test holds the two equal.
 COMPUTES = ("full", "entropy", "unified", "calibrated", "importance", "routers", "exit")
@@ -19,10 +18,16 @@ COMPUTES = ("full", "entropy", "unified", "calibrated", "importance", "routers",
 BASELINES = ("random",)
 # What fills the cache where layers were skipped and are needed after all.
 SKIP_CACHES = ("exact", "below")
-
-
-def _is_finite(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+# Faster than a thousand times, or sure of more bits than a vocabulary has, is what nobody means.
+COMPUTE_RANGES = {
+    "compute_speedup": Range(1, 1000),
+    "compute_share": Range(0, 1),
+    "entropy_threshold": Range(0, 64, optional=True),
+    "entropy_stay": Range(1, 1024, whole=True),
+    "exit_layer": Range(1, 2048, whole=True, optional=True),
+    "exit_confidence": Range(0, 1),
+    "quality_floor": Range(0, 1000, optional=True),
+}
 
 
 @dataclass(frozen=True)
@@ -73,23 +78,7 @@ class ComputeOptions:
         if self.skip_cache == "below" and self.quality_floor is not None:
             message = "A quality floor compares with the whole model's cache."
             raise UsageError(message, "Leave skip_cache or quality_floor out.")
-        threshold, floor, layer = self.entropy_threshold, self.quality_floor, self.exit_layer
-        require(_at_least(self.compute_speedup, 1), "compute_speedup", self.compute_speedup, "a number from 1 on")
-        require(_between(self.compute_share), "compute_share", self.compute_share, "a number from 0 to 1")
-        require(threshold is None or _at_least(threshold, 0), "entropy_threshold", threshold, "bits from 0 on")
-        stay = is_integer(self.entropy_stay) and 1 <= self.entropy_stay <= 1024
-        require(stay, "entropy_stay", self.entropy_stay, "a whole number from 1 to 1024")
-        require(layer is None or (is_integer(layer) and layer >= 1), "exit_layer", layer, "a whole number from 1 on")
-        require(_between(self.exit_confidence), "exit_confidence", self.exit_confidence, "a number from 0 to 1")
-        require(floor is None or _at_least(floor, 0), "quality_floor", floor, "nats from 0 on")
-
-
-def _at_least(value: object, least: float) -> bool:
-    return _is_finite(value) and value >= least  # type: ignore[operator]
-
-
-def _between(value: object) -> bool:
-    return _is_finite(value) and 0 <= value <= 1  # type: ignore[operator]
+        require_ranges(self, COMPUTE_RANGES)
 
 
 @dataclass(frozen=True)

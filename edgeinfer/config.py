@@ -13,15 +13,17 @@ from typing import Any, Self
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import is_integer, is_number, require
+from edgeinfer.option_checks import LARGEST_COUNT, Range, require, require_ranges, shown
 from edgeinfer.searching import SearchOptions
 
 __all__ = [
     "COUNTED",
     "DEVICES",
     "DRAFTERS",
+    "GENERATION_RANGES",
     "GGUF_KV_TYPES",
     "KV_TYPES",
+    "LOAD_RANGES",
     "NO_DRAFT_MODEL",
     "ONNX_KV_TYPES",
     "OVERFLOWS",
@@ -75,12 +77,13 @@ def parse_size(value: int | str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise UsageError(f"{value!r} is not a size.", "Write it like 600MB or 1.5GiB.")
-    match = _SIZE.fullmatch(str(value))
+    # Python writes no integers of thousands of digits.
+    match = _SIZE.fullmatch(value if isinstance(value, str) else str(min(max(value, 0), _LARGEST_SIZE + 1)))
     unit = match and _UNITS.get(match.group(2).upper())
-    size = round(float(match.group(1)) * unit) if match and unit else 0
-    if size <= 0:
-        raise UsageError(f"{value!r} is not a positive size.", "Write it like 600MB or 1.5GiB.")
-    return size
+    size = float(match.group(1)) * unit if match and unit else 0.0
+    if not 0 < round(min(size, 2 * _LARGEST_SIZE)) <= _LARGEST_SIZE:
+        raise UsageError(f"{shown(value)} is not a positive size.", "Write it like 600MB or 1.5GiB.")
+    return round(size)
 
 
 def format_size(size: int) -> str:
@@ -93,7 +96,39 @@ def format_size(size: int) -> str:
 
 # What the reply must be; one at most.
 _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+# What OpenAI's, llama.cpp's and vLLM's take in earnest lies inside, and what comes of it stays a number of 32 bits.
+GENERATION_RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(1, 2**63 - 1, whole=True, optional=True),
+    "temperature": Range(0, 100),
+    "top_k": Range(0, LARGEST_COUNT, whole=True),
+    "top_p": Range(0, 1, above=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 100),
+    "frequency_penalty": Range(-100, 100),
+    "presence_penalty": Range(-100, 100),
+    "seed": Range(0, 2**64 - 1, whole=True, optional=True),
+    "draft_max": Range(1, 63, whole=True, optional=True),
+    "draft_width": Range(1, 8, whole=True),
+    "logprobs": Range(0, 20, whole=True, optional=True),
+}
+_BIAS = Range(-1e6, 1e6)
+_TOKEN = Range(0, LARGEST_COUNT, whole=True)
+_LARGEST_SIZE = 2**63 - 1
+LOAD_RANGES: Mapping[str, Range] = {
+    "context": Range(2, LARGEST_COUNT, whole=True, optional=True),
+    "memory": Range(1, _LARGEST_SIZE, whole=True, optional=True),
+    "threads": Range(1, 1024, whole=True, optional=True),
+    "prefill_chunk": Range(1, LARGEST_COUNT, whole=True, optional=True),
+    "draft_max": Range(1, 63, whole=True, optional=True),
+    "draft_experts": Range(1, 4096, whole=True, optional=True),
+    "expert_memory": Range(1, _LARGEST_SIZE, whole=True, optional=True),
+    "prefix_cache": Range(0, _LARGEST_SIZE, whole=True),
+    "idle_unload": Range(0, 4_000_000, above=True, optional=True),  # seconds; timers hold no more everywhere
+}
+
+
+def _is_bias(value: object) -> bool:
+    return _BIAS.holds(value) or (isinstance(value, float) and math.isinf(value))
 
 
 def drafters_in(speculation: str) -> tuple[str, ...]:
@@ -202,20 +237,9 @@ class LoadConfig:
             fits = fits and (isinstance(value, bool) == (bool in (typing.get_args(kind) or (kind,))) or value is None)
             require(fits, name, value, f"of type {kind if typing.get_args(kind) else kind.__name__}")
         drafters_in(self.speculation)
-        require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
-        count = self.draft_experts
-        require(count is None or 1 <= count <= 4096, "draft_experts", count, "between 1 and 4096")
-        require(self.context is None or self.context >= 2, "context", self.context, "at least 2 tokens")
-        for name in ("memory", "expert_memory"):
-            size = getattr(self, name)
-            require(size is None or size > 0, name, size, "positive")
+        require_ranges(self, LOAD_RANGES)
         fits = self.expert_memory is None or self.weights in (None, "experts")
         require(fits, "expert_memory", self.expert_memory, "left out where weights are not 'experts'")
-        require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "between 1 and 1024")
-        chunk = self.prefill_chunk
-        require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "at least 1")
-        require(self.prefix_cache >= 0, "prefix_cache", self.prefix_cache, "0 or more bytes")
-        require(self.idle_unload is None or self.idle_unload > 0, "idle_unload", self.idle_unload, "positive seconds")
         if self.device not in ("auto", *DEVICES):
             raise UsageError(f"There is no device {self.device!r}.", f"Choose auto or one of {', '.join(DEVICES)}.")
         chosen = (("kv", KV_TYPES), ("overflow", OVERFLOWS), ("weights", WEIGHTS_MODES), ("counted", COUNTED))
@@ -289,23 +313,10 @@ class GenerationConfig(ComputeOptions, SearchOptions):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in _NUMBERS:
-            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "positive")
         require(all(self.stop), "stop", self.stop, "free of empty strings")
-        require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
-        require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias", "NaN", "free of NaN")
         drafters_in(self.speculation)
-        require(self.draft_max is None or 1 <= self.draft_max <= 63, "draft_max", self.draft_max, "between 1 and 63")
-        require(1 <= self.draft_width <= 8, "draft_width", self.draft_width, "between 1 and 8")
         known = ", ".join(VERIFICATIONS)
         require(self.verification in VERIFICATIONS, "verification", self.verification, f"one of {known}")
-        require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20")
         require(all(self.choices), "choices", self.choices, "free of empty texts")
         self.check_compute()
         self.check_search()
@@ -318,12 +329,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
-        for name in _NUMBERS:
-            require(is_number(getattr(self, name)), name, getattr(self, name), "a number")
-        for name in ("max_tokens", "top_k", "seed", "draft_max", "draft_width", "logprobs"):
-            value = getattr(self, name)
-            optional = name not in ("top_k", "draft_width")
-            require(is_integer(value) or (value is None and optional), name, value, "a whole number")
+        require_ranges(self, GENERATION_RANGES)
         for name in ("speculation", "verification"):
             require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
         for name in ("regex", "grammar"):
@@ -339,9 +345,9 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         ids, bias = self.stop_token_ids, self.logit_bias
         strings = isinstance(stop, list | tuple) and all(isinstance(s, str) for s in stop)
         require(strings, "stop", stop, "a string or several")
-        require(isinstance(ids, list | tuple) and all(map(is_integer, ids)), "stop_token_ids", ids, "token ids")
-        pairs = isinstance(bias, Mapping) and all(is_integer(i) and is_number(b) for i, b in bias.items())
-        require(pairs, "logit_bias", bias, "token ids with numbers")
+        require(isinstance(ids, list | tuple) and all(map(_TOKEN.holds, ids)), "stop_token_ids", ids, "token ids")
+        pairs = isinstance(bias, Mapping) and all(_TOKEN.holds(i) and _is_bias(b) for i, b in bias.items())
+        require(pairs, "logit_bias", bias, f"token ids, each with {_BIAS}, or with an infinite one")
         for name, optional in (("ignore_eos", False), ("parse_special", True)):
             value = getattr(self, name)
             require(isinstance(value, bool) or (value is None and optional), name, value, "true or false")

@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from edgeinfer.errors import UsageError
 
-__all__ = ["is_integer", "is_number", "require"]
+__all__ = ["LARGEST_COUNT", "Range", "is_integer", "is_number", "require", "require_ranges", "shown"]
+
+# Of what is counted, without a limit of its own: what all systems' counters hold.
+LARGEST_COUNT = 2**31 - 1
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option may have.
+
+    Attributes:
+        whole: it takes whole numbers only.
+        above: the least is not among them.
+        optional: None is taken too.
+    """
+
+    least: float
+    most: float
+    whole: bool = False
+    above: bool = False
+    optional: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is among them; NaN never is, and a truth is no number."""
+        if value is None:
+            return self.optional
+        if not (is_integer(value) if self.whole else is_number(value)):
+            return False
+        return self.least <= value <= self.most and not (self.above and value == self.least)  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        limits = f"above {self.least} and at most {self.most}" if self.above else f"from {self.least} to {self.most}"
+        return f"{kind} {limits}"
 
 
 def is_integer(value: object) -> bool:
@@ -24,4 +61,24 @@ def require(condition: bool, name: str, value: object, rule: str) -> None:
         UsageError: the condition is false.
     """
     if not condition:
-        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+        raise UsageError(f"{name}={shown(value)} is out of range.", f"{name} must be {rule}.")
+
+
+def require_ranges(options: object, ranges: Mapping[str, Range]) -> None:
+    """Refuses options that are out of their ranges.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, allowed in ranges.items():
+        value = getattr(options, name)
+        require(allowed.holds(value), name, value, str(allowed))
+
+
+def shown(value: object) -> str:
+    """A value as messages show it, in a few words whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

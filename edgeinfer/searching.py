@@ -5,13 +5,12 @@ Knows nothing of models.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import is_number, require
+from edgeinfer.option_checks import Range, require, require_ranges
 
-__all__ = ["ANSWERS", "MOST_BRANCHES", "SEARCHES", "SearchOptions", "SearchUse", "SearchedText"]
+__all__ = ["ANSWERS", "MOST_BRANCHES", "SEARCHES", "SEARCH_RANGES", "SearchOptions", "SearchUse", "SearchedText"]
 
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SEARCHES = (
@@ -21,6 +20,20 @@ SEARCHES = (
 ANSWERS = ("text", "line", "number")
 # Continuations that one pass feeds at most: each takes a row of logits.
 MOST_BRANCHES = 16
+# Lengths to the power of the largest penalty, and logits moved by the largest contrast, are still numbers.
+SEARCH_RANGES = {
+    "samples": Range(2, MOST_BRANCHES, whole=True),
+    "beams": Range(1, MOST_BRANCHES, whole=True),
+    "beam_groups": Range(1, MOST_BRANCHES, whole=True),
+    "look_ahead": Range(1, 64, whole=True),
+    "candidates": Range(2, MOST_BRANCHES, whole=True, optional=True),
+    "diversity": Range(0, 100),
+    "length_penalty": Range(0, 10),
+    "uncertainty": Range(0, 100),
+    "contrast_strength": Range(0, 100),
+    "resistance_weight": Range(0, 1000),
+}
+_RESISTANCE = Range(0, 1e6)
 
 
 @dataclass(frozen=True)
@@ -78,31 +91,19 @@ class SearchOptions:
         """
         for name, known in (("search", SEARCHES), ("answer", ANSWERS)):
             value = getattr(self, name)
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise UsageError(f"Unknown {name} {value!r}.", f"Choose one of {', '.join(known)}.")
-        self._check_counts()
-        for name in ("diversity", "length_penalty", "uncertainty", "contrast_strength", "resistance_weight"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value < math.inf, name, value, "a finite number, 0 or more")
+        require_ranges(self, SEARCH_RANGES)
+        even = self.beams % self.beam_groups == 0
+        require(even, "beam_groups", self.beam_groups, f"a divisor of beams={self.beams}")
         lame, resistance = self.lame_prompt, self.resistance
         require(isinstance(lame, str | None), "lame_prompt", lame, "a text")
         if (self.search == "contrast") != (lame is not None):
             raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
-        numbers = isinstance(resistance, list | tuple) and all(is_number(r) and r >= 0 for r in resistance)
-        require(numbers and 1 <= len(resistance) <= 16, "resistance", resistance, "1 to 16 numbers, 0 or more")
+        numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))
+        fits = numbers and 1 <= len(resistance) <= 16
+        require(fits, "resistance", resistance, f"1 to 16 of these: {_RESISTANCE}")
         object.__setattr__(self, "resistance", tuple(map(float, resistance)))
-
-    def _check_counts(self) -> None:
-        least = {"samples": 2, "beams": 1, "beam_groups": 1, "look_ahead": 1, "candidates": 2}
-        most = dict.fromkeys(least, MOST_BRANCHES) | {"look_ahead": 64}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value is None and name == "candidates":
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            require(whole and lowest <= value <= most[name], name, value, f"between {lowest} and {most[name]}")
-        even = self.beams % self.beam_groups == 0
-        require(even, "beam_groups", self.beam_groups, f"a divisor of beams={self.beams}")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import Any
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
+from edgeinfer.option_checks import shown
 
 __all__ = ["Fields"]
-
-_SHOWN = 80
 
 
 class Fields:
@@ -88,7 +87,7 @@ class Fields:
         """A field that may only ask for what happens anyway."""
         value = self._left.pop(name, None)
         if value is not None and value not in allowed:
-            message = f"{self._where}{name}={_short(value)} is not supported."
+            message = f"{self._where}{name}={shown(value)} is not supported."
             raise RequestError(message, hint, param=self._where + name, code="unsupported_parameter")
 
     def refuse(self, *names: str, hint: str) -> None:
@@ -115,7 +114,7 @@ class Fields:
 
     def wrong(self, name: str, value: Any, hint: str) -> RequestError:
         """The error of a value that a field cannot have."""
-        message = f"{self._where}{name}={_short(value)} cannot be used."
+        message = f"{self._where}{name}={shown(value)} cannot be used."
         return RequestError(message, hint, param=self._where + name)
 
     def missing(self, name: str, hint: str) -> RequestError:
@@ -131,8 +130,3 @@ class Fields:
         for name in self._left:
             message = f"Unknown field {self._where + name!r}."
             raise RequestError(message, "See the OpenAI API reference.", param=self._where + name)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -70,6 +70,10 @@ class TokenChooser:
         with self._along(path):
             return self._sampler.token(logits, position, self._counts, self._allowed())
 
+    def adjusted(self, logits: Logits) -> Logits:  # (V,) -> (V,)
+        """The logits with bias and penalties behind the reply, a copy, with -inf for what may not follow."""
+        return self._sampler.adjusted(logits, self._counts, self._allowed())
+
     def law(self, logits: Logits, path: Sequence[int] = ()) -> Law:  # (V,) -> (V,)
         """The distribution that `token` draws from."""
         with self._along(path):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
+from edgeinfer.runtime.sampling.grammar_schema import mended
 from edgeinfer.runtime.sampling.grammar_tokens import engine
 
 __all__ = ["MAX_SOURCE", "grammar_source", "in_words", "json_rule"]
@@ -22,18 +23,12 @@ _MAX_DEPTH = 100  # of a schema's own text; llguidance's parser stops at 128
 _MESSAGE = 300
 # Last, because the last one counts: where a text is certain, its spelling in tokens is still the model's choice.
 _DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
+# Without \u, which spells a name in a second way, and nothing that is not written otherwise but control characters.
+_STRICT = {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'}
 # Blanks without an end would be allowed nearly everywhere otherwise, and small models do not stop writing them.
-_SCHEMA_OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}", "lenient": False}
+_SCHEMA_OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"} | _STRICT
 # As json.dumps writes, which is what models see most: of blanks, nothing is left to choose.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-# Of all drafts since the fourth. Others are annotations, by the standard; one of these that the engine cannot follow is
-# refused.
-_FORMATS = frozenset(
-    {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4"}
-)
-_FORMATS |= {"ipv6", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"}
-_FORMATS |= {"relative-json-pointer"}
-_DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are no schemas
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "} | _STRICT
 _QUOTED = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -85,7 +80,7 @@ def json_rule(schema: Mapping[str, Any] | str, *, compact: bool = False) -> str:
     _check_depth(schema)
     options = _COMPACT if compact else _SCHEMA_OPTIONS
     try:
-        text = json.dumps({**_followed(schema), "x-guidance": options}, allow_nan=False)
+        text = json.dumps({**mended(schema), "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"json_schema cannot be written as JSON: {error}.", "Give plain values.") from error
     _check_size("json_schema", text, MAX_SOURCE)
@@ -112,17 +107,6 @@ def in_words(message: str) -> str:
         return _clipped(text if keyword is None else f"{keyword}: {text}")
     # The place is of use in a grammar of several lines.
     return _clipped(f"line {place.group(1)}, column {place.group(2)}: {text}" if place else text)
-
-
-def _followed(value: Any) -> Any:
-    """A schema without formats that mean nothing."""
-    if isinstance(value, Mapping):
-        return {
-            name: inner if name in _DATA else _followed(inner)
-            for name, inner in value.items()
-            if name != "format" or not isinstance(inner, str) or inner in _FORMATS
-        }
-    return list(map(_followed, value)) if isinstance(value, list | tuple) else value
 
 
 def _refuse_constant(name: str) -> NoReturn:

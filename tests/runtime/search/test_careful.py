@@ -143,7 +143,7 @@ def test_contrast_moves_away_from_the_worse_prompt() -> None:
 
 def test_contrast_leaves_what_is_implausible() -> None:
     own, lame = np.array([5.0, 4.0, -5.0], np.float32), np.array([5.0, 0.0, -50.0], np.float32)
-    moved = contrasted(own, lame, 1.0)
+    moved = contrasted(own, lame, 1.0, own)
     assert moved.tolist() == [5.0, 8.0, -math.inf]
 
 

@@ -1,0 +1,288 @@
+"""JSON Schemas made such that the grammar engine follows them to the letter, or refused by the keyword that it would
+not; knows nothing of grammars.
+
+What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from fractions import Fraction
+from typing import Any, NoReturn, TypeGuard
+from urllib.parse import unquote
+
+from edgeinfer.errors import GrammarError
+from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
+
+__all__ = ["mended"]
+
+# Of all drafts since the fourth. Others are annotations, by the standard; one of these that neither the engine nor
+# `FORMATS` has is refused.
+_FORMATS = frozenset(
+    {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4"}
+)
+_FORMATS |= {"ipv6", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"}
+_FORMATS |= {"relative-json-pointer"}
+_FOLLOWED = ("duration", "email", "ipv4", "uri", "uuid")  # as the engine has them
+_DATA = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+_SCHEMAS = ("additionalItems", "additionalProperties", "items")
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+# What of a schema the engine must read together; it reads one part before `allOf` and its like, another behind.
+_TOGETHER: tuple[tuple[str, ...], ...] = (
+    ("properties", "patternProperties", "additionalProperties"),
+    ("prefixItems", "items", "additionalItems"),
+    _LOWER,
+    _UPPER,
+)
+_OUTERMOST = 10**18  # bounds further out are taken for this, up to which the engine writes ranges
+_DIGITS, _PLACES = 15, 22
+_SPACING = 128  # at most, between doubles below 10**18
+_NEXT_TO_ZERO = Decimal("1e-22")
+_EXACT = 2**53  # up to which the engine's numbers have all integers
+_MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
+# What JSON writes only by \u, which is left out of replies: a second spelling of a property's name would get past what
+# is said of it.
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+
+def mended(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of the same documents that the engine follows.
+
+    Args:
+        schema: plain values of JSON, of bounded depth.
+
+    Raises:
+        GrammarError: a part of it cannot be followed.
+    """
+    # Through its text, so that what stands in several places is mended in each, once.
+    return _Document(json.loads(json.dumps(schema, allow_nan=False))).mended()
+
+
+class _Document:
+    """One schema, mended in place, each part once and only if it is of use."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._seen: set[int] = set()
+        self._waiting: list[Any] = [root]
+        self._multiple = Fraction(0)
+        self._refers = self._moves_base = False
+        self._ids = ("$id", "id") if "draft-04" in str(root.get("$schema")) else ("$id",)
+
+    def mended(self) -> dict[str, Any]:
+        while self._waiting:
+            schema = self._waiting.pop()
+            if isinstance(schema, dict) and id(schema) not in self._seen:
+                self._seen.add(id(schema))
+                self._waiting.extend(_inner(schema))
+                self._mend(schema)
+        if self._refers and self._moves_base:
+            _refuse("$ref: references beside $id inside of the schema", "Leave the inner $id out.")
+        return self._root
+
+    def _mend(self, schema: dict[str, Any]) -> None:
+        self._check_base(schema)
+        if isinstance(schema.get("$ref"), str):
+            self._follow(schema["$ref"])
+        if "additionalItems" in schema and "prefixItems" in schema:
+            _refuse("additionalItems: it stands beside prefixItems", "Write items for what follows those.")
+        for keyword in ("const", "enum"):
+            if keyword in schema:
+                _check_data(keyword, schema[keyword])
+        _mend_numbers(schema)
+        self._check_multiple(schema.get("multipleOf"))
+        _check_properties(schema)
+        _mend_texts(schema)
+        names = schema.get("patternProperties")
+        if isinstance(names, dict):
+            schema["patternProperties"] = _mended_names(names)
+        ordered = _ordered(schema)
+        schema.clear()
+        schema.update(ordered)
+
+    def _check_base(self, schema: dict[str, Any]) -> None:
+        if schema is self._root:
+            return
+        bases = [schema.get(name) for name in self._ids]
+        self._moves_base = self._moves_base or any(isinstance(b, str) and not b.startswith("#") for b in bases)
+        draft = schema.get("$schema")
+        if isinstance(draft, str) and draft.rstrip("#") != str(self._root.get("$schema", draft)).rstrip("#"):
+            _refuse("$schema: there is a second one", "Write all of the schema by one draft.")
+
+    def _follow(self, reference: str) -> None:
+        """Mends what a reference leads to, wherever that is."""
+        base, _, fragment = reference.partition("#")
+        self._refers = self._refers or bool(fragment)
+        own = next((str(self._root[name]) for name in self._ids if name in self._root), "")
+        if base and base != own.partition("#")[0]:
+            _refuse(f"$ref: {reference[:80]!r} is elsewhere", "Put that under $defs, and refer to '#/$defs/...'.")
+        if not fragment.startswith("/"):
+            self._waiting.extend(_called(self._root, fragment))
+            return
+        value: Any = self._root
+        above = ""
+        for part in unquote(fragment).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in (*_DATA, "patternProperties") and above not in _MAPS:
+                _refuse(f"$ref: {reference[:80]!r} leads through {name}", "Put what it means under $defs.")
+            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            elif isinstance(value, dict) and name in value:
+                value = value[name]
+            else:
+                _refuse(f"$ref: {reference[:80]!r} is not there", "Refer to a part of the schema.")
+            if isinstance(value, dict) and above not in _MAPS:
+                self._check_base(value)
+            above = name
+        self._waiting.append(value)
+
+    def _check_multiple(self, value: Any) -> None:
+        if not _is_number(value) or not value:
+            return
+        step = Fraction(str(abs(value)))
+        both = Fraction(
+            math.lcm(step.numerator * self._multiple.denominator, self._multiple.numerator * step.denominator),
+            step.denominator * self._multiple.denominator,
+        )
+        self._multiple = both if self._multiple else step
+        if self._multiple.numerator * 10 ** len(str(self._multiple.denominator)) >= _MOST_MULTIPLE:
+            _refuse("multipleOf: the least common multiple of all is too large", "Take numbers of fewer digits.")
+
+
+def _refuse(what: str, hint: str) -> NoReturn:
+    raise GrammarError(f"json_schema cannot be used: {what}.", hint)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas inside of one that say what it allows."""
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS and isinstance(value, dict):
+            yield value
+        elif keyword in _LISTS and isinstance(value, list):
+            yield from value
+        elif keyword in ("properties", "patternProperties") and isinstance(value, dict):
+            yield from value.values()
+
+
+def _called(root: Any, name: str) -> Iterator[Any]:
+    """The parts of a document that have a name."""
+    waiting = [root] if name else []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if name in (value.get("$anchor"), value.get("$dynamicAnchor")) or value.get("$id") == f"#{name}":
+                yield value
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def _mend_numbers(schema: dict[str, Any]) -> None:
+    """Writes numbers as the engine reads them, bounds not wider than they are."""
+    for keyword in _COUNTS:
+        value = schema.get(keyword)
+        if isinstance(value, float) and value.is_integer():
+            schema[keyword] = int(value)
+    for (including, excluding), inward in ((_LOWER, 1), (_UPPER, -1)):
+        value, without = schema.get(including), schema.get(excluding)
+        bounds = [_bound(including, value, inward)]
+        bounds.append(_bound(excluding, value if without is True else without, inward, excluded=True))
+        known = [bound for bound in bounds if bound is not None]
+        if known:
+            schema.pop(excluding, None)
+            bound = max(known, key=lambda bound: bound * inward)
+            schema[including] = int(bound) if bound == int(bound) else float(bound)
+
+
+def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> Decimal | None:
+    """A bound as the engine reads it without error, no further out; None where there is none.
+
+    It reads decimals of up to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not
+    always without them, so that one that is excluded becomes the next one.
+    """
+    if not _is_number(value):
+        return None
+    outer = -_OUTERMOST * inward
+    if value * inward < outer * inward:
+        return Decimal(outer)
+    if value * inward >= _OUTERMOST:
+        _refuse(f"{keyword}: {value} is beyond 10**18", "Leave it out, or take a smaller number.")
+    exact = Decimal(str(value))
+    if not exact:
+        return exact if not excluded else _NEXT_TO_ZERO * inward
+    step = Decimal(_SPACING)
+    if abs(exact) < _EXACT:
+        step = Decimal((0, (1,), min(0, max(exact.adjusted() - _DIGITS + 1, -_PLACES))))
+    near = (exact / step).to_integral_value(ROUND_CEILING if inward > 0 else ROUND_FLOOR) * step
+    return near + step * inward if excluded and near == exact else near
+
+
+def _check_data(keyword: str, value: Any) -> None:
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)
+        elif isinstance(part, str) and (found := _UNWRITTEN.search(part)):
+            _refuse(f"{keyword}: the character U+{ord(found[0]):04X} is not written in replies", "Leave it out.")
+        elif _is_number(part) and abs(part) > _EXACT:
+            _refuse(f"{keyword}: {part} is beyond 2**53, where numbers are not exact", "Write it as a text.")
+
+
+def _check_properties(schema: dict[str, Any]) -> None:
+    """Names that a schema leaves open may stand twice, which counts once."""
+    least = schema.get("minProperties")
+    required = schema.get("required")
+    certain = len(set(map(str, required))) if isinstance(required, list) else 0
+    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if _is_number(least) and least - certain > 1 and not closed:
+        hint = "Name the properties, require them, and set additionalProperties to false; or ask for an array."
+        _refuse(f"minProperties: {least} of names that are open cannot be told apart", hint)
+
+
+def _mend_texts(schema: dict[str, Any]) -> None:
+    """Expressions and formats in the engine's notation."""
+    pattern, kind = schema.get("pattern"), schema.get("format")
+    if isinstance(pattern, str):
+        schema["pattern"] = translated(pattern, "pattern")
+    if not isinstance(kind, str) or kind in _FOLLOWED:
+        return
+    del schema["format"]
+    if kind not in FORMATS:
+        if kind in _FORMATS:
+            _refuse(f"format: {kind} is not supported", "Leave it out, or give a pattern.")
+    elif "pattern" not in schema:
+        schema["pattern"] = FORMATS[kind]
+    elif isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"].append({"pattern": FORMATS[kind]})
+
+
+def _mended_names(names: dict[str, Any]) -> dict[str, Any]:
+    made = {translated(name, "patternProperties"): value for name, value in names.items()}
+    if len(made) < len(names):
+        _refuse("patternProperties: two of its expressions are the same", "Put what they say into one, by allOf.")
+    return made
+
+
+def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same keywords, those that the engine must read together side by side."""
+    ordered: dict[str, Any] = {}
+    for keyword in schema:
+        group = next((group for group in _TOGETHER if keyword in group), (keyword,))
+        for name in group:
+            if name in schema:
+                ordered.setdefault(name, schema[name])
+    return ordered

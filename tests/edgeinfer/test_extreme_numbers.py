@@ -1,0 +1,149 @@
+"""Every number that may be asked for, at its extremes: a reply, or a mistake told as the caller's, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.adaptive import COMPUTE_RANGES, ComputeOptions
+from edgeinfer.config import GENERATION_RANGES, LOAD_RANGES, GenerationConfig, LoadConfig, parse_size
+from edgeinfer.errors import UsageError
+from edgeinfer.searching import SEARCH_RANGES, SearchOptions
+from tests.speculation import known_costs
+
+EXTREMES: tuple[Any, ...] = (
+    1e300, -1e300, 1e-300, -1e-300, 5e-324, 10**30, -(10**30), 10**400, 10**5000, 2**63, 2**31, math.nan, math.inf,
+    -math.inf, -0.0, 0, 1, -1, True, False, "1", [1], {}, b"1",
+)  # fmt: skip
+RANGES = {**GENERATION_RANGES, **SEARCH_RANGES, **COMPUTE_RANGES}
+# What an option is of use with.
+WITH: dict[str, dict[str, Any]] = {
+    "samples": {"search": "vote", "temperature": 1.0},
+    "beams": {"search": "beam"},
+    "beam_groups": {"search": "beam"},
+    "diversity": {"search": "beam", "beam_groups": 2},
+    "length_penalty": {"search": "beam"},
+    "look_ahead": {"search": "lookahead", "uncertainty": 0.0},
+    "candidates": {"search": "momentum"},
+    "uncertainty": {"search": "lookahead"},
+    "contrast_strength": {"search": "contrast", "lame_prompt": "A dog", "uncertainty": 0.0},
+    "resistance": {"search": "momentum"},
+    "resistance_weight": {"search": "momentum"},
+    "draft_max": {"speculation": "ngram"},
+    "draft_width": {"speculation": "ngram"},
+    "min_p": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0},
+    "top_k": {"temperature": 1.0},
+    "seed": {"temperature": 1.0},
+    **{name: {"compute": "exit"} for name in ("exit_layer", "exit_confidence", "quality_floor")},
+    "compute_speedup": {"compute": "unified"},
+}
+# As requests have them, beside those that options have by the same name.
+FIELDS = ("max_completion_tokens", "repeat_penalty", "n", "top_logprobs", "seed")
+
+
+@pytest.fixture(scope="module")
+def model(small_bundle: Path) -> Iterator[edgeinfer.Model]:
+    with known_costs(), edgeinfer.load(small_bundle, threads=1, context=200, remember=False) as loaded:
+        yield loaded
+
+
+def numeric(kind: type[Any]) -> set[str]:
+    """The fields that take a number."""
+    hints = typing.get_type_hints(kind)
+    return {f.name for f in dataclasses.fields(kind) if {int, float} & {hints[f.name], *typing.get_args(hints[f.name])}}
+
+
+def test_every_number_has_a_range() -> None:
+    assert numeric(LoadConfig) == set(LOAD_RANGES)
+    # A tuple of numbers, each of which has one.
+    assert numeric(SearchOptions) == {*SEARCH_RANGES, "resistance"}
+    assert numeric(ComputeOptions) == set(COMPUTE_RANGES)
+    # Of the rest, a mapping and a tuple of ids.
+    assert numeric(GenerationConfig) == {*RANGES, "resistance", "logit_bias", "stop_token_ids"}
+
+
+def test_numbers_of_loading() -> None:
+    taken = 0
+    for name in LOAD_RANGES:
+        for value in EXTREMES:
+            try:
+                LoadConfig.of(**{name: value} | ({"weights": "experts"} if name == "expert_memory" else {}))
+                taken += 1
+            except UsageError as error:
+                assert error.hint and len(str(error)) < 400
+    assert taken > len(LOAD_RANGES)
+    for size in (10**400, 10**5000, -(10**5000), "9" * 400 + "TB", f"{2**63}", "1e9", math.inf, math.nan):
+        with pytest.raises(UsageError):
+            parse_size(size)  # type: ignore[arg-type]
+
+
+def reply(model: edgeinfer.Model, options: dict[str, Any]) -> bool:
+    """Whether there was one."""
+    try:
+        model.generate("One", **{"max_tokens": 3} | options)
+    except UsageError as error:
+        assert error.hint and len(str(error)) < 500
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_numbers_of_a_reply(model: edgeinfer.Model) -> None:
+    for name, allowed in RANGES.items():
+        ends = [allowed.most, allowed.least if not allowed.above else 1e-300]
+        ends = [int(end) if allowed.whole else end for end in ends]
+        for value in (*EXTREMES, *ends):
+            answered = reply(model, WITH.get(name, {}) | {name: value})
+            assert not answered or allowed.holds(value), (name, value)
+        for end in ends:
+            taken: dict[str, Any] = {name: end} | ({"beams": 16} if name == "beam_groups" else {})
+            GenerationConfig(**taken)
+
+
+def test_numbers_inside_of_lists(model: edgeinfer.Model) -> None:
+    for value in EXTREMES:
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        biased = reply(model, {"logit_bias": {5: value, 6: 1.0}, "repetition_penalty": 0.01})
+        assert biased == (known and (abs(value) <= 1e6 or value in (math.inf, -math.inf))), value
+        reply(model, {"logit_bias": {value if not isinstance(value, list | dict) else (): 1.0}})
+        reply(model, {"stop_token_ids": (value,)})
+        resisted = reply(model, {"search": "momentum", "resistance": (0.0, value)})
+        assert resisted == (known and 0 <= value <= 1e6), value
+
+
+def test_numbers_of_a_request(model: edgeinfer.Model) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    for name in (*FIELDS, *(set(RANGES) - {"logprobs", "max_tokens"}), "logprobs", "max_tokens"):
+        for value in EXTREMES:
+            asked: dict[str, Any] = {"max_tokens": 2, "messages": messages} | WITH.get(name, {}) | {name: value}
+            if name == "max_completion_tokens":
+                del asked["max_tokens"]
+            if name == "top_logprobs":
+                asked["logprobs"] = True
+            try:
+                model.create_chat_completion(**asked)
+            except UsageError as error:
+                assert len(str(error)) < 500
+
+
+@pytest.mark.slow
+def test_together_they_stay_numbers(model: edgeinfer.Model) -> None:
+    """The ends of all ranges at once, where they can be."""
+    for least in (False, True):
+        ends = {
+            name: (GENERATION_RANGES[name].least if least else GENERATION_RANGES[name].most)
+            for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p", "temperature")
+        }
+        for bias in (1e6, -1e6, math.inf, -math.inf):
+            for temperature in (ends["temperature"], 5e-324, 1.0):
+                options = ends | {"temperature": temperature, "logit_bias": {5: bias, 6: bias}, "max_tokens": 12}
+                assert reply(model, options | {"logprobs": 20, "top_p": 5e-324, "seed": 2**64 - 1})
+                assert reply(model, options | {"search": "contrast", "lame_prompt": "A", "contrast_strength": 100})

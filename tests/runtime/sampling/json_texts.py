@@ -1,0 +1,82 @@
+"""Which texts a schema's grammar takes and gives, over a vocabulary of single bytes; knows nothing of models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source
+
+__all__ = ["accepts", "drawn_text", "follow"]
+
+END = 256
+_CLOSING = frozenset(b'"]},:')
+
+
+class _Bytes:
+    """A tokenizer with a token for each byte, and one that ends texts."""
+
+    vocab_size = END + 1
+    special_ids = frozenset({END})
+    decoder_types = ("Replace", "ByteFallback")
+
+    def id_to_token(self, id_: int) -> str | None:
+        return "</s>" if id_ == END else f"<0x{id_:02X}>"
+
+    def token_to_id(self, text: str) -> int | None:
+        return END if text == "</s>" else int(text[3:5], 16)
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(id_ for id_ in ids if id_ != END).decode("utf-8")
+
+    def rest(self) -> None:
+        pass
+
+
+@cache
+def _vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(_Bytes(), END + 1)
+
+
+def follow(schema: Any) -> GrammarConstraint:
+    """The constraint of a schema at its beginning."""
+    source = grammar_source(GenerationConfig(json_schema=schema))
+    assert source is not None
+    return GrammarConstraint(_vocabulary(), source, [END])
+
+
+def accepts(constraint: GrammarConstraint, text: str) -> bool:
+    """Whether a whole text may be a reply; the constraint is left as it was."""
+    pushed, fits = 0, True
+    for byte in (*text.encode("utf-8"), END):
+        if byte not in constraint.allowed():
+            fits = False
+            break
+        constraint.push(byte)
+        pushed += 1
+    constraint.pop(pushed)
+    return fits
+
+
+def drawn_text(constraint: GrammarConstraint, chance: random.Random, limit: int = 300) -> str | None:
+    """A text drawn byte by byte, rather short; None where it took too many. The constraint is left as it was."""
+    reply: list[int] = []
+    for _ in range(limit):
+        ids = constraint.allowed().tolist()
+        if ids[-1] == END and (len(ids) == 1 or chance.random() < 0.3):
+            break
+        closing = [id_ for id_ in ids if id_ in _CLOSING]
+        byte = chance.choice(closing if closing and chance.random() < 0.3 else [id_ for id_ in ids if id_ != END])
+        constraint.push(byte)
+        reply.append(byte)
+    else:
+        constraint.pop(len(reply))
+        return None
+    constraint.pop(len(reply))
+    return bytes(reply).decode("utf-8")
