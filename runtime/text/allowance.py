@@ -134,17 +134,17 @@ class Allowance(threading.local):
         begun, stack = self.left, [value]
         while stack:
             item = stack.pop()
+            self.spend(ELEMENT_COST)
             if isinstance(item, str):
-                self.spend(1 + len(item) // 16)
+                self.spend(len(item) // 16)
             elif isinstance(item, Mapping):
-                self.spend(POINTER_COST * (2 * len(item) + 1))
+                self.spend(2 * POINTER_COST * len(item))
                 stack += [*item.keys(), *item.values()]
             elif isinstance(item, list | tuple):
-                self.spend(POINTER_COST * (len(item) + 1))
+                self.spend(POINTER_COST * len(item))
                 stack += item
             else:
                 self.number(item)
-                self.spend(1)
         return begun - self.left
 
     def items(self, value: Any) -> list[Any]:

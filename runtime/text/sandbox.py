@@ -170,7 +170,8 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             methods = self.values.mapping_methods
         if name in methods:
             return Function(methods[name], obj)
-        if hasattr(type(obj), name) and not isinstance(obj, Undefined):
+        private = name.startswith("_") and not isinstance(obj, Mapping)
+        if (private or hasattr(type(obj), name)) and not isinstance(obj, Undefined):
             refuse_attribute(type(obj).__name__, name)
         return None
 
