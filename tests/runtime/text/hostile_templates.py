@@ -97,7 +97,9 @@ _BUILDERS = [
     "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('aa', 60) }}",
     "{% filter upper %}{% for i in range(99999) %}{{ 'ß' * 9999 }}{% endfor %}{% endfilter %}",
     "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x" + ", 1" * 9000 + "] %}{% endfor %}",
-    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = {'a': n.x" + ", 1: 2" * 9000 + "} %}{% endfor %}",
+    "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = {'a': n.x"
+    + ", 1: 2" * 9000
+    + "} %}{% endfor %}",
     "{% set x %}{% for i in range(99999) %}" + "{{ '' }}" * 9000 + "{% endfor %}{% endset %}",
     "{% for i in range(99999) %}" + "{{ '' }}" * 9000 + "{% endfor %}",
     "{{ ('a' * 1000).replace('', 'b' * 1000000) }}",
