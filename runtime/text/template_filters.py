@@ -41,7 +41,6 @@ _PLAIN_TESTS = (
     "true",
     "undefined",
 )
-_MISSING: Any = object()
 
 
 class Filters:
@@ -220,9 +219,7 @@ class Filters:
         if not values:  # none, too
             return iter(())
         if name is None:
-            default = kwargs.get("default", _MISSING)
-            found = self._attributes(values, kwargs["attribute"])
-            return (default if default is not _MISSING and isinstance(value, Undefined) else value for value in found)
+            return iter(self._attributes(values, kwargs["attribute"], kwargs.get("default")))
         function = self._named(self.table, name, "filter")
         return iter([self._step(function, value, *args, **kwargs) for value in self._allowance.items(values)])
 
@@ -249,8 +246,8 @@ class Filters:
         self._spend(STEP_COST)
         return function(*args, **kwargs)
 
-    def _attributes(self, values: Any, attribute: Any) -> list[Any]:
-        """The elements, or what a path such as "function.name" leads to from each."""
+    def _attributes(self, values: Any, attribute: Any, default: Any = None) -> list[Any]:
+        """The elements, or what a path such as "function.name" leads to from each, by a default where it breaks off."""
         elements = self._allowance.items(values)
         if attribute is None:
             return elements
@@ -259,6 +256,8 @@ class Filters:
         for part in path:
             key = int(self._digits(part)) if isinstance(part, str) and part.isdigit() else part
             elements = [self._step(self._item, element, key) for element in elements]
+            if default is not None:
+                elements = [default if isinstance(element, Undefined) else element for element in elements]
         return elements
 
     # Orders

@@ -150,7 +150,7 @@ def test_it_has_nothing_of_its_parent(tmp_path: Path, monkeypatch: pytest.Monkey
         os.set_inheritable(file.fileno(), True)
         template.render(MESSAGES)
     pid = pid_of(template)
-    assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+    assert sorted(entry.name for entry in Path(f"/proc/{pid}/fd").iterdir()) == ["0", "1", "2"]
     assert b"EDGEINFER_SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
     assert os.getsid(pid) == pid != os.getsid(0)  # so that a terminal's Ctrl-C does not reach it
     limits = {line[:26].strip(): line[26:].split()[:2] for line in Path(f"/proc/{pid}/limits").read_text().splitlines()}
