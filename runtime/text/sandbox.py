@@ -170,8 +170,6 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             methods = self.values.mapping_methods
         if name in methods:
             return Function(methods[name], obj)
-        if not (obj is None or isinstance(obj, str | Mapping | list | tuple | int | float | range | Undefined)):
-            refuse_attribute(type(obj).__name__, name)
         private = name.startswith("_") and not isinstance(obj, Mapping)
         if (private or hasattr(type(obj), name)) and not isinstance(obj, Undefined):
             refuse_attribute(type(obj).__name__, name)

@@ -219,7 +219,7 @@ ESCAPES = [
     "{% for i in [1] %}{{ loop.__class__ }}{% endfor %}",
     "{% set n = namespace() %}{{ n.__class__ }}",
     "{% set n = namespace() %}{{ n['_Namespace__attrs'] }}",
-    "{{ (messages | map(attribute='role')).gi_frame }}",
+    "{{ (messages | select).gi_frame }}",
     "{{ (1).__class__ }}",
     "{{ none.__class__ }}",
     "{{ missing.__class__ }}",
