@@ -318,6 +318,8 @@ class Model(Measured):
             if self._turns.paused:
                 raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
             self._residence.unload()
+        if self._template is not None:
+            self._template.close()
 
     def close(self) -> None:
         """Frees the model; it is unusable afterwards. Replies of other threads end as "cancelled"; what else another
@@ -325,6 +327,8 @@ class Model(Measured):
         self._residence.shut()
         self._turns.close()
         self._residence.close()
+        if self._template is not None:
+            self._template.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
+from typing import Any
 
 from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.runtime.text.sandbox import GuardedEnvironment
+from edgeinfer.runtime.text.allowance import ELEMENT_COST, MAX_INTEGER_BITS, size_of
+from edgeinfer.runtime.text.known_templates import is_known
+from edgeinfer.runtime.text.render_process import RenderProcess, RenderProcessError, can_start
+from edgeinfer.runtime.text.rendering import MAX_OUTPUT_CHARACTERS, RenderError, Rendering, check_syntax
 
-__all__ = ["MAX_OUTPUT_CHARACTERS", "MAX_SOURCE_CHARACTERS", "ChatTemplate"]
+__all__ = ["MAX_GIVEN_BYTES", "MAX_OUTPUT_CHARACTERS", "MAX_SOURCE_CHARACTERS", "ChatTemplate"]
 
-MAX_SOURCE_CHARACTERS = 1_000_000  # the largest published templates have some 30,000
-MAX_OUTPUT_CHARACTERS = 16_000_000  # several times the text of the longest contexts
+MAX_SOURCE_CHARACTERS = 100_000  # the largest published templates have some 30,000
+MAX_GIVEN_BYTES = 8_000_000  # of messages, tools and variables: several times the longest contexts
 _MAX_DEPTH = 64  # of nested values in messages and tools
+# What `strftime_now` knows, each also without its leading zero, as "%-d".
+_DIRECTIVES = "aAbBcdDeFfGgHhIjklMmpPRsSTuUVwWxXyYzZ"
 
 
 class ChatTemplate:
-    """A compiled chat template, for any number of threads.
+    """A chat template, for any number of threads.
 
-    Templates come with models and are not trusted: they run in a sandbox, and one that does too much work fails.
+    Templates come with models and are not trusted: they may use listed operations only, and one that does too much work
+    fails. One whose text is not known besides is rendered in a process of its own, which can be ended whatever it does.
+    Frozen applications have no interpreter to start; there it is rendered in this process, inside the same limits.
 
     Args:
         source: jinja2 text.
@@ -48,19 +53,28 @@ class ChatTemplate:
             )
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._environment = GuardedEnvironment()
-        self._environment.globals["raise_exception"] = _reject
-        self._environment.globals["strftime_now"] = lambda format: now().strftime(format)
+        self._now = now
+        self._process: RenderProcess | None = None
+        self._rendering: Rendering | None = None
         try:
-            with self._environment.allowance():
-                self._template = self._environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(
-                f"The chat template is malformed at line {error.lineno}: {error.message}.",
-                "Fix chat_template.jinja or export the model again.",
-            ) from error
-        except Exception as error:  # absurd input makes jinja2 and the compiler fail in many ways
-            raise _failure("cannot be compiled", error) from error
+            if is_known(source) or not can_start():
+                self._rendering = Rendering(source)
+            else:
+                check_syntax(source)
+                self._process = RenderProcess(source)
+        except RenderError as error:
+            hint = "Fix chat_template.jinja or export the model again."
+            raise TemplateError(f"The chat template {error.what}: {error.reason}.", hint) from error
+
+    @property
+    def process(self) -> RenderProcess | None:
+        """What renders it elsewhere; None where this process does."""
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process that renders it, if there is one. The next render starts another."""
+        if self._process is not None:
+            self._process.close()
 
     def render(
         self,
@@ -79,44 +93,67 @@ class ChatTemplate:
             variables: further names for the template, such as enable_thinking.
 
         Raises:
-            PromptError: messages, tools or variables are malformed.
+            PromptError: messages, tools or variables are malformed or too long.
             TemplateError: the template failed, rejected the messages or does too much work.
         """
         conversation = _conversation(messages)
         plain_tools = None if tools is None else [_plain(tool, "tools") for tool in tools]
         names = {
             **self._special_tokens,
-            **{name: _plain(value, name) for name, value in (variables or {}).items()},
+            **{str(name): _plain(value, str(name)) for name, value in (variables or {}).items()},
             "messages": conversation,
             "tools": plain_tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": bool(add_generation_prompt),
         }
-        pieces: list[str] = []
-        size = 0
+        given = _size(names)
+        if given > MAX_GIVEN_BYTES:
+            raise PromptError(
+                f"The messages are too long ({given} bytes).", f"The limit is {MAX_GIVEN_BYTES} bytes; shorten them."
+            )
+        moment = _moment(self._now()) if "strftime_now" in self.source else {}
         try:
-            with self._environment.allowance():
-                for piece in self._template.generate(names):
-                    size += len(piece)
-                    if size > MAX_OUTPUT_CHARACTERS:
-                        raise jinja2.TemplateRuntimeError(f"more than {MAX_OUTPUT_CHARACTERS} characters of output")
-                    pieces.append(piece)
-        except Exception as error:  # whatever a template's code raises is the template's failure
-            raise _failure("failed", error) from error
-        return "".join(pieces)
+            if self._rendering is not None:
+                return self._rendering.render(names, given, moment)
+            assert self._process is not None
+            answer = self._process.ask({"names": names, "given": given, "moment": moment})
+        except RenderError as error:
+            raise _failure(error.what, error.reason) from error
+        except RenderProcessError as error:
+            raise _failure("failed", str(error)) from error
+        if "text" not in answer:
+            raise _failure(answer["what"], answer["reason"])
+        text: str = answer["text"]
+        return text
 
 
-def _failure(what: str, error: Exception) -> TemplateError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+def _failure(what: str, reason: str) -> TemplateError:
     return TemplateError(
-        f"The chat template {what}: {reason.rstrip('.')}.",
-        "Check the messages against what the model's template allows.",
+        f"The chat template {what}: {reason}.",
+        "Check the messages against what the model's template allows, or take its makers' own template.",
     )
 
 
-def _reject(message: str) -> NoReturn:
-    """`raise_exception` in templates."""
-    raise jinja2.TemplateRuntimeError(message)
+def _moment(now: datetime) -> dict[str, str]:
+    """What each directive gives now; a template's own text never reaches the system's formatting."""
+    parts = {"%": "%"}
+    for directive in (prefix + letter for prefix in ("", "-") for letter in _DIRECTIVES):
+        try:
+            parts[directive] = now.strftime(f"%{directive}")
+        except ValueError:  # not known to this system
+            continue
+    return parts
+
+
+def _size(value: Any) -> int:
+    """Bytes that plain values take, about."""
+    if isinstance(value, str):
+        return ELEMENT_COST + size_of(value)
+    if isinstance(value, dict):
+        return ELEMENT_COST + sum(_size(key) + _size(item) for key, item in value.items())
+    if isinstance(value, list):
+        return ELEMENT_COST + sum(map(_size, value))
+    return ELEMENT_COST
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -157,6 +194,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy made of JSON types alone: templates see no object with methods of its own."""
     if depth > _MAX_DEPTH:
         raise PromptError(f"The {where} nest more than {_MAX_DEPTH} levels deep.", "Flatten them.")
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise PromptError(f"The {where} hold a number of more than {MAX_INTEGER_BITS} bits.", "Give it as text.")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from datetime import datetime
-from types import SimpleNamespace
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import edgeinfer
 from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.runtime.text import ChatTemplate, sandbox
+from edgeinfer.runtime.text import ChatTemplate
 
 CHATML = """\
 {% for message in messages %}
@@ -115,6 +115,7 @@ CALLS: list[dict[str, Any]] = [
     {"role": "tool", "content": "sun"},
     {"role": "user", "content": "So?"},
 ]
+KNOWN = (Path(edgeinfer.__file__).parent / "builtin" / "tales" / "chat_template.jinja").read_text("utf-8")
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -166,8 +167,10 @@ def test_text_parts_are_joined() -> None:
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
         [{"role": "user", "content": ["x"]}],
         [{"role": "user", "content": "x", "extra": ...}],
+        [{"role": "user", "content": "x", "extra": 1 << 5000}],
+        [{"role": "user", "content": "x" * 9_000_000}],
     ],
-    ids=repr,
+    ids=lambda x: repr(x)[:60],
 )
 def test_malformed_messages_are_a_prompt_error(messages: Any) -> None:
     with pytest.raises(PromptError) as caught:
@@ -197,11 +200,11 @@ def fails(source: str, reason: str) -> None:
         ("{{ raise_exception('No system role') }}", "No system role"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages[0] + 1 }}", "unsupported operand"),
-        ("{% include 'x' %}", "loader"),
+        ("{% include 'x' %}", "Include has no place"),
         ("{{ 'x' | nonsense }}", "nonsense"),
         ("(" * 10 + "{{ " + "(" * 50_000 + " }}", "."),
         ("{% for x in y %}" * 25 + "{% endfor %}" * 25, "cannot be compiled"),
-        ("x" * 1_000_001, "too large"),
+        ("x" * 100_001, "too large"),
     ],
     ids=lambda x: x[:30],
 )
@@ -209,95 +212,37 @@ def test_faults_give_their_reason(source: str, reason: str) -> None:
     fails(source, reason)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ ''.__class__ }}",
-        "{{ ''['__class__'] }}",
-        "{{ '' | attr('__class__') }}",
-        "{{ [''] | map(attribute='__class__') | list }}",
-        "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ self._TemplateReference__context }}",
-        "{{ strftime_now.__closure__ }}",
-        "{{ messages[0].update({}) }}",
-    ],
-)
-def test_attacks_on_attributes_fail(source: str) -> None:
-    fails(source, "unsafe|undefined")
-
-
-# Steps that take longer than they cost: the deadline ends this one.
-LONG_STEPS = "{% for i in range(99999) if range(99999) | select('eq', 1) | list %}{% endfor %}"
-# What works on and on, for some seconds under the real limits.
-LOOPS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% for i in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
-]
-BOMBS = [
-    *LOOPS,
-    "{{ range(10 ** 9) }}",
-    "{{ 'x' * 10 ** 10 }}",
-    "{{ [0] * 10 ** 10 }}",
-    "{{ 9 ** (9 ** 9) }}",
-    "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
-    "{{ ('a' * 1000).replace('', 'b' * 1000000) }}",
-    "{{ ('a' * 10000) | replace('a', 'b' * 100000) }}",
-    "{{ ('a' * 100000).join(range(99999) | map('string')) }}",
-    "{{ range(99999) | join('a' * 100000) }}",
-    "{{ ('\n' * 99999) | indent('a' * 99999) }}",
-    "{{ 'a'.center(1000000000) }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '%*d' % (1000000000, 1) }}",
-    "{{ '{:1000000000}'.format(1) }}",
-    "{{ '{:{w}}'.format(1, w=1000000000) }}",
-    "{{ ('%s' * 10000) % (['x' * 10000] * 10000) }}",
-    "{{ [['x' * 100000] * 1000] * 1000 }}",
-    "{{ ([['x' * 100000] * 1000] * 1000) | upper }}",
-    "{{ ([['x' * 100000] * 1000] * 1000) | tojson }}",
-    "{{ [1] | tojson(indent=1000000000) }}",
-    "{{ ([range(99999) | list] * 9999) | sum(start=[]) }}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x | upper %}{% endfor %}",
-    "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-    "{{ 'x' * 100000 }}" * 300,
-    "{% autoescape true %}{{ 'x' }}{% endautoescape %}",
-    "{{ (5).to_bytes(99999, 'big') }}",
-    "{{ lipsum(1000) }}",
-]
-
-
-@pytest.mark.parametrize("source", BOMBS, ids=lambda x: x[:60])
-def test_bombs_fail_by_the_work_they_do(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "ALLOWANCE", sandbox.ALLOWANCE // 50)
-    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    fails(source, ".")
-
-
-@pytest.mark.clock
-@pytest.mark.parametrize("source", [LONG_STEPS, *LOOPS], ids=lambda x: x[:60])
-def test_bombs_fail_soon(source: str) -> None:
-    begun = time.perf_counter()
-    fails(source, ".")
-    assert time.perf_counter() - begun < 1.6 * sandbox.DEADLINE_SECONDS
-
-
-def test_a_template_that_works_on_and_on_fails_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = itertools.count()
-    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))  # a second per look
-    ChatTemplate("{% for i in range(2) %}{% endfor %}", {}).render(PLAIN)
-    fails(LONG_STEPS, "too much work")
-
-
 def test_long_conversations_render() -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 100} for i in range(2000)]
     assert len(ChatTemplate(TOOLS, {}).render(messages, tools=[WEATHER])) > 1_000_000
     assert len(ChatTemplate(LLAMA2, TOKENS).render(messages)) > 999_000
+
+
+def test_any_text_passes_unchanged() -> None:
+    text = "é \ue000\uf8ff \ud800 \udfff \U0001f600 \U000f0000 \0 \r\n\x85\u2028"
+    for source in ("{% for m in messages %}{{ m.content }}{% endfor %}", KNOWN):
+        template = ChatTemplate(source, {})
+        assert text in template.render([{"role": "user", "content": text}])
+
+
+def test_known_templates_render_in_this_process(shared: Path) -> None:
+    for source in (KNOWN, (shared / "models" / "tales" / "chat_template.jinja").read_text("utf-8")):
+        assert ChatTemplate(source, {}).process is None
+        assert ChatTemplate(source + "\n \n", {}).process is None
+    assert ChatTemplate(KNOWN + "{{ 'x' }}", {}).process is not None
+
+
+def test_frozen_applications_render_in_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    template = ChatTemplate(CHATML, TOKENS)
+    assert template.process is None
+    assert "A small tiger." in template.render(PLAIN)
+    fails("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "too much work")
+
+
+def test_dates_are_the_clocks() -> None:
+    moment = datetime(2024, 2, 3, 4, 5, 6, tzinfo=timezone(timedelta(hours=1), "XYZ"))
+    for format in ("%d %b %Y", "%-d.%-m.%y %H:%M:%S", "%A, %B %d", "%Z %z %p %I %j", "100%%", "plain"):
+        template = ChatTemplate("{{ strftime_now(messages[0].content) }}", {}, now=lambda: moment)
+        assert template.render([{"role": "user", "content": format}]) == moment.strftime(format)
+    fails("{{ strftime_now('%5Y') }}", "directive")

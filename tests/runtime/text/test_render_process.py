@@ -1,0 +1,182 @@
+"""The process that renders unknown templates: kept, ended, killed, and what it leaves of this one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from edgeinfer.errors import TemplateError
+from edgeinfer.runtime.text import ChatTemplate, render_process
+from tests.waiting import TIME_LIMIT, wait_until
+
+ECHO = "{% for m in messages %}{{ m.content }}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+BOOT = render_process._BOOT
+
+
+def pid_of(template: ChatTemplate) -> int:
+    assert template.process is not None and template.process.pid is not None
+    return template.process.pid
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_process_serves_the_turns_of_a_conversation() -> None:
+    template = ChatTemplate(ECHO, {})
+    assert template.process is not None and template.process.pid is None
+    assert template.render(MESSAGES) == "Hello"
+    pid = pid_of(template)
+    assert [template.render(MESSAGES * n) for n in range(1, 4)] == ["Hello" * n for n in range(1, 4)]
+    assert pid_of(template) == pid
+    template.close()
+    assert gone(pid)
+    assert template.render(MESSAGES) == "Hello"
+
+
+def test_threads_take_turns() -> None:
+    template = ChatTemplate(ECHO, {})
+    texts = [f"{i} " * 5000 for i in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        rendered = list(pool.map(lambda text: template.render([{"role": "user", "content": text}]), texts))
+    assert rendered == texts
+
+
+def test_a_killed_process_is_replaced() -> None:
+    template = ChatTemplate(ECHO, {})
+    template.render(MESSAGES)
+    pid = pid_of(template)
+    psutil.Process(pid).kill()
+    assert template.render(MESSAGES) == "Hello"
+    assert pid_of(template) != pid
+
+
+def test_it_ends_when_nobody_holds_its_template() -> None:
+    template = ChatTemplate(ECHO, {})
+    template.render(MESSAGES)
+    pid = pid_of(template)
+    del template
+    gc.collect()
+    assert gone(pid)
+
+
+def boots(monkeypatch: pytest.MonkeyPatch, code: str) -> ChatTemplate:
+    """A template whose process runs other code."""
+    monkeypatch.setattr(render_process, "_BOOT", code)
+    return ChatTemplate(ECHO, {})
+
+
+def test_a_process_that_idles_ends_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = "import edgeinfer.runtime.text.render_worker as w; w.IDLE_SECONDS = 0.5\nmain()"
+    template = boots(monkeypatch, BOOT.replace("main()", change))
+    assert template.render(MESSAGES) == "Hello"
+    pid = pid_of(template)
+    wait_until(lambda: gone(pid), "the end of an idle process")
+    assert template.render(MESSAGES) == "Hello"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time\ntime.sleep(3600)",
+        "import sys, time\nsys.stdin.buffer.read(10)\ntime.sleep(3600)",
+        "while True: pass",
+    ],
+)
+def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(render_process, "KILL_AFTER_SECONDS", 1.0)
+    template = boots(monkeypatch, code)
+    for messages in (MESSAGES, [{"role": "user", "content": "x" * 1_000_000}]):
+        with pytest.raises(TemplateError, match="more than 1 seconds"):
+            template.render(messages)
+        assert template.process is not None and template.process.pid is None
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "os._exit(3)",
+        "os.kill(os.getpid(), 9)",
+        "os.write(1, b'abc')",
+        "os.write(1, bytes([0, 0, 0, 9]) + b'{}')",
+        "os.write(1, bytes([255, 255, 255, 255]))",
+        "os.write(1, bytes([0, 0, 0, 2]) + b'[]')",
+        "os.write(1, bytes([0, 0, 0, 2]) + b'{}')",
+        "os.write(1, bytes([0, 0, 0, 10]) + b'{\"text\": 1}')",
+        "os.write(1, bytes([0, 0, 0, 2]) + b'\\xff\\xff')",
+        "raise SystemExit('no jinja2')",
+    ],
+)
+def test_a_process_that_dies_or_answers_nonsense_is_a_template_error(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    template = boots(monkeypatch, f"import os, sys\nsys.stdin.buffer.read(10)\n{answer}")
+    with pytest.raises(TemplateError, match="ended"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the sandbox alone bounds memory")
+@pytest.mark.parametrize("template", ["{{ 'x' * 300000000 }}", "{% set x = [0] * 90000000 %}"])
+def test_a_process_that_takes_too_much_memory_fails(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    change = "import edgeinfer.runtime.text.allowance as a; a.BASE_UNITS = a.MAX_UNITS = 10**12\nmain()"
+    monkeypatch.setattr(render_process, "_BOOT", BOOT.replace("main()", change))
+    with pytest.raises(TemplateError, match="more memory"):
+        ChatTemplate(template, {}).render(MESSAGES)
+
+
+def test_no_interpreter_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(ECHO, {})
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(TemplateError, match="no process can be started"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_it_has_nothing_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_SECRET", "key")
+    template = ChatTemplate(ECHO, {})
+    with (tmp_path / "open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        template.render(MESSAGES)
+    pid = pid_of(template)
+    assert sorted(entry.name for entry in Path(f"/proc/{pid}/fd").iterdir()) == ["0", "1", "2"]
+    assert b"EDGEINFER_SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert os.getsid(pid) == pid != os.getsid(0)  # so that a terminal's Ctrl-C does not reach it
+    limits = {line[:26].strip(): line[26:].split()[:2] for line in Path(f"/proc/{pid}/limits").read_text().splitlines()}
+    for name in ("Max file size", "Max processes", "Max core file size"):
+        assert limits[name] == ["0", "0"]
+
+
+PARENT = """import os, sys
+from edgeinfer.runtime.text import ChatTemplate
+template = ChatTemplate("{{ messages[0].content }}", {})
+template.render([{"role": "user", "content": "x"}])
+print(template.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "ended"])
+def test_it_does_not_outlive_its_parent(end: str) -> None:
+    command: Any = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdin is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        if end == "killed":
+            parent.send_signal(signal.SIGKILL if sys.platform != "win32" else signal.SIGTERM)
+        else:
+            parent.stdin.close()
+        parent.wait(TIME_LIMIT)
+        wait_until(lambda: gone(pid), "the end of the process that rendered")
