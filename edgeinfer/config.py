@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import is_integer, is_number, require
+from edgeinfer.option_checks import is_integer, is_number, require, require_few, require_short
 from edgeinfer.searching import SearchOptions
 
 __all__ = [
@@ -90,6 +90,13 @@ def format_size(size: int) -> str:
             return f"{size / factor:.1f} {unit}"
     return f"{size} B"
 
+
+# What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
+# Each choice is made tokens of before a reply begins.
+MOST_CHOICES, MOST_BIASES = 1024, 4096
+# Of a schema, an expression or a grammar, and of all choices together; what is compiled takes time that grows with it.
+MOST_FORM_CHARACTERS = 256_000
 
 # What the reply must be; one at most.
 _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
@@ -239,7 +246,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         frequency_penalty: OpenAI's, per occurrence in the reply.
         presence_penalty: OpenAI's, once per token present in the reply.
         logit_bias: added to the logits of these token ids before anything else.
-        stop: strings that end the reply; they are not part of its text.
+        stop: strings that end the reply, 16 of 1,000 characters at most; they are not part of its text.
         stop_token_ids: ids that end the reply, added to the model's own.
         ignore_eos: do not stop at the model's end-of-text tokens.
         seed: of the position-keyed generator; None draws one.
@@ -285,6 +292,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_sizes()
         for name in _NUMBERS:
             require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -311,6 +319,17 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         for together in (ways, forms):
             if len(together) > 1:
                 raise UsageError(f"{' and '.join(together)} cannot be asked for at once.", "Leave out all but one.")
+
+    def _check_sizes(self) -> None:
+        """Nothing is made of what is too large."""
+        counts = {"stop": MOST_STOPS, "stop_token_ids": MOST_STOP_IDS, "logit_bias": MOST_BIASES}
+        for name, most in (counts | {"choices": MOST_CHOICES}).items():
+            require_few(name, getattr(self, name), most)
+        require_short("stop", self.stop, MOST_STOP_CHARACTERS)
+        require_short("choices", ("".join(self.choices),), MOST_FORM_CHARACTERS)
+        for name in ("regex", "grammar", "json_schema"):
+            text = getattr(self, name)
+            require_short(name, (text,) if isinstance(text, str) else (), MOST_FORM_CHARACTERS)
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sized
+
 from edgeinfer.errors import UsageError
 
-__all__ = ["is_integer", "is_number", "require"]
+__all__ = ["is_integer", "is_number", "require", "require_few", "require_short"]
+
+# Characters of a value that an error quotes.
+_QUOTED = 200
 
 
 def is_integer(value: object) -> bool:
@@ -24,4 +29,27 @@ def require(condition: bool, name: str, value: object, rule: str) -> None:
         UsageError: the condition is false.
     """
     if not condition:
-        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+        text = repr(value)
+        shown = text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
+        raise UsageError(f"{name}={shown} is out of range.", f"{name} must be {rule}.")
+
+
+def require_few(name: str, values: Sized, most: int) -> None:
+    """Refuses more values than anybody needs, before anything is made of them.
+
+    Raises:
+        UsageError: there are more.
+    """
+    if len(values) > most:
+        raise UsageError(f"{name} has {len(values)} entries.", f"{name} can have {most} at most.")
+
+
+def require_short(name: str, texts: Iterable[str], most: int) -> None:
+    """Refuses longer texts than anybody needs, before anything is made of them.
+
+    Raises:
+        UsageError: one is longer.
+    """
+    longest = max(map(len, texts), default=0)
+    if longest > most:
+        raise UsageError(f"{name} has {longest} characters.", f"{name} can have {most} at most.")
