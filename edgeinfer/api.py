@@ -20,6 +20,7 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.loading import Bundles, make_parts
 from edgeinfer.measured import Measured
 from edgeinfer.openai import chat_completion
+from edgeinfer.prompt_sizes import require_fitting_messages, require_fitting_text
 from edgeinfer.residence import Residence
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo, Result
 from edgeinfer.runtime.allocation import allocating
@@ -27,7 +28,7 @@ from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.session_file import SessionFile, open_session
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.runtime.text import ChatTemplate, Tokenizer
 from edgeinfer.sessions import resume, save
 from edgeinfer.text_files import chat_template
 from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
@@ -156,7 +157,7 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenize_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         return self._start(ids, config, started, continues=True)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
@@ -186,6 +187,7 @@ class Model(Measured):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         begun: str = "",
+        tokens: Sequence[int] | None = None,
         on_finish: Callable[[Result], None] | None = None,
         **options: Any,
     ) -> TokenStream:
@@ -196,6 +198,7 @@ class Model(Measured):
             tools: functions that the model's chat template tells it of, as OpenAI shapes them.
             variables: further names for the template, such as enable_thinking.
             begun: what the reply already says; the stream goes on behind it.
+            tokens: what `tokenize_chat` gives for all that, where it was asked before.
             on_finish: called once with the result, also when the reply is cut short.
             options: fields of GenerationConfig.
 
@@ -205,8 +208,9 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        prompt = self.tokenize_chat(messages, tools=tools, variables=variables, begun=begun)
-        return self._start(prompt, config, started, continues=bool(begun), on_finish=on_finish)
+        if tokens is None:
+            tokens = self.tokenize_chat(messages, tools=tools, variables=variables, begun=begun, fitting=True)
+        return self._start(list(tokens), config, started, continues=bool(begun), on_finish=on_finish)
 
     def create_chat_completion(
         self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **options: Any
@@ -228,6 +232,16 @@ class Model(Measured):
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         return self._parts.tokenizer.encode(text)
 
+    def tokenize_prompt(self, text: str) -> list[int]:
+        """The same for a text to go on with; raises ContextLengthError for one that is far too long for the context."""
+        require_fitting_text(self._parts, text)
+        return self.tokenize(text)
+
+    @property
+    def tokenizes_beside(self) -> bool:
+        """Whether other threads may make tokens of texts while a reply is made, and while the model is closed."""
+        return isinstance(self._parts.tokenizer, Tokenizer)
+
     @property
     def chat_template_text(self) -> str | None:
         """The source of the model's chat template; None where it has none."""
@@ -240,18 +254,24 @@ class Model(Measured):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         begun: str = "",
+        fitting: bool = False,
     ) -> list[int]:
         """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
 
         Args:
             tools, variables, begun: as `stream_chat` takes them.
+            fitting: refuse what is far too long for the context before all of it is made tokens of.
 
         Raises:
-            TemplateError: the model has no chat template, or its template rejects the messages.
+            TemplateError, ContextLengthError: as `stream_chat`, the latter for what is not `fitting`.
         """
         if self._template is None:
             raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
+        if fitting:
+            require_fitting_messages(self._parts, messages)
         text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+        if fitting:
+            require_fitting_text(self._parts, text + begun)
         return self._parts.tokenizer.encode(text + begun, add_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -39,7 +39,7 @@ from edgeinfer.runtime.sampling import (
 )
 from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike, longest_token
 from edgeinfer.turns import Turns
 
 __all__ = ["ModelParts", "TokenStream"]
@@ -77,6 +77,11 @@ class ModelParts:
     def grammar_vocabulary(self) -> GrammarVocabulary:
         """The vocabulary as replies by a grammar need it."""
         return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of text that one token stands for at most."""
+        return longest_token(self.tokenizer)
 
 
 class TokenStream:

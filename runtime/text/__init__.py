@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.detokenizer import StreamDecoder
+from edgeinfer.runtime.text.fitting import longest_token, surely_longer
 from edgeinfer.runtime.text.spelling import bytes_of
 from edgeinfer.runtime.text.stops import StopMatcher
 from edgeinfer.runtime.text.template import ChatTemplate
@@ -18,5 +19,7 @@ __all__ = [
     "TokenizerLike",
     "TransientTokenizer",
     "bytes_of",
+    "longest_token",
+    "surely_longer",
     "tokenizer_facts",
 ]

@@ -21,6 +21,8 @@ __all__ = ["MAX_FILE_BYTES", "Tokenizer"]
 
 # Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
 MAX_FILE_BYTES = 256 * 1024**2
+# Characters that are encoded within a millisecond or two.
+_SHORT = 4096
 
 
 class Tokenizer:
@@ -79,17 +81,23 @@ class Tokenizer:
         require_room("Turning the text into tokens", encoding_bytes(len(text)))
         with self._lock, allocating("The text"), _library_errors("The tokenizer failed to encode"):
             if parse_special:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._ids(text, add_special_tokens)
             self._backend.encode_special_tokens = True
             try:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._ids(text, add_special_tokens)
             finally:
                 self._backend.encode_special_tokens = False
 
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A long text's are made without holding the interpreter, which the library does for several texts only."""
+        if len(text) <= _SHORT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the vocabulary lacks add nothing."""
-        with self._lock:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        """The text of token ids; ids that the vocabulary lacks add nothing. Waits for nobody who encodes a long text,
+        as does nothing else that only looks."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def rest(self) -> None:
         """Changes nothing: the tokenizer stays."""
@@ -111,13 +119,11 @@ class Tokenizer:
 
     def token_to_id(self, text: str) -> int | None:
         """The id of one token as the vocabulary spells it, None where it has no such token."""
-        with self._lock:
-            return self._backend.token_to_id(text)
+        return self._backend.token_to_id(text)
 
     def id_to_token(self, id_: int) -> str | None:
         """The vocabulary's spelling of an id, None where it has no such id."""
-        with self._lock:
-            return self._backend.id_to_token(id_)
+        return self._backend.id_to_token(id_)
 
     @cached_property
     def decoder_types(self) -> tuple[str, ...]:
