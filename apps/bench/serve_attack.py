@@ -2,8 +2,8 @@
 
     python -m edgeinfer.apps.bench.serve_attack --seconds 30 --out attack.json -- --memory 400MB
 
-Starts `edgeinfer serve` in a process of its own, and the attackers in another: requests with huge stop strings, requests
-with huge prompts, and bodies that never end. What stands behind `--` goes to the server.
+Starts `edgeinfer serve` in a process of its own, and the attackers in another: requests with huge stop strings, with
+huge prompts, and with bodies that never end. What stands behind `--` goes to the server.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ async def _attacked(url: str, pid: int, args: argparse.Namespace) -> Phase:
     command = [sys.executable, "-m", "edgeinfer.apps.bench.serve_attack", "--attack", url]
     command += ["--seconds", str(args.seconds), "--unfinished", str(args.unfinished)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attackers:
+        assert attackers.stdout is not None
+        attackers.stdout.readline()  # its start is no part of the attack
         phase = await measure(url, pid, clients=args.clients, seconds=args.seconds)
         told, _ = await asyncio.to_thread(attackers.communicate)
     print_table("Answers to the attack", ["status", "requests"], [[s, str(n)] for s, n in json.loads(told).items()])
@@ -196,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; exit code 1 where memory did not go back to its level."""
     args = _parser().parse_args(arguments)
     if args.attack is not None:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
         answers = asyncio.run(attack(args.attack, seconds=args.seconds, unfinished=args.unfinished))
         sys.stdout.write(json.dumps(answers) + "\n")
         return 0
