@@ -93,10 +93,8 @@ def format_size(size: int) -> str:
 
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
-# Each choice is made tokens of before a reply begins.
-MOST_CHOICES, MOST_BIASES = 1024, 4096
-# Of a schema, an expression or a grammar, and of all choices together; what is compiled takes time that grows with it.
-MOST_FORM_CHARACTERS = 256_000
+# Each choice is made tokens of before a reply begins; characters are of all together.
+MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 1024, 256_000, 4096
 
 # What the reply must be; one at most.
 _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
@@ -256,7 +254,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         draft_width: guesses per drafter and place; above 1 drafts are trees.
         verification: "keyed" gives the text of plain decoding; "rejection" (Leviathan and Chen) and "k-seq" (SpecTr)
             give text of the same distribution; "typical" (Medusa) accepts more and is lossy.
-        choices: the reply must be one of these texts; empty leaves it free.
+        choices: the reply must be one of these texts, 1,024 at most; empty leaves it free.
         json_schema: the reply must be a JSON document that this schema allows, given as a mapping or as its text.
         json_object: the reply must be a JSON object.
         regex: the reply must match this regular expression from its first character to its last.
@@ -326,10 +324,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         for name, most in (counts | {"choices": MOST_CHOICES}).items():
             require_few(name, getattr(self, name), most)
         require_short("stop", self.stop, MOST_STOP_CHARACTERS)
-        require_short("choices", ("".join(self.choices),), MOST_FORM_CHARACTERS)
-        for name in ("regex", "grammar", "json_schema"):
-            text = getattr(self, name)
-            require_short(name, (text,) if isinstance(text, str) else (), MOST_FORM_CHARACTERS)
+        require_short("choices", ("".join(self.choices),), MOST_CHOICE_CHARACTERS)
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""
