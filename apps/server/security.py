@@ -47,7 +47,7 @@ class Security:
         max_values: objects, arrays, and what is in them, of a body.
         body_seconds: within which a body must arrive, and a second more for each `body_rate` bytes of it.
         body_rate: bytes of a body in a second, at least.
-        refusal_seconds: for which a client waits to hear that its body is too large, or too late.
+        refusal_seconds: for which a client waits, about, to hear that its body is too large, or too late.
         comment_seconds: without an event after which a stream sends a comment, so that nobody takes it for dead.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -74,7 +75,8 @@ class Uploads:
             return
         self._put_off += 1
         try:
-            await asyncio.sleep(self._security.refusal_seconds)
+            # Those who were refused at once shall not come again at once.
+            await asyncio.sleep(self._security.refusal_seconds * random.uniform(0.5, 1.5))
         finally:
             self._put_off -= 1
 
