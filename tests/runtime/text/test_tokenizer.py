@@ -131,7 +131,7 @@ def test_threads_do_not_see_each_others_settings(path: Path) -> None:
 def test_a_long_text_holds_the_interpreter_for_nobody(path: Path) -> None:
     """Other threads go on while it is encoded, also those that decode."""
     t, began, ended = Tokenizer.from_file(path), Event(), Event()
-    text = "Once upon a time there was a dog. " * 20_000
+    text = "Once upon a time there was a dog. " * 8_000
 
     def encode() -> list[int]:
         began.set()
