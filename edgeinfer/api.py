@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig
-from edgeinfer.errors import ModelError, PromptError, TemplateError, UsageError
+from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.loading import Bundles, make_parts
 from edgeinfer.measured import Measured
@@ -28,7 +28,7 @@ from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.session_file import SessionFile, open_session
-from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate
+from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.sessions import resume, save
 from edgeinfer.text_files import chat_template
 from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
@@ -92,9 +92,7 @@ class Model(Measured):
     what a prompt shares with the one before is not evaluated again."""
 
     def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
-        self._residence = residence
-        self._template = template
-        self._guarded: GuardedTemplate | None = None
+        super().__init__(residence, template)
         self._turns = Turns()
 
     @property
@@ -158,9 +156,9 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        parse = config.parse_special is not False
-        ids = self.tokenize(prompt, parse_special=parse) if isinstance(prompt, str) else list(prompt)
-        return self._start(ids, config, started, continues=True)
+        if isinstance(prompt, str):
+            prompt = self.tokenize_prompt(prompt, parse_special=config.parse_special is not False)
+        return self._start(list(prompt), config, started, continues=True)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """Continues a prompt and returns the whole reply; arguments and errors as `stream`."""
@@ -189,6 +187,7 @@ class Model(Measured):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         begun: str = "",
+        tokens: Sequence[int] | None = None,
         on_finish: Callable[[Result], None] | None = None,
         **options: Any,
     ) -> TokenStream:
@@ -199,6 +198,7 @@ class Model(Measured):
             tools: functions that the model's chat template tells it of, as OpenAI shapes them.
             variables: further names for the template, such as enable_thinking.
             begun: what the reply already says; the stream goes on behind it.
+            tokens: what `tokenize_chat` gives for all that, where it was asked before.
             on_finish: called once with the result, also when the reply is cut short.
             options: fields of GenerationConfig.
 
@@ -208,9 +208,16 @@ class Model(Measured):
         """
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
-        parse = config.parse_special is True
-        prompt = self.tokenize_chat(messages, tools=tools, variables=variables, begun=begun, parse_special=parse)
-        return self._start(prompt, config, started, continues=bool(begun), on_finish=on_finish)
+        if tokens is None:
+            tokens = self.tokenize_chat(
+                messages,
+                tools=tools,
+                variables=variables,
+                begun=begun,
+                parse_special=config.parse_special is True,
+                fitting=True,
+            )
+        return self._start(list(tokens), config, started, continues=bool(begun), on_finish=on_finish)
 
     def create_chat_completion(
         self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **options: Any
@@ -225,57 +232,6 @@ class Model(Measured):
             UsageError: a field edgeinfer does not support, besides what `stream_chat` raises.
         """
         return chat_completion(self, messages, stream=stream, **options)
-
-    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's own begin token.
-
-        Args:
-            parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
-        """
-        if not text:
-            raise PromptError("The prompt is empty.", "Give some text to continue.")
-        with self._residence.held(verified=False) as parts:
-            if parse_special:
-                return parts.tokenizer.encode(text)
-            return parts.literal_encoder.literal(text, add_special_tokens=True)
-
-    @property
-    def chat_template_text(self) -> str | None:
-        """The source of the model's chat template; None where it has none."""
-        return None if self._template is None else self._template.source
-
-    def tokenize_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        begun: str = "",
-        parse_special: bool = False,
-    ) -> list[int]:
-        """Token ids of OpenAI-style messages in the model's chat template, up to where the reply goes on.
-
-        Args:
-            tools, variables, begun: as `stream_chat` takes them.
-            parse_special: special tokens spelled out in these become those tokens, and not only the template's own.
-
-        Raises:
-            TemplateError: the model has no chat template, or its template rejects the messages.
-        """
-        if self._template is None:
-            raise TemplateError(f"{self.info.name} has no chat template.", "Use generate() with plain text.")
-        with self._residence.held(verified=False) as parts:
-            if parse_special:
-                text = self._template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
-                return parts.tokenizer.encode(text + begun, add_special_tokens=False)
-            # One is kept for its analysis of the template; what it depends on is the same whenever the model is loaded.
-            self._guarded = self._guarded or GuardedTemplate(self._template, parts.literal_encoder.marks)
-            return parts.literal_encoder.marked(self._guarded.parts(messages, tools, variables, begun))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        with self._residence.held(verified=False) as parts:
-            return parts.tokenizer.decode(ids)
 
     def tune(
         self,

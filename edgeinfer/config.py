@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import LARGEST_COUNT, Range, require, require_ranges, shown
+from edgeinfer.option_checks import LARGEST_COUNT, Range, require, require_few, require_ranges, require_short, shown
 from edgeinfer.searching import SearchOptions
 
 __all__ = [
@@ -93,6 +93,11 @@ def format_size(size: int) -> str:
             return f"{size / factor:.1f} {unit}"
     return f"{size} B"
 
+
+# What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
+# Each choice is made tokens of before a reply begins; characters are of all together.
+MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 1024, 256_000, 4096
 
 # What the reply must be; one at most.
 _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
@@ -263,7 +268,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         frequency_penalty: OpenAI's, per occurrence in the reply.
         presence_penalty: OpenAI's, once per token present in the reply.
         logit_bias: added to the logits of these token ids before anything else.
-        stop: strings that end the reply; they are not part of its text.
+        stop: strings that end the reply, 16 of 1,000 characters at most; they are not part of its text.
         stop_token_ids: ids that end the reply, added to the model's own.
         ignore_eos: do not stop at the model's end-of-text tokens.
         seed: of the position-keyed generator; None draws one.
@@ -273,7 +278,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         draft_width: guesses per drafter and place; above 1 drafts are trees.
         verification: "keyed" gives the text of plain decoding; "rejection" (Leviathan and Chen) and "k-seq" (SpecTr)
             give text of the same distribution; "typical" (Medusa) accepts more and is lossy.
-        choices: the reply must be one of these texts; empty leaves it free.
+        choices: the reply must be one of these texts, 1,024 at most; empty leaves it free.
         json_schema: the reply must be a JSON document that this schema allows, given as a mapping or as its text.
         json_object: the reply must be a JSON object.
         regex: the reply must match this regular expression from its first character to its last.
@@ -313,6 +318,7 @@ class GenerationConfig(ComputeOptions, SearchOptions):
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_sizes()
         require(all(self.stop), "stop", self.stop, "free of empty strings")
         drafters_in(self.speculation)
         known = ", ".join(VERIFICATIONS)
@@ -326,6 +332,14 @@ class GenerationConfig(ComputeOptions, SearchOptions):
         for together in (ways, forms):
             if len(together) > 1:
                 raise UsageError(f"{' and '.join(together)} cannot be asked for at once.", "Leave out all but one.")
+
+    def _check_sizes(self) -> None:
+        """Nothing is made of what is too large."""
+        counts = {"stop": MOST_STOPS, "stop_token_ids": MOST_STOP_IDS, "logit_bias": MOST_BIASES}
+        for name, most in (counts | {"choices": MOST_CHOICES}).items():
+            require_few(name, getattr(self, name), most)
+        require_short("stop", self.stop, MOST_STOP_CHARACTERS)
+        require_short("choices", ("".join(self.choices),), MOST_CHOICE_CHARACTERS)
 
     def _check_types(self) -> None:
         """Options come from HTTP requests as they are; a wrong type must not fail somewhere inside."""

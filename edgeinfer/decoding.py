@@ -17,7 +17,7 @@ from edgeinfer.runtime.search.registry import make_search
 from edgeinfer.runtime.speculation.rounds import Rounds
 
 if TYPE_CHECKING:
-    from edgeinfer.generation import ModelParts
+    from edgeinfer.model_parts import ModelParts
 
 __all__ = ["Decoding", "LessCompute", "make_decoding"]
 

@@ -6,90 +6,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from types import TracebackType
 from typing import Self
 
-from edgeinfer.bundle import TensorEntry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.decoding import make_decoding
 from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
-from edgeinfer.results import Chunk, FinishReason, LoadCosts, MemoryUse, ModelInfo, Result, Usage
-from edgeinfer.runtime.adaptive.saver import Saver
+from edgeinfer.model_parts import ModelParts
+from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, Usage
 from edgeinfer.runtime.allocation import allocating
-from edgeinfer.runtime.engine import Engine, Prefill, Step
-from edgeinfer.runtime.experts.watched_backend import WatchedBackend
-from edgeinfer.runtime.ledger import Ledger
+from edgeinfer.runtime.engine import Prefill, Step
 from edgeinfer.runtime.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.overflow.contracts import overflow_summary
-from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import (
     ChoiceConstraint,
     Constraint,
     GrammarConstraint,
     GrammarCosts,
-    GrammarVocabulary,
     Sampler,
     TokenChooser,
     grammar_source,
 )
-from edgeinfer.runtime.session_file import Origin
-from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import LiteralEncoder, StopMatcher, StreamDecoder, TokenizerLike
-from edgeinfer.runtime.verification import Verification
+from edgeinfer.runtime.text import StopMatcher, StreamDecoder
 from edgeinfer.timings import timings_of
 from edgeinfer.turns import Turns
 
-__all__ = ["ModelParts", "TokenStream"]
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """What a loaded model is made of.
-
-    Attributes:
-        loaded: which model it is; `info` says besides whether its files are verified.
-        verification: of the files it is made of; what it makes is for nobody before they are verified.
-        threads: that a pass works with.
-        watched: the backend where it has experts, which tells how they are used.
-    """
-
-    engine: Engine
-    tokenizer: TokenizerLike
-    loaded: ModelInfo
-    begin_ids: tuple[int, ...]
-    eos_ids: frozenset[int]
-    load: LoadCosts
-    tensors: tuple[TensorEntry, ...]
-    origin: Origin
-    speculator: Speculator
-    saver: Saver
-    ledger: Ledger
-    verification: Verification
-    threads: int
-    watched: WatchedBackend | None = None
-
-    @property
-    def info(self) -> ModelInfo:
-        """Which model it is."""
-        return replace(self.loaded, verified=self.verification.outcome)
-
-    @property
-    def plan(self) -> MemoryPlan:
-        """The memory plan in force."""
-        return self.ledger.plan
-
-    @cached_property
-    def grammar_vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary as replies by a grammar need it."""
-        return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
-
-    @cached_property
-    def literal_encoder(self) -> LiteralEncoder:
-        """The tokenizer for texts that must not become control tokens."""
-        return LiteralEncoder(self.tokenizer, self.eos_ids)
+__all__ = ["TokenStream"]
 
 
 class TokenStream:

@@ -16,8 +16,8 @@ from edgeinfer.bundle.nesting import nested_drafter
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import NO_DRAFT_MODEL, LoadConfig, drafters_in
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
-from edgeinfer.generation import ModelParts
 from edgeinfer.hub import resolve
+from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.adaptive.saver import Saver, SaverParts
 from edgeinfer.runtime.allocation import allocating

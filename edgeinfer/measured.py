@@ -9,27 +9,21 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.generation import ModelParts
-from edgeinfer.residence import Residence
+from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
 from edgeinfer.runtime import measure
 from edgeinfer.runtime.adaptive.reading import ReplyReading, read_reply
 from edgeinfer.runtime.contracts import Floats
 from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.speculation.skip_samples import Sample
+from edgeinfer.tokenizing import Tokenizing
 from edgeinfer.tuning import SKIP_TOKENS, TUNING_PROMPTS, EntropyFacts, SkipLevel, own_texts
 
 __all__ = ["Measured"]
 
 
-class Measured:
+class Measured(Tokenizing):
     """A model while it answers nobody. What is measured empties the cache."""
-
-    _residence: Residence
-
-    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
-        """Token ids of a text."""
-        raise NotImplementedError
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """Continues a prompt."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["LARGEST_COUNT", "Range", "is_integer", "is_number", "require", "require_ranges", "shown"]
+__all__ = [
+    "LARGEST_COUNT",
+    "Range",
+    "is_integer",
+    "is_number",
+    "require",
+    "require_few",
+    "require_ranges",
+    "require_short",
+    "shown",
+]
 
 # Of what is counted, without a limit of its own: what all systems' counters hold.
 LARGEST_COUNT = 2**31 - 1
@@ -82,3 +92,24 @@ def shown(value: object) -> str:
     except ValueError:  # Python writes no integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def require_few(name: str, values: Sized, most: int) -> None:
+    """Refuses more values than anybody needs, before anything is made of them.
+
+    Raises:
+        UsageError: there are more.
+    """
+    if len(values) > most:
+        raise UsageError(f"{name} has {len(values)} entries.", f"{name} can have {most} at most.")
+
+
+def require_short(name: str, texts: Iterable[str], most: int) -> None:
+    """Refuses longer texts than anybody needs, before anything is made of them.
+
+    Raises:
+        UsageError: one is longer.
+    """
+    longest = max(map(len, texts), default=0)
+    if longest > most:
+        raise UsageError(f"{name} has {longest} characters.", f"{name} can have {most} at most.")

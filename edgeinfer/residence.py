@@ -22,7 +22,7 @@ from pathlib import Path
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import EdgeInferError, StorageError, UsageError
-from edgeinfer.generation import ModelParts
+from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.memory import release_freed
 from edgeinfer.runtime.planning.plan import MemoryPlan

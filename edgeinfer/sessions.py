@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.generation import ModelParts
+from edgeinfer.model_parts import ModelParts
 from edgeinfer.runtime.session_file import SessionFile, write_session
 
 __all__ = ["resume", "save"]

@@ -207,13 +207,18 @@ class Replies:
         def start(model: Any) -> Any:
             nonlocal context
             context = model.context
-            return model.stream_chat(messages, begun=begun, **options)
+            given = tokens if model is tokenized_by else None
+            return model.stream_chat(messages, begun=begun, tokens=given, **options)
 
         await running.unless_stopped(self._ready())
         if running.stopped:
             return None
         if self._host.state.status != "ready":
             raise NoModelError("No model is loaded.", "Choose one.")
+        tokenized_by, tokens = self._host.model, None
+        if tokenized_by is not None and tokenized_by.tokenizes_beside:
+            # Not on the model's thread, where other replies would wait for it.
+            tokens = await asyncio.to_thread(tokenized_by.tokenize_chat, messages, begun=begun, fitting=True)
         async with self._host.submit(start, whole.id) as reply:
             running.attach(reply)
             kept = time.monotonic() - _KEEP_S

@@ -74,7 +74,7 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
     Raises:
         UsageError: the body is no JSON object, or a field is unknown, of a wrong type, or holds what `texts` refuses.
     """
-    body = await read_json(request, security) if await request.body() else {}
+    body = await read_json(request, security, optional=True)
     for name, value in body.items():
         if name not in kinds:
             raise UsageError(f"Unknown field {name!r}.", f"Known fields: {', '.join(kinds) or 'none'}.")

@@ -4,45 +4,90 @@ fields' meaning but that some hold schemas."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
 from edgeinfer.apps.server.errors import ClientGoneError
+from edgeinfer.apps.server.guard import UPLOAD
 from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["parse_json", "read_json"]
+__all__ = ["compiles", "json_body", "parse_json", "read_json"]
 
 # Fields whose values are compiled, or put before the model as they are; compiling takes time that grows with them.
 _COMPILED = ("response_format", "tools", "functions", "text", "json_schema", "regex", "grammar", "choices")
 # Parsing more than this takes long enough for others' streams to notice, unless another thread does it.
-_SMALL = 64 * 1024
+_LARGE = 64 * 1024
+# Texts are left out where values are counted, as what stands in them is none.
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
-async def read_json(request: Request, security: Security) -> dict[str, Any]:
+async def read_json(
+    request: Request, security: Security, *, most: int | None = None, optional: bool = False
+) -> dict[str, Any]:
     """The object that a request's body is.
+
+    Args:
+        most: bytes that it may have, where that is less than the server takes.
+        optional: a request without a body has an object without fields.
 
     Raises:
         RequestError: it is none, or too large in some way.
         ClientGoneError: the client hung up before its end.
     """
+    async with json_body(request, security, most=most, optional=optional) as body:
+        return body
+
+
+@contextlib.asynccontextmanager
+async def json_body(
+    request: Request, security: Security, *, most: int | None = None, optional: bool = False
+) -> AsyncIterator[dict[str, Any]]:
+    """The same while something is made of it, which of large bodies happens to one at a time."""
+    data = await _bytes(request, most)
+    async with request.scope.get(UPLOAD, contextlib.nullcontext)():
+        if optional and not data:
+            yield {}
+        elif len(data) <= _LARGE:
+            yield parse_json(data, security)
+        else:
+            body = await asyncio.to_thread(parse_json, data, security)
+            del data
+            yield body
+
+
+async def _bytes(request: Request, most: int | None) -> bytes:
+    """A request's body, which is not kept with it; arguments and errors as `json_body`."""
+    announced = request.headers.get("content-length", "")
+    if most is not None and announced.isdecimal() and int(announced[:20]) > most:
+        raise _too_large(most)
+    data = bytearray()
     try:
-        data = await request.body()
+        async for part in request.stream():
+            data += part
+            if most is not None and len(data) > most:
+                raise _too_large(most)
     except ClientDisconnect as error:
         raise ClientGoneError from error
-    if len(data) <= _SMALL:
-        return parse_json(data, security)
-    return await asyncio.to_thread(parse_json, data, security)
+    return bytes(data)
+
+
+def compiles(body: Mapping[str, Any]) -> bool:
+    """Whether a request has something that is compiled, which takes long where it is hostile."""
+    return any(body.get(name) is not None for name in _COMPILED)
 
 
 def parse_json(data: bytes, security: Security) -> dict[str, Any]:
     """The object that some bytes are; errors as `read_json`."""
     if not data:
         raise RequestError("The request has no body.", "Send a JSON object.", code="invalid_json")
+    _check_count(data, security)
     try:
         body = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -60,6 +105,18 @@ def parse_json(data: bytes, security: Security) -> dict[str, Any]:
             message = f"{name} is larger than {security.max_schema} characters."
             raise RequestError(message, "Send a smaller one.", code="schema_too_large", param=name)
     return body
+
+
+def _check_count(data: bytes, security: Security) -> None:
+    """Refuses what has so many values that they take far more memory than their text, before they are made."""
+    if _separators(data) > security.max_values and _separators(_TEXT.sub(b"", data)) > security.max_values:
+        message = f"The request's body has more than {security.max_values} values."
+        raise RequestError(message, "Send fewer.", code="too_many_values")
+
+
+def _separators(data: bytes) -> int:
+    """At least as many as there are values, but for one."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _check_values(body: Mapping[str, Any], security: Security) -> None:
@@ -99,6 +156,11 @@ def _refuse_constant(name: str) -> NoReturn:
 def _malformed(reason: str) -> RequestError:
     message = f"The request's body is not valid JSON: {reason}."
     return RequestError(message, "Send a JSON object in UTF-8.", code="invalid_json")
+
+
+def _too_large(most: int) -> RequestError:
+    message = f"The request's body is larger than {most} bytes, far more than the model's context holds."
+    return RequestError(message, "Send less.", status=413, code="body_too_large")
 
 
 def _too_deep(security: Security) -> RequestError:

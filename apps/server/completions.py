@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -12,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from edgeinfer import Model
 from edgeinfer.apps.server.answering import answer, while_connected
-from edgeinfer.apps.server.body import read_json
+from edgeinfer.apps.server.body import compiles, json_body
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import EventStream
 from edgeinfer.apps.server.service import Service
@@ -32,15 +34,32 @@ def completion_paths(service: Service) -> list[tuple[str, Callable[[Request], Aw
 
 
 async def _complete(service: Service, kind: str, request: Request) -> Response:
-    body = await read_json(request, service.security)
-    model = service.model_of(body)
-    completion = make_completion(kind, body, model)
-    # Not on the model's thread: a hostile schema takes seconds, in which nobody's reply would go on.
-    await asyncio.to_thread(completion.check, model)
+    completion = await _read(service, kind, request)
     if completion.stream:
         return _Streamed(partial(_stream, service, kind, completion))
     await while_connected(request.receive, _answer(service, completion, _drop))
     return JSONResponse(completion.whole())
+
+
+async def _read(service: Service, kind: str, request: Request) -> Completion:
+    """The request, checked, with its prompt made tokens of; what else it said is not kept."""
+    async with json_body(request, service.security, most=service.most_body()) as body:
+        model = service.model_of(body)
+        # Not on the model's thread: a hostile schema takes seconds, in which nobody's reply would go on.
+        async with service.compiling if compiles(body) else contextlib.nullcontext():
+            completion = await asyncio.to_thread(_made, kind, body, model)
+        del body
+        if not model.tokenizes_beside:
+            await service.host.ask(completion.prepare)
+    return completion
+
+
+def _made(kind: str, body: dict[str, Any], model: Model) -> Completion:
+    completion = make_completion(kind, body, model)
+    completion.check(model)
+    if model.tokenizes_beside:
+        completion.prepare(model)
+    return completion
 
 
 async def _stream(service: Service, kind: str, completion: Completion, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from edgeinfer.errors import BundleError, EdgeInferError, InternalError
 from edgeinfer.openai.errors import error_body
 
-__all__ = ["ClientGoneError", "error_answer", "error_response"]
+__all__ = ["ClientGoneError", "error_answer", "error_response", "let_go"]
 
 logger = logging.getLogger("edgeinfer.server")
 
@@ -28,6 +28,21 @@ _OUR_FAULT = 500
 
 class ClientGoneError(Exception):
     """The client hung up: there is nobody to answer."""
+
+
+def let_go(error: BaseException) -> None:
+    """Frees what the calls held that an error ended: traceback, calls and error refer to each other in circles, which
+    would keep a request until cycles are next collected. The traceback still tells the places."""
+    known: set[int] = set()
+    left = [error]
+    while left:
+        each = left.pop()
+        if id(each) in known:
+            continue
+        known.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        left += [other for other in (each.__cause__, each.__context__) if other is not None]
+        left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -46,6 +61,7 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
         logger.error("unexpected %s at %s", type(error).__name__, place)
         logger.debug("what it says:", exc_info=error)
+    let_go(error)
     return status, body
 
 

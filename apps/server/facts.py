@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,10 @@ from edgeinfer.openai.errors import RequestError, unknown_model
 __all__ = ["Facts"]
 
 _HIGHEST_ID = 2**31
+# Contexts of the model that may be turned into tokens or text at once.
+_MOST_CONTEXTS = 16
+# Of a token of ordinary text.
+_CHARACTERS = 4
 
 
 class Facts:
@@ -100,7 +105,7 @@ class Facts:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, as llama-server: without the begin token unless `add_special` asks for it, and with
         special tokens parsed unless `parse_special` is false."""
-        body = await read_json(request, self._service.security)
+        body = await read_json(request, self._service.security, most=self._service.most_body())
         content, special, parse = body.get("content"), body.get("add_special", False), body.get("parse_special", True)
         if not isinstance(content, str):
             raise RequestError("content is not a text.", 'Send {"content": "..."}.', param="content")
@@ -110,17 +115,23 @@ class Facts:
             raise RequestError("parse_special is not true or false.", "Leave it out.", param="parse_special")
         if not content:
             return JSONResponse({"tokens": []})
-        self._service.model()
-        ids = await self._service.host.ask(lambda model: _without_begin(model, content, special, parse))
+        model = self._service.model()
+        if model.tokenizes_beside:
+            ids = await asyncio.to_thread(_without_begin, model, content, special, parse)
+        else:
+            ids = await self._service.host.ask(lambda model: _without_begin(model, content, special, parse))
         return JSONResponse({"tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        body = await read_json(request, self._service.security)
+        body = await read_json(request, self._service.security, most=self._service.most_body())
         ids = body.get("tokens")
         if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < _HIGHEST_ID for id in ids):
             raise RequestError("tokens are not token ids.", 'Send {"tokens": [1, 2, 3]}.', param="tokens")
-        self._service.model()
+        model = self._service.model()
+        if len(ids) > _MOST_CONTEXTS * model.context:
+            message = f"There are {len(ids)} token ids."
+            raise RequestError(message, f"The limit is {_MOST_CONTEXTS * model.context}.", param="tokens")
         return JSONResponse({"content": await self._service.host.ask(lambda model: model.detokenize(ids))})
 
     def _listed(self, name: str, model: Model) -> dict[str, Any]:
@@ -134,5 +145,8 @@ class Facts:
 
 
 def _without_begin(model: Model, text: str, special: bool, parse: bool) -> list[int]:
+    most = _MOST_CONTEXTS * _CHARACTERS * model.context
+    if len(text) > most:
+        raise RequestError(f"content has {len(text)} characters.", f"The limit is {most}.", param="content")
     ids, begin = model.tokenize(text, parse_special=parse), model.begin_ids
     return ids[len(begin) :] if begin and not special and ids[: len(begin)] == begin else ids

@@ -3,27 +3,33 @@ access log; knows nothing of what is served."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgeinfer.apps.server.errors import ClientGoneError, error_response
+from edgeinfer.apps.server.errors import ClientGoneError, error_response, let_go
 from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.uploads import Upload, Uploads
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["Guard", "KeyRequired"]
+__all__ = ["UPLOAD", "Guard", "KeyRequired"]
 
 logger = logging.getLogger("edgeinfer.server")
 
 # nginx's word for a client that hung up before it was answered; only the log sees it.
 _CLIENT_GONE = 499
+# Statuses of bodies that were refused while they came, or before.
+_PUT_OFF = (408, 413)
+# Where a scope has the context manager in which something is made of the request's body.
+UPLOAD = "edgeinfer.upload"
 
 
 class Guard:
@@ -33,13 +39,17 @@ class Guard:
         app: what is behind it.
         security: who may ask what.
         metrics: counts requests and their outcomes.
+
+    Attributes:
+        uploads: bodies in hand.
     """
 
     def __init__(self, app: ASGIApp, security: Security, metrics: Metrics) -> None:
         self._app = app
-        self._security = security
+        self.security = security
         self._metrics = metrics
         self._open = 0
+        self.uploads = Uploads(security)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the guard."""
@@ -47,48 +57,61 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        answer = _Answer(send)
-        self._open += 1
+        answer = _Answer(send, self.uploads)
+        body = _Body(receive, scope, self)
         try:
-            await self._serve(scope, receive, answer)
-        except ClientGoneError:
+            await self._serve(scope, body, answer)
+        except ClientGoneError as error:
+            let_go(error)
             answer.status = _CLIENT_GONE
             self._metrics.disconnected()
         finally:
-            self._open -= 1
+            body.end()
+            scope.pop(UPLOAD, None)
             self._metrics.answered(answer.status)
             ms = (time.perf_counter() - started) * 1e3
             # Neither query nor body, which may hold what was said; the path quoted, as it may hold anything.
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    def begin(self) -> None:
+        """A request is all there: from now on it takes a place.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self._open >= self.security.max_requests:
+            raise RequestError("The server is busy.", "Try again in a moment.", status=503, code="server_busy")
+        self._open += 1
+
+    def end(self) -> None:
+        """A request that has begun is over."""
+        self._open -= 1
+
+    async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
         headers = Headers(scope=scope)
         try:
-            body = _Body(receive, headers, self._security)
             self._admit(headers)
             origin = headers.get("origin")
-            if origin is not None and not self._security.is_same_origin(origin, headers["host"]):
+            if origin is not None and not self.security.is_same_origin(origin, headers["host"]):
                 self._admit_origin(origin, answer)
             if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                await _preflight(headers)(scope, receive, answer)
+                await _preflight(headers)(scope, body.receive, answer)
             else:
                 body.check_announced()
                 await self._app(scope, body.receive, answer)
         except ClientGoneError:
             raise
         except Exception as error:  # the last resort: whatever it is, the client gets an answer of the usual shape
-            await answer.instead(error_response(error), scope, receive)
+            await answer.instead(error_response(error), scope, body.receive)
 
     def _admit(self, headers: Headers) -> None:
-        if not self._security.knows_host(headers.get("host")):
+        if not self.security.knows_host(headers.get("host")):
             message = "The server does not answer to this host name."
             hint = "Address it as localhost or 127.0.0.1, or start it with --allow-host NAME."
             raise RequestError(message, hint, status=403, code="host_not_allowed")
-        if self._open > self._security.max_requests:
-            raise RequestError("The server is busy.", "Try again in a moment.", status=503, code="server_busy")
 
     def _admit_origin(self, origin: str, answer: _Answer) -> None:
-        if not self._security.allows_origin(origin):
+        if not self.security.allows_origin(origin):
             message = "Pages of this origin may not use the server."
             raise RequestError(message, "Start it with --allow-origin ORIGIN.", status=403, code="origin_not_allowed")
         answer.headers |= {
@@ -116,14 +139,17 @@ class KeyRequired:
 class _Answer:
     """Sends an answer on, with headers that all have, and remembers how far it is."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, uploads: Uploads) -> None:
         self._send = send
+        self._uploads = uploads
         self.status = 0
         self.headers = {"X-Request-Id": f"req_{secrets.token_hex(12)}", "X-Content-Type-Options": "nosniff"}
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self.status in _PUT_OFF:
+                await self._uploads.put_off()
             headers = MutableHeaders(scope=message)
             for name, value in self.headers.items():
                 headers[name] = value
@@ -136,36 +162,83 @@ class _Answer:
 
 
 class _Body:
-    """Receives a request's body and refuses what is too large or takes too long."""
+    """Receives a request's body and refuses what is too large or takes too long.
 
-    def __init__(self, receive: Receive, headers: Headers, security: Security) -> None:
+    A request takes one of the server's places once its body is there: those who never send theirs keep nobody out.
+    Where a key is asked for, its body is not even waited for without.
+    """
+
+    def __init__(self, receive: Receive, scope: Scope, guard: Guard) -> None:
+        headers = Headers(scope=scope)
         self._receive = receive
-        self._security = security
+        self._guard = guard
+        self._security = guard.security
+        self._address = str((scope.get("client") or ("",))[0])
         self._announced = headers.get("content-length", "")
         self._received = 0
-        self._complete = False
-        self._deadline = asyncio.get_running_loop().time() + security.body_seconds
+        self._begun = False
+        # Without these there is no body, and nothing to wait for.
+        self._complete = "transfer-encoding" not in headers and self._announced.strip("0") == ""
+        self._upload: Upload | None = None
+        scope[UPLOAD] = self.read
 
     def check_announced(self) -> None:
-        """Refuses a body by its announced size, before any of it is read."""
+        """Refuses a body by its announced size, before any of it is read, and without one a request that has no place.
+
+        Raises:
+            RequestError: it is refused.
+        """
         if self._announced.isdecimal() and int(self._announced[:20]) > self._security.max_body:
             raise self._too_large()
+        if self._complete:
+            self._begin()
 
     async def receive(self) -> Message:
         """The next message of the request."""
         if self._complete:
             return await self._receive()
+        if self._upload is None:
+            self._upload = self._guard.uploads.begin(self._address)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with self._upload.waiting():
                 message = await self._receive()
         except TimeoutError as error:
-            text = f"The request's body did not arrive within {self._security.body_seconds:g} s."
+            text = "The request's body did not arrive in time."
             raise RequestError(text, "Send it faster.", status=408, code="request_timeout") from error
-        self._received += len(message.get("body", b""))
+        size, more = len(message.get("body", b"")), message.get("more_body", False)
+        self._received += size
         if self._received > self._security.max_body:
             raise self._too_large()
-        self._complete = not message.get("more_body", False)
+        self._complete = not more
+        self._upload.add(size, last=self._complete)
+        if self._complete and message["type"] == "http.request":
+            self._begin()
         return message
+
+    @contextlib.asynccontextmanager
+    async def read(self) -> AsyncIterator[None]:
+        """While something is made of the body, which nobody holds any more afterwards; of large ones, one at a time."""
+        if self._upload is None:
+            yield
+            return
+        async with self._upload.read():
+            try:
+                yield
+            finally:
+                self._upload.end()
+
+    def end(self) -> None:
+        """The request is over."""
+        if self._upload is not None:
+            self._upload.end()
+        if self._begun:
+            self._begun = False
+            self._guard.end()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._guard.begin()
+            self._begun = True
 
     def _too_large(self) -> RequestError:
         message = f"The request's body is larger than {self._security.max_body} bytes."

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -63,10 +64,10 @@ class Reply:
 
     def __init__(self, worker: Worker, start: Callable[[Model], TokenStream], owner: str) -> None:
         self._worker = worker
-        self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Chunk | Ended | Exception] = asyncio.Queue()
         self._result: Result | None = None
-        self._job = Job(start, self._tell)
+        # Nothing of it leads back here, so that what a request held is free when its reply is left.
+        self._job = Job(start, partial(_on, asyncio.get_running_loop(), self._items.put_nowait))
         worker.add(self._job, owner)
 
     @property
@@ -99,14 +100,14 @@ class Reply:
         while True:
             item = await self._items.get()
             if isinstance(item, Exception):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # whose traceback leads here
             if isinstance(item, Ended):
                 self._result = item.result
                 return
             yield item
-
-    def _tell(self, item: Chunk | Ended | Exception) -> None:
-        _on(self._loop, self._items.put_nowait, item)
 
 
 class ModelHost:

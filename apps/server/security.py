@@ -40,8 +40,14 @@ class Security:
         max_body: bytes of a request's body.
         max_depth: of objects and arrays in one another in a body.
         max_schema: characters of JSON of a schema, a grammar, or a list of tools.
-        max_requests: that are answered at once, those waiting included.
-        body_seconds: within which a body must arrive.
+        max_requests: that are answered at once, those waiting included; one counts from when its body is there.
+        max_uploads, max_uploads_each: bodies that are being received at once, in all and of one address. Of more, those
+            that come on worst are given up.
+        max_held: bytes of all bodies that are being received, or read.
+        max_values: objects, arrays, and what is in them, of a body.
+        body_seconds: within which a body must arrive, and a second more for each `body_rate` bytes of it.
+        body_rate: bytes of a body in a second, at least.
+        refusal_seconds: for which a client waits, about, to hear that its body is too large, or too late.
         comment_seconds: without an event after which a stream sends a comment, so that nobody takes it for dead.
 
     Raises:
@@ -56,7 +62,13 @@ class Security:
     max_depth: int = 100
     max_schema: int = 256 * 1000
     max_requests: int = 256
-    body_seconds: float = 30.0
+    max_uploads: int = 64
+    max_uploads_each: int = 48
+    max_held: int = 16 * 1000**2
+    max_values: int = 300_000
+    body_seconds: float = 10.0
+    body_rate: int = 16 * 1000
+    refusal_seconds: float = 3.0
     comment_seconds: float = 10.0
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,11 @@ from edgeinfer.openai.errors import RequestError, unknown_model
 
 __all__ = ["Service"]
 
+# Bytes of a request besides its prompts, and for each token of the context: the longest tokens of most vocabularies
+# have 128, and JSON may write a byte as several, or a request have several prompts.
+_OTHER_FIELDS = 1000**2
+_BYTES_A_TOKEN = 512
+
 
 @dataclass(frozen=True)
 class Service:
@@ -24,12 +30,14 @@ class Service:
         security: limits of requests.
         aliases: names, beside its own, by which requests may call the model.
         metrics: what is counted.
+        compiling: requests whose schemas and grammars are looked at, at once; the rest must not wait for them.
     """
 
     host: ModelHost
     security: Security
     aliases: tuple[str, ...] = ()
     metrics: Metrics = field(default_factory=Metrics)
+    compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     def model(self) -> Model:
         """The loaded model.
@@ -40,6 +48,13 @@ class Service:
         if self.host.state.status != "ready" or self.host.model is None:
             raise _unavailable(self.host.state)
         return self.host.model
+
+    def most_body(self) -> int | None:
+        """Bytes of a request that the loaded model could possibly answer; None where its context sets no limit."""
+        model = self.host.model if self.host.state.status == "ready" else None
+        if model is None or model.plan.overflow != "stop":
+            return None
+        return _OTHER_FIELDS + _BYTES_A_TOKEN * model.context
 
     def model_of(self, body: Mapping[str, Any]) -> Model:
         """The model that a request names, or the loaded one if it names none.

@@ -137,6 +137,8 @@ class Worker(threading.Thread):
                 task()
             elif job is not None and self.model is not None:
                 self._turn(job, self.model)
+            # Nothing of a reply that is over is kept while this thread waits.
+            task = job = None
 
     def _runnable(self) -> bool:
         return self.model is not None and self._scheduler.running > 0

@@ -71,6 +71,10 @@ class ChatCompletion:
         """Refuses a form of the reply that cannot be had."""
         self._prompt.check(model)
 
+    def prepare(self, model: Model) -> None:
+        """Makes tokens of the messages."""
+        self._prompt = self._prompt.prepared(model)
+
     def start(self, model: Model, index: int) -> TokenStream:
         """Begins a reply."""
         stream, reader = self._prompt.start(model, index)

@@ -38,6 +38,14 @@ class Completion(Protocol):
             RequestError: it cannot be had.
         """
 
+    def prepare(self, model: Model) -> None:
+        """Makes tokens of the prompts, which `start` then need not do. Once at most, and where the model's tokens can
+        be made beside a running reply, on any thread.
+
+        Raises:
+            PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.
+        """
+
     def start(self, model: Model, index: int) -> TokenStream:
         """Begins a reply, on the model's thread.
 

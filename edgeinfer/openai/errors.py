@@ -33,6 +33,8 @@ _TYPES = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
+# Characters of a text in an answer: what was sent is not sent back.
+_MOST_TOLD = 1000
 _INTERNAL = "The model could not answer; the server's own output says why."
 
 
@@ -69,7 +71,12 @@ def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
     status, code = next((status, code) for kind, status, code in _KINDS if isinstance(error, kind))
     status = getattr(error, "status", status)
     code = getattr(error, "code", None) or code
-    message = _INTERNAL if status == 500 else str(error)
+    message = _INTERNAL if status == 500 else _cut(str(error))
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = getattr(error, "param", None)
+    param = _cut(param) if isinstance(param, str) else param
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."

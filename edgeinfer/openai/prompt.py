@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import ContextLengthError, GrammarError
@@ -17,10 +17,33 @@ if TYPE_CHECKING:
     from edgeinfer.api import Model
     from edgeinfer.generation import TokenStream
 
-__all__ = ["ChatPrompt", "naming", "reply_options"]
+__all__ = ["ChatPrompt", "Tokens", "naming", "reply_options"]
 
 _SEEDS = 2**64
 _OWN_FORMS = ("regex", "grammar")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A prompt's tokens.
+
+    Attributes:
+        model: whose tokens they are.
+    """
+
+    ids: Sequence[int]
+    model: Model
+
+    def of(self, model: Model) -> Sequence[int]:
+        """The ids, for the model that is to go on with them.
+
+        Raises:
+            RequestError: it is another.
+        """
+        if model is not self.model:
+            message = "The model was changed before the reply began."
+            raise RequestError(message, "Ask again.", status=503, code="cancelled")
+        return self.ids
 
 
 @dataclass(frozen=True)
@@ -33,6 +56,7 @@ class ChatPrompt:
         options: of GenerationConfig, for the first reply.
         variables: further names for the chat template.
         begun: what the reply already says.
+        tokens: of all that, once they are made; messages are not kept then.
         fields: of the request that hold the messages and ask for a form of the reply.
     """
 
@@ -41,6 +65,7 @@ class ChatPrompt:
     options: Mapping[str, Any]
     variables: Mapping[str, Any] | None = None
     begun: str = ""
+    tokens: Tokens | None = None
     fields: tuple[str, str] = ("messages", "response_format")
 
     def check(self, model: Model) -> None:
@@ -52,6 +77,19 @@ class ChatPrompt:
         with self._naming():
             model.check(**self.tools.options(model, self.options))
 
+    def prepared(self, model: Model) -> ChatPrompt:
+        """The same with its tokens made; errors as `start`."""
+        with self._naming():
+            ids = model.tokenize_chat(
+                self.tools.messages(self.messages),
+                tools=self.tools.template_tools,
+                variables=self.variables,
+                begun=self.begun,
+                fitting=True,
+                parse_special=self.options.get("parse_special") is True,
+            )
+        return replace(self, messages=(), variables=None, tokens=Tokens(ids, model))
+
     def start(self, model: Model, index: int) -> tuple[TokenStream, Reader]:
         """Begins one of the replies.
 
@@ -59,12 +97,13 @@ class ChatPrompt:
             RequestError: the form of the reply cannot be had, or the context is too small.
             PromptError, TemplateError, UsageError: as `Model.stream_chat`.
         """
+        prepared = self if self.tokens is not None else self.prepared(model)
+        assert prepared.tokens is not None, "it was just prepared"
         with self._naming():
             stream = model.stream_chat(
-                self.tools.messages(self.messages),
-                tools=self.tools.template_tools,
-                variables=self.variables,
+                prepared.messages,
                 begun=self.begun,
+                tokens=prepared.tokens.of(model),
                 **reply_options(self.tools.options(model, self.options), index),
             )
         return stream, self.tools.reader(model)

@@ -21,7 +21,7 @@ from edgeinfer.openai.options import (
     sampling,
     usage_wanted,
 )
-from edgeinfer.openai.prompt import naming, reply_options
+from edgeinfer.openai.prompt import Tokens, naming, reply_options
 from edgeinfer.openai.reply import Reply
 from edgeinfer.results import Chunk, Result
 
@@ -50,8 +50,9 @@ class TextCompletion:
         fields = Fields(body)
         self.stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
-        self._prompts = _prompts(fields, model)
-        self._each = _replies_each(fields, len(self._prompts))
+        prompts = _prompts(fields, model)
+        self._prompts: list[str | list[int] | Tokens] = [*prompts]
+        self._each = _replies_each(fields, len(prompts))
         self.n = self._each * len(self._prompts)
         self._echo = fields.flag("echo")
         alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
@@ -74,18 +75,29 @@ class TextCompletion:
             "model": model.info.name,
             "system_fingerprint": FINGERPRINT,
         }
-        self._echoed = [self._text_of(prompt, model) if self._echo else "" for prompt in self._prompts]
+        self._echoed = [self._text_of(prompt, model) if self._echo else "" for prompt in prompts]
 
     def check(self, model: Model) -> None:
         """Refuses a form of the reply that cannot be had."""
         with naming("prompt", "response_format", self._options):
             model.check(**self._options)
 
+    def prepare(self, model: Model) -> None:
+        """Makes tokens of the prompts."""
+        with naming("prompt", "response_format", self._options):
+            parse = self._options.get("parse_special") is not False
+            self._prompts = [
+                Tokens(model.tokenize_prompt(prompt, parse_special=parse), model) if isinstance(prompt, str) else prompt
+                for prompt in self._prompts
+            ]
+
     def start(self, model: Model, index: int) -> TokenStream:
         """Begins a reply."""
         place, reply = divmod(index, self._each)
+        prompt = self._prompts[place]
         with naming("prompt", "response_format", self._options):
-            return model.stream(self._prompts[place], **reply_options(self._options, reply))
+            ids = prompt.of(model) if isinstance(prompt, Tokens) else prompt
+            return model.stream(ids, **reply_options(self._options, reply))
 
     def opening(self) -> list[Event]:
         """The prompts, where they were asked for."""

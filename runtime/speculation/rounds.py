@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NoReturn
 
 import numpy as np
 
@@ -31,6 +32,10 @@ __all__ = ["Rounds"]
 _ONE_ROW = np.zeros(1, np.int64)
 # Plain steps between two entries in the books where there is nobody to ask.
 _UNASKED = 64
+
+
+def _over(logits: Floats, drafted: Sequence[int]) -> NoReturn:
+    raise AssertionError("the reply is over")
 
 
 class Rounds:
@@ -161,6 +166,8 @@ class Rounds:
     def finish(self) -> None:
         """The reply is over: the books are closed."""
         self._end_rest()
+        # It leads back here: what the reply was asked with would wait for a collection of cycles.
+        self._context = Context([], _over, lambda _: ())
 
     def _tell(self) -> None:
         """Lets drafters catch up with plain steps."""

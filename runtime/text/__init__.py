@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.detokenizer import StreamDecoder
+from edgeinfer.runtime.text.fitting import longest_token, surely_longer
 from edgeinfer.runtime.text.guarded_template import GuardedTemplate
 from edgeinfer.runtime.text.literal_encoder import LiteralEncoder
 from edgeinfer.runtime.text.spelling import bytes_of
@@ -22,5 +23,7 @@ __all__ = [
     "TokenizerLike",
     "TransientTokenizer",
     "bytes_of",
+    "longest_token",
+    "surely_longer",
     "tokenizer_facts",
 ]

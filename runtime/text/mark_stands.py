@@ -8,7 +8,7 @@ tokens are meant, and so text is cut, normalized and split as it is around those
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tokenizers
 from tokenizers import AddedToken
@@ -29,13 +29,15 @@ class MarkStands:
 
     Args:
         backend: is given them, where it has ids for them that nothing else has.
+        encoded: gives its token ids of a text, without those that it adds.
 
     Attributes:
         ids: of the stand-ins; no texts and no other tokens have them.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str], list[int]]) -> None:
         self._backend = backend
+        self._encoded = encoded
         added = backend.get_added_tokens_decoder()
         special = {id_: token for id_, token in added.items() if token.special}
         self._ways = {backend.id_to_token(id_): _way(token) for id_, token in special.items()}
@@ -62,9 +64,6 @@ class MarkStands:
                 return ids
         # Each part by itself: a tokenizer that treats the beginning of a text apart does so with each.
         return [id_ for place, part in enumerate(parts) for id_ in ((MARK,) if place % 2 else self._encoded(part))]
-
-    def _encoded(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
 
     def _survives(self, name: str) -> bool:
         """Whether a name is found in normalized text; some normalizers drop what is no text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -22,6 +22,8 @@ __all__ = ["MAX_FILE_BYTES", "Tokenizer"]
 
 # Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
 MAX_FILE_BYTES = 256 * 1024**2
+# Characters that are encoded within a millisecond or two.
+_SHORT = 4096
 
 
 class Tokenizer:
@@ -72,13 +74,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; see `contracts.TokenizerLike.encode`."""
         with self._encoding(text, parse_special):
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`."""
         with self._encoding("".join(parts), parse_special=False):
             if self._stands is None:
-                self._stands = MarkStands(self._backend)
+                self._stands = MarkStands(self._backend, partial(_ids, self._backend, add_special_tokens=False))
             return self._stands.encode(parts)
 
     @contextmanager
@@ -105,10 +107,10 @@ class Tokenizer:
                 self._backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the vocabulary lacks add nothing."""
-        with self._lock:
-            ids = ids if self._stands is None else [id_ for id_ in ids if id_ not in self._stands.ids]
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        """The text of token ids; ids that the vocabulary lacks add nothing. Waits for nobody who encodes a long text,
+        as does nothing else that only looks."""
+        ids = ids if self._stands is None else [id_ for id_ in ids if id_ not in self._stands.ids]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def rest(self) -> None:
         """Changes nothing: the tokenizer stays."""
@@ -140,21 +142,26 @@ class Tokenizer:
 
     def token_to_id(self, text: str) -> int | None:
         """The id of one token as the vocabulary spells it, None where it has no such token."""
-        with self._lock:
-            return self._backend.token_to_id(text)
+        return self._backend.token_to_id(text)
 
     def id_to_token(self, id_: int) -> str | None:
         """The vocabulary's spelling of an id, None where it has no such id."""
-        with self._lock:
-            if self._stands is not None and id_ in self._stands.ids:
-                return None
-            return self._backend.id_to_token(id_)
+        if self._stands is not None and id_ in self._stands.ids:
+            return None
+        return self._backend.id_to_token(id_)
 
     @cached_property
     def decoder_types(self) -> tuple[str, ...]:
         """Names of the decoding steps in order, such as ("ByteLevel",); empty where tokens are joined by spaces."""
         decoder = self._backend.decoder
         return tuple(_step_types(json.loads(decoder.__getstate__()))) if decoder is not None else ()
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """A long text's are made without holding the interpreter, which the library does for several texts only."""
+    if len(text) <= _SHORT:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _parsed(contents: bytes) -> tokenizers.Tokenizer:

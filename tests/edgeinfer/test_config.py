@@ -156,3 +156,30 @@ def test_one_stop_string_needs_no_list() -> None:
 )
 def test_greedy(options: dict[str, Any], greedy: bool) -> None:
     assert GenerationConfig(**options).greedy is greedy
+
+
+def test_nothing_is_made_of_what_is_too_large() -> None:
+    largest: dict[str, Any] = {
+        "stop": ["a" * 1000] * 16,
+        "stop_token_ids": list(range(1024)),
+        "logit_bias": dict.fromkeys(range(4096), 1.0),
+        "choices": ["a" * 250] * 1024,
+    }
+    larger: dict[str, list[Any]] = {
+        "stop": [["a" * 1001], ["a"] * 17, ["a" * 950_000] * 4],
+        "stop_token_ids": [list(range(1025))],
+        "logit_bias": [dict.fromkeys(range(4097), 1.0)],
+        "choices": [["a"] * 1025, ["a" * 256_001]],
+    }
+    for name, value in largest.items():
+        GenerationConfig(**{name: value})
+        for too_large in larger[name]:
+            with pytest.raises(UsageError, match=name) as caught:
+                GenerationConfig(**{name: too_large})
+            assert len(str(caught.value)) < 500
+
+
+def test_errors_do_not_quote_all_of_a_value() -> None:
+    with pytest.raises(UsageError) as caught:
+        GenerationConfig(temperature="a" * 1_000_000)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,10 @@ class ResponseCompletion:
     def check(self, model: Model) -> None:
         """Refuses a form of the reply that cannot be had."""
         self._request.prompt.check(model)
+
+    def prepare(self, model: Model) -> None:
+        """Makes tokens of the input."""
+        self._request = replace(self._request, prompt=self._request.prompt.prepared(model))
 
     def start(self, model: Model, index: int) -> TokenStream:
         """Begins the reply."""

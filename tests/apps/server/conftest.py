@@ -24,6 +24,17 @@ def server() -> Iterator[Local]:
 
 
 @pytest.fixture(scope="module")
+def hostile_server() -> Iterator[Local]:
+    """A server that answers refusals at once."""
+    _require()
+    from edgeinfer.apps.server.security import Security
+    from tests.apps.server.served import served
+
+    with served(security=Security(refusal_seconds=0.01)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def endless() -> Iterator[Local]:
     """A server whose replies go on as long as they are asked to, one at a time."""
     _require()

@@ -34,7 +34,7 @@ def ask(
 
     async def run() -> list[httpx.Response]:
         host = ModelHost()
-        app = make_app(host, security or Security(), extra_routes=routes)
+        app = make_app(host, security or Security(refusal_seconds=0.01), extra_routes=routes)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client:
             answers = [await client.request(method, path, **options) for method, path, options in requests]
@@ -204,7 +204,9 @@ def test_extra_routes_ask_for_themselves() -> None:
         (b"null", "invalid_json"),
         (b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}", "too_deep"),
         (b'{"a": ' * 150 + b"1" + b"}" * 150, "too_deep"),
-        (b"[" * 1_000_000, "too_deep"),
+        (b"[" * 200_000, "too_deep"),
+        (b"{" + b"[" * 1_000_000, "too_many_values"),
+        (b'{"a": [' + b"{}," * 1_000_000 + b"1]}", "too_many_values"),
         (json.dumps({"response_format": {"schema": {"enum": ["x" * 300_000]}}}).encode(), "schema_too_large"),
         (json.dumps({"tools": [{"name": "x" * 100}] * 3000}).encode(), "schema_too_large"),
     ],
@@ -246,7 +248,7 @@ def test_slow_bodies_are_refused() -> None:
         yield b"{"
         await asyncio.get_running_loop().create_future()
 
-    answer = ask_one("POST", "/v1/chat/completions", Security(body_seconds=0.05), content=slow())
+    answer = ask_one("POST", "/v1/chat/completions", Security(body_seconds=0.05, refusal_seconds=0.01), content=slow())
     assert answer.status_code == 408
     assert error_of(answer)["code"] == "request_timeout"
     assert answer.headers["connection"] == "close"

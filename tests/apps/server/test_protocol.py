@@ -27,6 +27,7 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 from tests.waiting import TIME_LIMIT
 
+QUICK = Security(refusal_seconds=0.01)
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -34,7 +35,7 @@ HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 def running(security: Security | None = None, routes: Sequence[BaseRoute] = ()) -> Iterator[int]:
     """A server without a model in a thread of its own; its port."""
     ready: queue.Queue[str] = queue.Queue()
-    server = Server(make_app(ModelHost(), security or Security(), extra_routes=routes), "localhost", 0, ready=ready.put)
+    server = Server(make_app(ModelHost(), security or QUICK, extra_routes=routes), "localhost", 0, ready=ready.put)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -118,7 +119,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_after_the_answer(
 
 
 def test_a_slow_body_is_refused() -> None:
-    with running(Security(body_seconds=SOON)) as port, connect(port) as connection:
+    with running(Security(body_seconds=SOON, refusal_seconds=SOON)) as port, connect(port) as connection:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
         connection.sendall(head)
         assert read_all(connection).startswith(b"HTTP/1.1 408")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ class _Bytes:
 
     vocab_size = END + 1
     special_ids = frozenset({END})
+    control_texts: Mapping[str, int] = {"</s>": END}
     decoder_types = ("Replace", "ByteFallback")
 
     def id_to_token(self, id_: int) -> str | None:
@@ -31,6 +32,9 @@ class _Bytes:
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(id_ for id_ in ids if id_ != END).decode("utf-8")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,10 +72,26 @@ class Counted(list[Any]):
         return super().__getitem__(index)
 
 
-def test_is_linear_in_the_text() -> None:
+def test_is_linear_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher, pieces = StopMatcher(("a" * 1000 + "b",)), ["a" * 500] * 20
-    matcher._next = counted = Counted(matcher._next)
+    (search,) = matcher._searches
+    counted = Counted(search._shorter)
+    monkeypatch.setattr(search, "_shorter", counted)
     for piece in pieces:
         matcher.push(piece)
-    # Of each character: where it leads, and each state that is fallen back to, which is never more than came before.
-    assert counted.looks <= 4 * sum(map(len, pieces))
+    # Of each character: the states that are fallen back to, which are never more than came before.
+    assert counted.looks <= sum(map(len, pieces))
+
+
+def test_takes_little_memory() -> None:
+    """The server's limit of 16 strings of 1,000 characters, and strings far beyond it."""
+    for count, length, most in ((16, 1_000, 200_000), (4, 100_000, 2_000_000)):
+        stops = tuple(chr(ord("a") + place) * length for place in range(count))
+        tracemalloc.start()
+        try:
+            matcher = StopMatcher(stops)
+            size, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert size < most
+        assert matcher.push("xyz") == ("xyz", False)

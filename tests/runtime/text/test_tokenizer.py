@@ -6,14 +6,16 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from edgeinfer.errors import PromptError, TokenizerError
-from edgeinfer.runtime.text import Tokenizer, tokenizer
+from edgeinfer.runtime.text import Tokenizer, longest_token, surely_longer, tokenizer
+from tests.waiting import TIME_LIMIT
 
 
 @pytest.fixture
@@ -124,3 +126,71 @@ def test_threads_do_not_see_each_others_settings(path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(encode, [True, False] * 2))
+
+
+def test_a_long_text_holds_the_interpreter_for_nobody(path: Path) -> None:
+    """Other threads go on while it is encoded, also those that decode."""
+    t, began, ended = Tokenizer.from_file(path), Event(), Event()
+    text = "Once upon a time there was a dog. " * 8_000
+
+    def encode() -> list[int]:
+        began.set()
+        try:
+            return t.encode(text)
+        finally:
+            ended.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        ids = pool.submit(encode)
+        assert began.wait(timeout=TIME_LIMIT)
+        steps = 0
+        while not ended.is_set():
+            t.decode([1, 2, 3])
+            steps += 1
+        assert steps > 100
+        assert t.decode(ids.result()) == text
+
+
+def test_long_texts_have_the_same_tokens_as_short_ones(path: Path) -> None:
+    t = Tokenizer.from_file(path)
+    text = "Once upon a time, a <|end|> dog  said:\n\n\t12 345 \u00e9\U0001f600! " * 200
+    for special in (True, False):
+        t._backend.encode_special_tokens = not special
+        expected = t._backend.encode(text).ids
+        t._backend.encode_special_tokens = False
+        assert t.encode(text, parse_special=special) == expected
+
+
+def test_texts_that_are_surely_too_long(path: Path) -> None:
+    t = Tokenizer.from_file(path)
+    longest = longest_token(t)
+    assert longest == len("<|end|>")
+    t._backend.normalizer = normalizers.NFC()
+    for text in ("dog ", " ", "a", "e\u0301", "\u00e9", "\U0001f600", "\n", "once upon a time, "):
+        for count in (1, 100, 3_000, 30_000):
+            tokens = len(t.encode(text * count))
+            # Never of what fits.
+            assert not surely_longer(t, text * count, tokens, lambda: longest)
+            assert not surely_longer(t, text * count, tokens + 5, lambda: longest)
+            # Always of what is many times too long.
+            if tokens > 100:
+                assert surely_longer(t, text * count, tokens // 80, lambda: longest)
+
+
+def test_a_text_that_is_surely_too_long_is_not_encoded() -> None:
+    class Counted:
+        """One token for each letter."""
+
+        longest = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+            self.longest = max(self.longest, len(text))
+            return [0] * len(text)
+
+    t: Any = Counted()
+    # By its size alone.
+    assert surely_longer(t, "a" * 10_000_000, 1000, lambda: 10)
+    assert t.longest == 0
+    # By its beginning.
+    assert surely_longer(t, "a" * 10_000_000, 1000, lambda: 10_000)
+    assert t.longest == 8000

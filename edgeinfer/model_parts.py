@@ -1,0 +1,73 @@
+"""What a loaded model is made of; knows nothing of how it is loaded or asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.results import LoadCosts, ModelInfo
+from edgeinfer.runtime.adaptive.saver import Saver
+from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.experts.watched_backend import WatchedBackend
+from edgeinfer.runtime.ledger import Ledger
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.sampling import GrammarVocabulary
+from edgeinfer.runtime.session_file import Origin
+from edgeinfer.runtime.speculation.speculator import Speculator
+from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token
+from edgeinfer.runtime.verification import Verification
+
+__all__ = ["ModelParts"]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a loaded model is made of.
+
+    Attributes:
+        loaded: which model it is; `info` says besides whether its files are verified.
+        verification: of the files it is made of; what it makes is for nobody before they are verified.
+        threads: that a pass works with.
+        watched: the backend where it has experts, which tells how they are used.
+    """
+
+    engine: Engine
+    tokenizer: TokenizerLike
+    loaded: ModelInfo
+    begin_ids: tuple[int, ...]
+    eos_ids: frozenset[int]
+    load: LoadCosts
+    tensors: tuple[TensorEntry, ...]
+    origin: Origin
+    speculator: Speculator
+    saver: Saver
+    ledger: Ledger
+    verification: Verification
+    threads: int
+    watched: WatchedBackend | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model it is."""
+        return replace(self.loaded, verified=self.verification.outcome)
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The memory plan in force."""
+        return self.ledger.plan
+
+    @cached_property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """The vocabulary as replies by a grammar need it."""
+        return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
+
+    @cached_property
+    def literal_encoder(self) -> LiteralEncoder:
+        """The tokenizer for texts that must not become control tokens."""
+        return LiteralEncoder(self.tokenizer, self.eos_ids)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of text that one token stands for at most."""
+        return longest_token(self.tokenizer)

@@ -1,0 +1,230 @@
+"""300 hostile requests over all routes and fields: each is refused in OpenAI's shape, and gives back what it took."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from edgeinfer.runtime.memory import process_memory, release_freed
+from edgeinfer.runtime.text import Tokenizer
+from tests.apps.server.served import Local, chat_body
+from tests.apps.server.test_bad_input import CHAT, RESPONSES, TEXT, error_of
+from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT
+
+pytestmark = needs_builtin
+
+COUNT = 300
+BASES: dict[str, dict[str, Any]] = {
+    CHAT: chat_body(max_tokens=2),
+    TEXT: {"prompt": "Once", "max_tokens": 2},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 2},
+}
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+# Bytes by which the process may have grown while any of them was answered: the largest body, and what is made of it.
+MOST_GROWTH = 60 * 1000**2
+
+Make = Callable[[random.Random], Any]
+
+
+def text(chance: random.Random) -> str:
+    """Long, of one kind of character."""
+    return chance.choice(["a", "\u0000", "é", "😀", " ", "\n", "<|end|>"]) * chance.choice([5_000, 50_000, 300_000])
+
+
+def deep(chance: random.Random) -> Any:
+    value: Any = chance.choice([1, "a", None])
+    for _ in range(chance.choice([3, 20, 90])):
+        value = [value] if chance.random() < 0.5 else {"a": value}
+    return value
+
+
+def wrong(chance: random.Random) -> Any:
+    """A value of a type that no field has, or far out of every range."""
+    return chance.choice([[], {}, [[]], {"a": [None]}, [1, "a", {}], -(10**15), 1.5e200, "x" * 100_000])
+
+
+# Of any endpoint: values that none takes. Ranges of finite penalties are the configuration's, whose tests have them.
+FIELDS: dict[str, Make] = {
+    "stop": lambda c: c.choice(
+        [["a" * 950_000] * 2, ["b" * 1001], [f"s{i}" for i in range(17)], [""], 3, [[]], {"a": 1}]
+    ),
+    "stop_token_ids": lambda c: c.choice([list(range(2000)), ["a"], "a", [1.5], {}]),
+    "logit_bias": lambda c: c.choice([{str(i): 1 for i in range(5000)}, {"a": 1}, {"1": "b"}, [1], {"1": [2]}]),
+    "choices": lambda c: c.choice([["a"] * 2000, ["a" * 300_000], [""], "a", [3], {}]),
+    "regex": lambda c: c.choice(["a" * 300_000, "(" * 5000, "[", 3, [], "(?<=a)b"]),
+    "grammar": lambda c: c.choice(["a" * 300_000, "start: start", "x", 3, [], "start: " + '"a" ' * 60_000]),
+    "temperature": lambda c: c.choice([-1, "hot", [], {}, True]),
+    "top_p": lambda c: c.choice([0, 2, -1, "a", []]),
+    "top_k": lambda c: c.choice([-1, 1.5, "a", []]),
+    "seed": lambda c: c.choice(["a", 1.5, [], {}]),
+    "draft_max": lambda c: c.choice([0, 10**9, "a", 1.5]),
+    "speculation": lambda c: c.choice(["nobody", "a" * 100_000, 3, []]),
+    "search": lambda c: c.choice(["nothing", "a" * 100_000, 3, []]),
+    "stream": lambda c: c.choice(["yes", 3, [], {}]),
+    "response_format": lambda c: c.choice([deep(c), "json", {"type": "x" * 100_000}, {"type": "json_schema"}]),
+    "unknown": wrong,
+}
+OF_ONE: dict[str, dict[str, Make]] = {
+    CHAT: {
+        "messages": lambda c: c.choice([
+            [{"role": "user", "content": text(c) * 2}, {"role": "user", "content": "dog " * 200_000}],
+            [{"role": "user", "content": [{"type": "text", "text": "dog"}] * 20_000}],
+            [{"role": "user", "content": deep(c)}], [{"role": text(c), "content": "a"}], [[]] * 1000, deep(c), "a",
+            [{"role": "user", "content": "dog"}] * 5000, [{"role": "user"}], [{"role": "tool", "content": "a"}],
+        ]),
+        "tools": lambda c: c.choice([
+            [{"type": "function", "function": {"name": f"f{i}"}} for i in range(600)], deep(c) or 1, "all",
+            [{"type": "function", "function": {"name": "a" * 5000}}],
+            [{"type": "function", "function": {"name": "f"}}] * 2,
+            [{"type": "function", "function": {"name": "f", "parameters": {"description": text(c)}}}] * 2,
+        ]),
+        "tool_choice": lambda c: c.choice(["required", {"type": "function", "function": {"name": "x" * 100_000}}, 3]),
+        "n": lambda c: c.choice([0, 129, 10**9, "a", 1.5]),
+        "top_logprobs": lambda c: c.choice([21, -1, "a", 5]),
+        "max_tokens": lambda c: c.choice([0, -1, 1.5, "a", []]),
+        "chat_template_kwargs": lambda c: c.choice(["a", [1], 3]),
+        "stream_options": lambda c: c.choice([3, "a", [1]]),
+        "functions": lambda c: [deep(c)],
+    },
+    TEXT: {
+        "prompt": lambda c: c.choice([
+            "dog " * c.choice([3_000, 100_000, 400_000]), [1] * 100_000, ["dog"] * 129, [[1] * 3000] * 10, [10**9],
+            [-1],             {"a": 1}, [[[1]]], [None], [1.5], ["a", 3], [True], 3, "😀" * 100_000,
+        ]),
+        "n": lambda c: c.choice([0, 129, "a"]),
+        "best_of": lambda c: c.choice([2, 10**9, "a"]),
+        "logprobs": lambda c: c.choice([21, -1, "a"]),
+        "suffix": text,
+        "echo": lambda c: c.choice(["a", 3, []]),
+        "max_tokens": lambda c: c.choice([0, -5, "a"]),
+    },
+    RESPONSES: {
+        "input": lambda c: c.choice(["dog " * 200_000, deep(c) or 1, [{"type": "x" * 100_000}], [[]] * 2000, [], 3]),
+        "metadata": lambda c: c.choice([[1], "a", 3]),
+        "reasoning": lambda c: c.choice(["a", 3, [1]]),
+        "text": lambda c: c.choice(["a", 3, {"format": {"type": "x"}}, {"unknown": deep(c)}]),
+        "max_output_tokens": lambda c: c.choice([0, "many", 1.5]),
+        "previous_response_id": text,
+        "instructions": lambda c: c.choice([3, [1], "dog " * 200_000]),
+    },
+    TOKENIZE: {"content": lambda c: c.choice([3, [], {}, "dog " * 200_000]), "unused": wrong},
+    DETOKENIZE: {"tokens": lambda c: c.choice(["a", [1.5], [-1], [10**12], [[1]], [1] * 100_000, {}])},
+}  # fmt: skip
+
+# Bodies that are no JSON, or more than there is need for; of any endpoint.
+RAW: list[bytes] = [
+    b"",
+    b"{",
+    b"nonsense",
+    b"[]",
+    b"null",
+    b'{"a": NaN}',
+    b'{"a": Infinity}',
+    b'{"a": 1e999}',
+    b'{"a": ' + b"9" * 5000 + b"}",
+    b'{"a": "\xff\xfe"}',
+    rb'{"a": "\ud800"}',
+    rb'{"\udfff": 1}',
+    b'{"a": "\x00"}',
+    b'{"a": "b\nc"}',
+    b"[" * 250_000,
+    b'{"a":' * 100_000,
+    b'{"a": [' + b"[]," * 600_000 + b"1]}",
+    b'{"a": [' + b"1," * 900_000 + b"1]}",
+    b'{"messages": "' + b"\\u00e9" * 200_000 + b'"}',
+    b'{"prompt": ["' + b'","' * 200_000 + b'"]}',
+    b'{"a": "' + b"x" * 3_900_000 + b'"}',
+    b'{"a": "' + b"x" * 1_400_000 + b'"}',
+    b"{" + b",".join(b'"k%d": 1' % i for i in range(100_000)) + b"}",
+    b'{"stop": 3, ' + b'"stop": 3, ' * 20_000 + b'"stop": 3}',
+]
+
+
+def hostile(seed: int) -> Iterator[tuple[str, bytes]]:
+    """Paths and bodies, each of which is wrong in one way at least."""
+    chance = random.Random(seed)
+    for path in (*BASES, TOKENIZE, DETOKENIZE):
+        yield from ((path, raw) for raw in RAW[:: 1 if path == CHAT else 3])
+    while True:
+        path = chance.choice([CHAT, CHAT, TEXT, RESPONSES, TOKENIZE, DETOKENIZE])
+        own = OF_ONE[path]
+        fields = own if path not in BASES or chance.random() < 0.6 else FIELDS
+        name = chance.choice(sorted(fields))
+        if name == "unused":  # what /tokenize ignores, it must not choke on; without content it refuses
+            yield path, json.dumps({name: fields[name](chance)}).encode()
+        else:
+            yield path, json.dumps(BASES.get(path, {}) | {name: fields[name](chance)}).encode()
+
+
+def check_refused(server: Local, path: str, body: bytes) -> None:
+    answer = server.http.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
+    shown = (path, body[:200])
+    assert 400 <= answer.status_code < 500, (shown, answer.status_code, answer.text[:300])
+    message = error_of(answer)["message"]
+    assert message and len(answer.content) < 3000, (shown, message[:300])
+
+
+@pytest.mark.slow
+def test_300_hostile_requests(hostile_server: Local) -> None:
+    server, requests = hostile_server, hostile(seed=20)
+    release_freed()
+    before, most = process_memory().anonymous, 0
+    for _ in range(COUNT):
+        check_refused(server, *next(requests))
+        most = max(most, process_memory().anonymous)
+    assert most - before < MOST_GROWTH
+    assert server.post(CHAT, chat_body(max_tokens=2)).status_code == 200
+    release_freed()
+    assert process_memory().anonymous - before < MOST_GROWTH / 3
+    assert server.metric("requests_processing") == server.metric("requests_deferred") == 0
+
+
+def test_some_hostile_requests(hostile_server: Local) -> None:
+    requests = hostile(seed=21)
+    for _ in range(40):
+        check_refused(hostile_server, *next(requests))
+    assert hostile_server.get("/health").status_code == 200
+
+
+def test_huge_stop_strings_take_nothing(hostile_server: Local) -> None:
+    """Four took 1.1 GB, which stayed."""
+    stops = [letter * 250_000 for letter in "abcd"]
+    hostile_server.post(CHAT, chat_body(stop=["a"], max_tokens=4))
+    before = process_memory().anonymous
+    for _ in range(3):
+        answer = hostile_server.post(CHAT, chat_body(stop=stops, max_tokens=4))
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "stop"
+        assert process_memory().anonymous - before < 50 * 1000**2
+    assert hostile_server.post(CHAT, chat_body(stop=["x" * 1000] * 16, max_tokens=2)).status_code == 200
+
+
+def test_huge_prompts_are_refused_by_their_size(hostile_server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.6 MB were made tokens of before they were found too long. Now nothing is, or of a part only."""
+    longest = 0
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, *arguments: Any, **options: Any) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    for size in (25_000, 100_000, 900_000):
+        words = "dog " * (size // 4)
+        for path, body in ((CHAT, chat_body(words)), (TEXT, {"prompt": words}), (RESPONSES, {"input": words})):
+            answer = hostile_server.post(path, body)
+            assert answer.status_code == 400, answer.text
+            assert error_of(answer)["code"] == "context_length_exceeded"
+    assert longest <= 70_000
+    # What no context could hold is not even received.
+    answer = httpx.post(
+        hostile_server.url + CHAT, content=json.dumps(chat_body("dog " * 900_000)).encode(), timeout=TIME_LIMIT
+    )
+    assert answer.status_code == 413
