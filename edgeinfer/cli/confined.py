@@ -15,7 +15,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def refusal(limit: int | None) -> BudgetError:
     """The error for memory that the system refused."""
     if limit is None:
         return BudgetError("The system refuses the memory that this takes.", "Free memory, or take a smaller model.")
+    from edgeinfer.config import format_size  # not before it is needed: it takes others with it
+
     message = f"The system lets this process have {format_size(limit)} of addresses, which is too little for this."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))
     return BudgetError(message, f"Raise the limit (ulimit -v) to {enough} or more, or use fewer threads (-t 1).")

@@ -115,7 +115,9 @@ def test_a_choice(capsys: Capture, who: str, asked: tuple[str, ...]) -> None:
 
 @needs_builtin
 def test_a_choice_with_a_stop_token_is_refused() -> None:
-    refuses(2, "stop token inside", edgeinfer("run", "-p", "Is it?", "--choice", "yes<|end|>"))
+    asked = ("run", "-p", "Is it?", "--choice", "yes<|end|>")
+    refuses(2, "stop token inside", edgeinfer(*asked, "--parse-special"))
+    assert edgeinfer(*asked).stdout == b"Is it?yes<|end|>\n"
 
 
 @needs_builtin

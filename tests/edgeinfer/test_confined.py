@@ -94,7 +94,7 @@ def test_signals_reach_the_work(number: int) -> None:
         assert child.stdout.read(8)
         os.kill(child.pid, number)
         child.stdout.read()
-        assert child.wait() == (130 if number == signal.SIGINT else -signal.SIGTERM)
+        assert child.wait(TIME_LIMIT) == (130 if number == signal.SIGINT else -signal.SIGTERM)
 
 
 def test_what_other_libraries_say() -> None:

@@ -155,7 +155,6 @@ def test_many_words_are_searched_for_at_once(tmp_path: Path) -> None:
         {"\0": 1},
     ],
 )
-@pytest.mark.every_case
 def test_files_that_cannot_be(change: dict[str, Any]) -> None:
     head: dict[str, Any] = {"format": "edgeinfer-conversation", "version": 1, "messages": []}
     assert transfer.read_json(json.dumps(head).encode()).messages == ()

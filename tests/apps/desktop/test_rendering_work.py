@@ -125,7 +125,6 @@ def test_only_known_languages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Rust", "fn f<'a>(x: &'a str) {}", {"k": ["fn"], "nb": ["str"]}),
     ],
 )
-@pytest.mark.every_case
 def test_what_is_coloured(language: str, code: str, shown: dict[str, list[str]]) -> None:
     html = highlighted(code, language)
     for name, texts in shown.items():

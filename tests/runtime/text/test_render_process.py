@@ -102,7 +102,6 @@ def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, code: s
         assert template.process is not None and template.process.pid is None
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     "answer",
     [
