@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import ipaddress
+import math
 import re
 from dataclasses import dataclass, field
+from typing import Self
 from urllib.parse import urlsplit
 
 from edgeinfer.errors import UsageError
@@ -18,6 +20,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _ALL_INTERFACES = ("0.0.0.0", "[::]")
 _AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _SHORTEST_KEY = 8
+# Of a budget, all bodies may take one part of so many.
+_SHARE_OF_BODIES = 16
 
 
 def is_loopback(host: str) -> bool:
@@ -74,7 +78,7 @@ class Security:
     def __post_init__(self) -> None:
         for limit in dataclasses.fields(self):
             value = getattr(self, limit.name)
-            if isinstance(value, int | float) and value <= 0:
+            if isinstance(value, int | float) and not 0 < value < math.inf:
                 raise UsageError(f"{limit.name}={value!r} is out of range.", f"{limit.name} must be positive.")
         self._check_key()
         for name in (self.host, *self.allowed_hosts):
@@ -82,6 +86,12 @@ class Security:
                 raise UsageError(f"{name!r} is no host name.", "Give a name or an address, without scheme and port.")
         for origin in self.allowed_origins:
             self._check_origin(origin)
+
+    def within(self, budget: int | None) -> Self:
+        """The same where the whole process has a budget of so many bytes, of which bodies take a share."""
+        if budget is None:
+            return self
+        return dataclasses.replace(self, max_held=max(1, min(self.max_held, budget // _SHARE_OF_BODIES)))
 
     def _check_key(self) -> None:
         key = self.api_key

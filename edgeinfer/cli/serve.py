@@ -86,7 +86,7 @@ def execute(args: argparse.Namespace) -> int:
         api_key=_api_key(args.api_key_file),
         max_body=args.max_body,
         comment_seconds=args.sse_ping_interval,
-    )
+    ).within(args.memory)
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
     announcement = _Announcement(args.json)

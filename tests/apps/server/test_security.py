@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -105,8 +106,21 @@ def test_wrong_values_are_refused() -> None:
         *({"api_key": key} for key in ("", "short", "with space in it", "schlüssel-mit-umlaut")),
         *({"allowed_origins": (origin,)} for origin in ("example.com", "https://example.com/path")),
         *({"allowed_hosts": (host,)} for host in ("http://example.com", "a b")),
-        *({"max_body": 0}, {"max_depth": -1}, {"body_seconds": 0.0}),
+        *(
+            {"max_body": 0},
+            {"max_depth": -1},
+            {"body_seconds": 0.0},
+            {"body_seconds": math.nan},
+            {"body_rate": math.inf},
+        ),
     ]
     for options in wrong:
         with pytest.raises(UsageError):
             Security(**options)
+
+
+def test_bodies_take_a_share_of_the_budget() -> None:
+    assert [Security().within(budget).max_held for budget in (160_000_000, 10**9, None)] == [
+        *(10_000_000, 16_000_000, 16_000_000)
+    ]
+    assert Security(api_key=KEY).within(10**8).accepts_key(f"Bearer {KEY}")
