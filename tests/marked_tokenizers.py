@@ -147,7 +147,7 @@ _ROLES = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ m['content'] | trim }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Which look at what is said: cut it, take marks out of it, escape it, choose by it.
+# Which look at what is said: cut it, take marks out of it, write it in capitals, choose by it.
 _CURIOUS = (
     "{% for m in messages %}<|im_start|>{{ m.role | upper }}\n"
     "{% set c = m.content or '' %}{% if '</think>' in c %}"
@@ -156,7 +156,7 @@ _CURIOUS = (
     "{{ c.replace('</s>', '') | trim }}{{ c[:7] }}<|im_end|>{% endfor %}{{ messages | tojson(ensure_ascii=true) }}"
     "{% for k, v in (tools or [{}])[0] | dictsort %}{{ k }}={{ v }};{% endfor %}<|assistant|>"
 )
-_ESCAPING = "{% for m in messages %}<|user|>{{ m.content | e }}{{ m.content | upper }}</s>{% endfor %}<|assistant|>"
+_CAPITALS = "{% for m in messages %}<|user|>{{ m.content | upper }}</s>{% endfor %}<|assistant|>"
 TEMPLATES: dict[str, str] = {
     "chatml": CHATML,
     "llama2": LLAMA2,
@@ -164,7 +164,7 @@ TEMPLATES: dict[str, str] = {
     "macros": MACROS,
     "roles": _ROLES,
     "curious": _CURIOUS,
-    "escaping": _ESCAPING,
+    "capitals": _CAPITALS,
 }
 
 

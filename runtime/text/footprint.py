@@ -22,8 +22,8 @@ _TOKEN_BYTES, _BUCKET_BYTES, _SEEN_WORD_BYTES = 190, 83, 600
 # Where merges are texts, and where they are pairs.
 _PARSED_TOKEN_BYTES, _PARSED_BUCKET_BYTES, _PARSER_BYTES = (320, 680), (116, 140), 2_000_000
 # What parsing leaves behind: blocks too small to go back to the system.
-_LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_000_000
-_KEPT_BYTES = 1_500_000
+_LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_500_000
+_KEPT_BYTES = 2_000_000
 _ENCODED_CHARACTER_BYTES, _ENCODER_BYTES = 160, 250_000
 
 

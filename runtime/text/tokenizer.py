@@ -123,8 +123,9 @@ class Tokenizer:
     def spellings(self) -> Iterator[str | None]:
         """The vocabulary's spelling of every id from 0 on, None for ids that are no token."""
         stands = self._stands.ids if self._stands is not None else ()
-        known = self._backend.get_vocab(with_added_tokens=True).values()
-        last = max((id_ for id_ in known if id_ not in stands), default=-1)
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        last = max((id_ for id_ in ids if id_ not in stands), default=-1)
+        del ids  # the whole vocabulary, which would stay beside what is made of its spellings
         yield from (None if id_ in stands else self._backend.id_to_token(id_) for id_ in range(last + 1))
 
     @cached_property

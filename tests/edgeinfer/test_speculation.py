@@ -335,7 +335,7 @@ def test_a_list_may_be_cut_short(tales: edgeinfer.Model) -> None:
         ({"choices": ("a", "")}, "free of empty"),
         ({"choices": "abc"}, "several texts"),
         ({"choices": (3,)}, "several texts"),
-        ({"choices": ("yes <|end|> no",)}, "stop token inside"),
+        ({"choices": ("yes <|end|> no",), "parse_special": True}, "stop token inside"),
         ({"choices": ("yes",), "ignore_eos": True}, "needs a token to end it"),
         ({"choices": ("yes",), "ignore_eos": True, "stop_token_ids": (10**6,)}, "needs a token to end it"),
         ({"choices": ("a\udce9b",)}, "Unicode"),
