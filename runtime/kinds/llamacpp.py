@@ -77,6 +77,7 @@ class LlamaCppKind(BackendKind):
             order.bundle,
             plan.context,
             threads=order.threads,
+            elastic=order.config.threads is None,
             kv=plan.kv,
             weights=plan.weights,
             chunk=plan.prefill_chunk,

@@ -50,6 +50,7 @@ class LlamaCppBackend:
         bundle: a GGUF file, or a directory with one.
         capacity: tokens the cache may hold.
         threads: of a pass.
+        elastic: as of `ContextOptions`.
         kv: type of the cache, one of `kv_types.LLAMA_KV`.
         weights: "packed" into copies, "mapped" from the file, or "experts": those mapped, the rest packed.
         chunk: tokens evaluated at once; longer passes are run in parts.
@@ -75,6 +76,7 @@ class LlamaCppBackend:
         capacity: int,
         *,
         threads: int = 1,
+        elastic: bool = False,
         kv: str = FLOAT16,
         weights: str = "packed",
         chunk: int = 64,
@@ -98,6 +100,7 @@ class LlamaCppBackend:
             cells=capacity,
             kv=kv,
             threads=threads,
+            elastic=elastic,
             # What padding adds to the rows of a draft has a place too.
             batch=min(max(chunk, draft_rows + PADDING), capacity),
             outputs=min(draft_rows + PADDING, capacity),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.library import listening, logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.llamacpp.threads import SpareThreads
 
 __all__ = ["ABORTED", "ContextOptions", "LlamaContext"]
 
@@ -38,6 +39,8 @@ class ContextOptions:
     Attributes:
         cells: tokens the cache may hold, those of unsettled trees included.
         kv: type of the cache.
+        threads: of a pass; at most, where they are `elastic`.
+        elastic: work with fewer while others use the processors, which changes no bit of the results.
         batch: tokens of a pass at most.
         outputs: logit rows of a pass at most.
         sequences: that may share the cache, one more not counted for what is in passing.
@@ -49,6 +52,7 @@ class ContextOptions:
     batch: int
     outputs: int
     sequences: int
+    elastic: bool = False
 
     @property
     def spare(self) -> int:
@@ -84,6 +88,8 @@ class LlamaContext:
         self._memory = lib.llama_get_memory(self.pointer)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
         self.batch = _Batch(lib, options)
+        self._threads = options.threads
+        self._spare_threads = SpareThreads(options.threads) if options.elastic else None
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
         self.kv_bytes = sum(_logged_sizes(lines, "KV"))
         self._most_rows = options.sequences + 1
@@ -109,6 +115,7 @@ class LlamaContext:
         self.batch.pad(size, padding, outputs)
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
+        self._choose_threads()
         begun = time.perf_counter_ns()
         answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
         if answer == 0:
@@ -117,6 +124,11 @@ class LlamaContext:
             self.cut(self.options.spare, 0)
         self.run_ns = time.perf_counter_ns() - begun
         return answer
+
+    def _choose_threads(self) -> None:
+        if self._spare_threads is not None and (threads := self._spare_threads.count()) != self._threads:
+            self._lib.llama_set_n_threads(self.pointer, threads, threads)
+            self._threads = threads
 
     def logits(self, rows: int) -> Floats:  # (R, V)
         """The logits of the rows that the last pass was asked for, a view that the next one overwrites."""
