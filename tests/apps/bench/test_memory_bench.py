@@ -18,7 +18,7 @@ from edgeinfer.apps.bench.enforced import Enclosure, enclosure
 from edgeinfer.apps.bench.memory_chat import ChatResults
 from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
 from edgeinfer.apps.bench.memory_plans import Case, PlanRun, PlansResults, draw_cases
-from edgeinfer.apps.bench.memory_report import print_plans, print_spec
+from edgeinfer.apps.bench.memory_report import print_chat, print_plans, print_spec
 from edgeinfer.apps.bench.memory_smallest import Peer, SmallestResults, measure_peer
 from edgeinfer.apps.bench.memory_spec import SpecMemoResults
 from edgeinfer.apps.bench.memory_subjects import Subject, find_subjects
@@ -199,8 +199,21 @@ def test_the_smallest_budget_that_pays_is_held_against_no_limits(capsys: pytest.
     print_spec(results)
     printed = " ".join(capsys.readouterr().out.split())
     assert ": 2 B, 512 tokens in float32, mapped: the prompt in one pass." in printed
-    assert "Generation memory cut against unconstrained" in printed
-    assert "Generation memory cut against default" in printed
+    for name in ("unconstrained", "default"):
+        reserved, measured, *alone = (
+            f"{results.cut(results.smallest, name, planned=planned, alone=alone):.1%}"
+            for alone, planned in ((False, True), (False, False), (True, True), (True, False))
+        )
+        sizes = f"{reserved} reserved, {measured} measured; of cache, passes and drafts alone {alone[0]}, {alone[1]}."
+        assert f"Generation memory cut against {name}: {sizes}" in printed
+        assert len({reserved, measured, *alone}) > 2
+
+
+def test_peaks_of_a_chat_stand_beside_their_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    print_chat(ChatResults(tuple(1000 * turn for turn in range(1, 21)), 200, 64))
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for turn in (1, 5, 10, 15, 20):
+        assert [str(turn), f"{turn}.0", "KB"] in printed
 
 
 @linux_only

@@ -299,3 +299,9 @@ def test_bad_input(arguments: list[str], says: str, tmp_path: Path, capsys: pyte
 def test_a_model_shorter_than_the_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tiny holds 256 tokens"):
         PeersRun(shape_model(tmp_path, "tiny"), PeersConfig(), lambda *_: None)
+
+
+def test_prompts_of_random_weights_are_as_long_and_differ(tmp_path: Path) -> None:
+    prompts = shape_model(tmp_path, "tiny").prompts()
+    assert {len(prompt) for prompt in prompts} == {64}
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) > 1
