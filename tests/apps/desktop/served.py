@@ -119,7 +119,7 @@ def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
         options: of Services.make.
     """
     access, data = Access(), DataFolder(folder)
-    security = Security(max_body=MOST_BYTES, api_key=access.key)
+    security = Security(max_body=MOST_BYTES, api_key=access.key, refusal_seconds=0.05)
     services = Services.make(data, security, ModelHost(parallel=2), **options)
     begun, urls = threading.Event(), list[str]()
 

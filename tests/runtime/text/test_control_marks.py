@@ -126,7 +126,7 @@ def check(kind: str, name: str, data: dict[str, Any]) -> None:
     assert controls(kind, ids) == controls(kind, encoder(kind).marked(expected)), (kind, name)
     if tokenizer(kind).decoder_types == ("ByteLevel",) and kind in ("byte-level", "gaps"):
         assert tokenizer(kind).decode(ids, skip_special_tokens=False) == "".join(parts)
-    if name not in ("curious", "escaping", "macros"):
+    if name not in ("curious", "capitals", "macros"):
         rendered = template(name).render(data["messages"], True, data["tools"], data["variables"])
         assert "".join(parts) == rendered + data["begun"]
 
@@ -147,8 +147,8 @@ def test_no_mixture_does_in_many_tries(data: st.DataObject, kind: str, name: str
 
 
 def test_text_without_marks_keeps_its_tokens_on_either_path() -> None:
-    for kind in KINDS:
-        for name in NAMES:
+    for turn, kind in enumerate(KINDS):
+        for name in NAMES[turn % 3 :: 3]:
             for messages in (*ORDINARY, PLAIN[:1], CALLS):
                 for tools in (None, [WEATHER]):
                     try:
