@@ -12,7 +12,7 @@ from edgeinfer.option_checks import Range, require_ranges
 
 __all__ = ["BASELINES", "COMPUTES", "COMPUTE_RANGES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
 
-# Ways of computing less, as options name them; runtime/adaptive has them, a test holds the two equal.
+# Ways of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
 COMPUTES = ("full", "entropy", "unified", "calibrated", "importance", "routers", "exit")
 # What ways are compared with, for benchmarks: taken by options, offered to nobody.
 BASELINES = ("random",)

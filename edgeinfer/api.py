@@ -23,11 +23,11 @@ from edgeinfer.measured import Measured
 from edgeinfer.openai import chat_completion
 from edgeinfer.residence import Residence
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo, Result
-from edgeinfer.runtime.allocation import allocating
 from edgeinfer.runtime.experts.statistics import ExpertCounts
+from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import check_grammar
-from edgeinfer.runtime.session_file import SessionFile, open_session
+from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.sessions import resume, save
 from edgeinfer.text_files import chat_template

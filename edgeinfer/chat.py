@@ -11,7 +11,7 @@ from edgeinfer.bundle import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.results import Result
-from edgeinfer.runtime.session_file import is_session, open_session
+from edgeinfer.runtime.kv_cache.session_file import is_session, open_session
 
 if TYPE_CHECKING:
     from edgeinfer.api import Model

@@ -52,7 +52,7 @@ DEVICES = (
 ONNX_KV_TYPES = ("float32", "int8", "int4")
 GGUF_KV_TYPES = ("float32", "float16", "q8_0", "q4_0")
 KV_TYPES = tuple(dict.fromkeys((*ONNX_KV_TYPES, *GGUF_KV_TYPES)))
-# What happens when a conversation outgrows the context; runtime/overflow has them. All but "stop" are lossy.
+# What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.
 OVERFLOWS = ("stop", "window", "merge", "cluster")
 # Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
 # be chosen, or dropped behind each pass.

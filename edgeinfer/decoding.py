@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.engine import Multistep
+from edgeinfer.runtime.decoding.engine import Multistep
 from edgeinfer.runtime.sampling import TokenChooser
 from edgeinfer.runtime.search.contract import Search, SearchParts
 from edgeinfer.runtime.search.registry import make_search

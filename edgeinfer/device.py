@@ -6,10 +6,10 @@ import dataclasses
 
 from edgeinfer.errors import DeviceError
 from edgeinfer.results import DeviceFacts, DeviceLimits
+from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.devices.contract import Device, DeviceEntry
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES
-from edgeinfer.runtime.devices.selfcheck import check_device
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
 

@@ -15,10 +15,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, Usage
-from edgeinfer.runtime.allocation import allocating
-from edgeinfer.runtime.engine import Prefill, Step
-from edgeinfer.runtime.memory import process_memory, proportional_bytes
-from edgeinfer.runtime.overflow.contracts import overflow_summary
+from edgeinfer.runtime.decoding.engine import Prefill, Step
+from edgeinfer.runtime.kv_cache.context_shift.contracts import overflow_summary
 from edgeinfer.runtime.sampling import (
     ChoiceConstraint,
     Constraint,
@@ -28,6 +26,8 @@ from edgeinfer.runtime.sampling import (
     TokenChooser,
     grammar_source,
 )
+from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder
 from edgeinfer.timings import timings_of
 from edgeinfer.turns import Turns

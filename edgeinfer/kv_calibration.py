@@ -13,13 +13,13 @@ from edgeinfer.bundle.kv_scales import add_kv_scales
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.kinds.contract import thread_count
-from edgeinfer.runtime.kv_calibration import calibrate
-from edgeinfer.runtime.kv_errors import AttentionError, attention_errors
-from edgeinfer.runtime.kv_profile import keep_kv_scales, kv_scales
-from edgeinfer.runtime.layouts import choose_layout
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.factory import thread_count
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.kv_cache.calibration import calibrate
+from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
+from edgeinfer.runtime.profile.kv_scales import keep_kv_scales, kv_scales
 from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
+from edgeinfer.runtime.weights.layouts import choose_layout
 from edgeinfer.text_files import boundary_ids
 from edgeinfer.tuning import TUNING_PROMPTS
 

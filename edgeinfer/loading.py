@@ -19,9 +19,10 @@ from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.adaptive.saver import Saver, SaverParts
-from edgeinfer.runtime.allocation import allocating
-from edgeinfer.runtime.backends import (
+from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
+from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.registry import (
     device_of,
     engine_version,
     kernel_name,
@@ -30,29 +31,28 @@ from edgeinfer.runtime.backends import (
     run_layout,
     subject_of,
 )
-from edgeinfer.runtime.contracts import Backend, Floats
-from edgeinfer.runtime.devices.first_pass import check_first_pass
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.experts.watched_backend import WatchedBackend
-from edgeinfer.runtime.ledger import Ledger, Relief
-from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
-from edgeinfer.runtime.overflow.registry import make_overflow
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
+from edgeinfer.runtime.kv_cache.session_file import origin_of
+from edgeinfer.runtime.layer_skip.saver import Saver, SaverParts
 from edgeinfer.runtime.planning.configuration import TOKENIZER
+from edgeinfer.runtime.planning.ledger import Ledger, Relief
 from edgeinfer.runtime.planning.make import Profiles, make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.replan import Replan, make_replanner
 from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.session_file import origin_of
+from edgeinfer.runtime.profile.finding import find_settings
+from edgeinfer.runtime.profile.fingerprint import Fingerprint, model_digest
+from edgeinfer.runtime.profile.profile import Profile, profile_folder
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
-from edgeinfer.runtime.speculation.profile import Profile, profile_folder
 from edgeinfer.runtime.speculation.speculator import Speculator
+from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
 from edgeinfer.runtime.text import Tokenizer, TokenizerLike
 from edgeinfer.runtime.text.transient import TransientTokenizer
-from edgeinfer.runtime.tuning.finding import find_settings
-from edgeinfer.runtime.tuning.fingerprint import Fingerprint, model_digest
-from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.verification import Verification
+from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.text_files import boundary_ids
 
 __all__ = ["Bundles", "digest_of", "fingerprint_for", "make_parts"]

@@ -11,11 +11,11 @@ import numpy as np
 from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
-from edgeinfer.runtime import measure
-from edgeinfer.runtime.adaptive.reading import ReplyReading, read_reply
-from edgeinfer.runtime.contracts import Floats
+from edgeinfer.runtime.backends.contract import Floats
 from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
+from edgeinfer.runtime.layer_skip.reading import ReplyReading, read_reply
 from edgeinfer.runtime.speculation.skip_samples import Sample
+from edgeinfer.runtime.tuning import measure
 from edgeinfer.tokenizing import Tokenizing
 from edgeinfer.tuning import SKIP_TOKENS, TUNING_PROMPTS, EntropyFacts, SkipLevel, own_texts
 

@@ -7,16 +7,16 @@ from functools import cached_property
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.adaptive.saver import Saver
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.experts.watched_backend import WatchedBackend
-from edgeinfer.runtime.ledger import Ledger
+from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.session_file import Origin
+from edgeinfer.runtime.layer_skip.saver import Saver
+from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import GrammarVocabulary
-from edgeinfer.runtime.session_file import Origin
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token
-from edgeinfer.runtime.verification import Verification
+from edgeinfer.runtime.weights.verification import Verification
 
 __all__ = ["ModelParts"]
 

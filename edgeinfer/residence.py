@@ -24,10 +24,10 @@ from edgeinfer.bundle.store import storage_errors
 from edgeinfer.errors import EdgeInferError, StorageError, UsageError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.memory import release_freed
+from edgeinfer.runtime.kv_cache.session_file import open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.session_file import open_session
-from edgeinfer.runtime.user_cache import user_cache
+from edgeinfer.runtime.system.memory import release_freed
+from edgeinfer.runtime.system.user_cache import user_cache
 from edgeinfer.sessions import resume, save
 
 __all__ = ["Facts", "Residence"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.runtime.session_file import SessionFile, write_session
+from edgeinfer.runtime.kv_cache.session_file import SessionFile, write_session
 
 __all__ = ["resume", "save"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.results import Result
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.skip_samples import Sample
 from edgeinfer.runtime.speculation.tune import TuneResult, tune
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.verification import Outcome, accept_file, check_file, files_of
-from edgeinfer.runtime.verified_files import VerifiedFiles
+from edgeinfer.runtime.weights.verification import Outcome, accept_file, check_file, files_of
+from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 
 __all__ = ["verify"]
 

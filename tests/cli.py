@@ -15,7 +15,7 @@ from types import TracebackType
 
 import pytest
 
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 
 __all__ = [
     "TIME_LIMIT",
@@ -38,7 +38,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def command(*arguments: str | Path) -> list[str]:
     """The command line of `edgeinfer` with arguments."""
-    return [sys.executable, "-m", "edgeinfer.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "edgeinfer.apps.cli.main", *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.runtime.adaptive import saver
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.layer_skip import saver
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
 __all__ = ["even_costs"]

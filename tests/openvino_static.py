@@ -16,9 +16,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.devices.registry import find_device
-from edgeinfer.runtime.static_backend import StaticBackend
 
 _TEXT = [0, 17, 30, 5, 5, 42, 99, 123, 7, 250, 31, 64, 8, 201, 19, 77, 10, 2, 146, 90]
 _STEPS = 24

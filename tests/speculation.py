@@ -17,10 +17,10 @@ from edgeinfer.config import DRAFTERS
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.results import Result, Speculation
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.profile import stamped
 from edgeinfer.runtime.speculation import device
 from edgeinfer.runtime.speculation.contracts import Drafter
-from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.speculation.profile import stamped
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING

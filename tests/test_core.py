@@ -17,10 +17,10 @@ from edgeinfer.apps.bench.shapes import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.native.library import native_kernel
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.profile import stamped
 from edgeinfer.runtime.speculation.contracts import Drafter
-from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation.device import DeviceCosts
-from edgeinfer.runtime.speculation.profile import stamped
 
 PROMPT = [3, 10, 17, 24, 31, 3, 10, 17, 24, 31, 3, 10]
 

@@ -35,6 +35,9 @@ ALLOWED = {
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},
     "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
     "edgeinfer.hub": CORE | {"edgeinfer.hub"},
+    # Distilling is measured by the face and done by the export; only the commands know both.
+    "edgeinfer.apps.cli": CORE
+    | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.distilling"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
@@ -45,12 +48,9 @@ ALLOWED = {
         "edgeinfer.openai",
         "edgeinfer.apps",
     },
-    "edgeinfer.__main__": {"edgeinfer.cli"},
-    # Distilling is measured by the face and done by the export; only the commands know both.
-    "edgeinfer.cli": CORE
-    | {"edgeinfer.cli", "edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.distilling"},
+    "edgeinfer.__main__": {"edgeinfer.apps.cli"},
 }
-NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps", "edgeinfer.cli"}
+NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}
 # Making a bundle needs these; running one does not.
 HEAVY = {"torch", "transformers", "onnx", "safetensors", "optimum", "ml_dtypes"}
 MAKERS = ("edgeinfer.export", "edgeinfer.quant")
@@ -151,7 +151,7 @@ def within(name: str, prefix: str) -> bool:
 
 def may_import(module: str, name: str) -> bool:
     if name == "edgeinfer":
-        return within(module, "edgeinfer.cli") or within(module, "edgeinfer.apps")
+        return within(module, "edgeinfer.apps")
     for prefix, allowed in ALLOWED.items():
         if within(module, prefix):
             return any(within(name, target) for target in allowed)
@@ -159,7 +159,7 @@ def may_import(module: str, name: str) -> bool:
 
 
 def test_modules_are_found() -> None:
-    assert {"edgeinfer", "edgeinfer.cli.main", "edgeinfer.quant.awq", "edgeinfer.apps.server.app"} <= set(MODULES)
+    assert {"edgeinfer", "edgeinfer.apps.cli.main", "edgeinfer.quant.awq", "edgeinfer.apps.server.app"} <= set(MODULES)
 
 
 def test_imports_are_absolute() -> None:
@@ -204,9 +204,9 @@ def test_import_is_light() -> None:
 
 
 def test_a_command_imports_no_other() -> None:
-    found = modules_after("import edgeinfer.cli.main as main; main.build_parser('run')")
-    assert "edgeinfer.cli.run" in found
-    assert not found & {"edgeinfer.cli.bench", "edgeinfer.cli.distill", "edgeinfer.api", "numpy"}
+    found = modules_after("import edgeinfer.apps.cli.main as main; main.build_parser('run')")
+    assert "edgeinfer.apps.cli.run" in found
+    assert not found & {"edgeinfer.apps.cli.bench", "edgeinfer.apps.cli.distill", "edgeinfer.api", "numpy"}
 
 
 def test_exported_names() -> None:

@@ -221,7 +221,7 @@ def test_wheel_carries_licence_and_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         info = {name.split("/", 1)[1]: name for name in archive.namelist() if ".dist-info/" in name}
         assert "Apache License" in archive.read(info["licenses/LICENSE"]).decode()
-        assert "edgeinfer = edgeinfer.cli.main:main" in archive.read(info["entry_points.txt"]).decode()
+        assert "edgeinfer = edgeinfer.apps.cli.main:main" in archive.read(info["entry_points.txt"]).decode()
 
 
 def test_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -> N
         archive.extractall(tmp_path)
     code = (
         "import edgeinfer, importlib.resources as r; "
-        "from edgeinfer.cli.main import build_parser; build_parser(); "
+        "from edgeinfer.apps.cli.main import build_parser; build_parser(); "
         "import edgeinfer.quant, edgeinfer.runtime, edgeinfer.apps, edgeinfer.apps.terminal; "
         "print(edgeinfer.__file__, r.files('edgeinfer').joinpath('py.typed').is_file())"
     )

@@ -159,7 +159,7 @@ def export_command(source: Path, out: Path, options: Sequence[str]) -> list[str]
 
     Applications know the exporter by its command only.
     """
-    return [sys.executable, "-m", "edgeinfer.cli.main", "export", str(source), str(out), "--force", *options]
+    return [sys.executable, "-m", "edgeinfer.apps.cli.main", "export", str(source), str(out), "--force", *options]
 
 
 def run_builder(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:

@@ -81,7 +81,7 @@ def _result(run: Run, arguments: Sequence[str], folder: Path) -> tuple[object, s
         BackendError: it gave none; with the last line it wrote.
     """
     file = folder / f"{run.name}.json"
-    command = [sys.executable, "-m", "edgeinfer.cli.main", *arguments]
+    command = [sys.executable, "-m", "edgeinfer.apps.cli.main", *arguments]
     command += [*run.output, str(file)] if run.output else []
     # What other sessions learnt and tuned would be in the figures, and what is learnt here in later sessions.
     env = child_environment() | {"XDG_CACHE_HOME": str(folder / "cache")}

@@ -64,7 +64,7 @@ def _app(*options: str | Path) -> Iterator[str]:
         command = [
             sys.executable,
             "-m",
-            "edgeinfer.cli.main",
+            "edgeinfer.apps.cli.main",
             "chat",
             "--no-window",
             "--data",

@@ -197,7 +197,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
     Raises:
         UsageError: it did not start.
     """
-    command = [sys.executable, "-m", "edgeinfer.cli.main", "serve", "--port", "0", "--json", *arguments]
+    command = [sys.executable, "-m", "edgeinfer.apps.cli.main", "serve", "--port", "0", "--json", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

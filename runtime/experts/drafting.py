@@ -9,8 +9,8 @@ import numpy as np
 
 from edgeinfer.bundle.arithmetic import softmax
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.contracts import ExpertChoice
-from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.decoding.engine import Engine
 
 __all__ = ["FewerExperts", "compare_fewer_experts"]
 

@@ -9,18 +9,18 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.experts.cost import ExpertBytes
-from edgeinfer.runtime.machine import machine_memory
-from edgeinfer.runtime.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.speculation.costs import PassCosts
-from edgeinfer.runtime.speculation.profile import Profile
-from edgeinfer.runtime.speculation.reach import REACH, reach_of
-from edgeinfer.runtime.streaming import pass_bytes, streamed_ms
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.profile import Profile
+from edgeinfer.runtime.profile.reach import REACH, reach_of
+from edgeinfer.runtime.system.machine import machine_memory
+from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
+from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_ms
 
 __all__ = ["Profiles", "make_plan", "process_before_loading", "speed_model"]
 

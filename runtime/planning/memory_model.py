@@ -8,14 +8,14 @@ memory` shows how near they are on a device.
 from __future__ import annotations
 
 from edgeinfer.config import LoadConfig
-from edgeinfer.runtime.memory import ProcessMemory
-from edgeinfer.runtime.overflow.registry import planned_bytes as overflow_bytes
+from edgeinfer.runtime.kv_cache.context_shift.registry import planned_bytes as overflow_bytes
+from edgeinfer.runtime.kv_cache.prefix_cache import planned_bytes as prefix_bytes
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.planning.ways import draft_configuration
-from edgeinfer.runtime.prefix_cache import planned_bytes as prefix_bytes
 from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
+from edgeinfer.runtime.system.memory import ProcessMemory
 
 __all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
 
@@ -66,7 +66,7 @@ class MemoryModel:
             )
             running += Footprint({"drafting": size}, {})
         if subject.drafter is not None:
-            # Where nobody drafts, it takes turns with its target (runtime/adaptive).
+            # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
             running += self._drafter(subject.drafter, configuration)
         if config.prefix_cache:
             running += Footprint({"prefix_cache": prefix_bytes(config.prefix_cache, manifest.geometry.num_layers)}, {})

@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from edgeinfer.config import LoadConfig
-from edgeinfer.runtime.memory import ProcessMemory
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import SpeedModel
 from edgeinfer.runtime.planning.subject import Subject
+from edgeinfer.runtime.system.memory import ProcessMemory
 
 __all__ = ["Replan", "make_replanner"]
 

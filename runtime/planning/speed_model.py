@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.speculation.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts
 
 __all__ = ["REPLY_TOKENS", "ROUND_MS", "TURN_TOKENS", "Pace", "Speed", "SpeedModel", "guessed_passes"]
 

@@ -8,7 +8,7 @@ from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Keeping
 from edgeinfer.runtime.planning.model_memory import ModelMemory
-from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
 __all__ = ["Subject"]
 

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from edgeinfer.errors import TokenizerError, UsageError
-from edgeinfer.runtime.memory import release_freed
+from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.text.byte_level import token_bytes
 from edgeinfer.runtime.text.contracts import TokenizerLike
 from edgeinfer.runtime.text.spelling import BYTE_LEVEL, piece_bytes

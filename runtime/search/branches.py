@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, Visibility
+from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, Ints, Visibility
 from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
 
 __all__ = ["Branch", "Branches"]

@@ -9,16 +9,16 @@ from edgeinfer.bundle.heads import read_heads
 from edgeinfer.bundle.nested_depths import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.backends import make_backend
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.experts.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.registry import make_backend
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.planning.ways import draft_configuration
-from edgeinfer.runtime.speculation.profile import Profile
+from edgeinfer.runtime.profile.layer_drafting import TUNING, Tuning
+from edgeinfer.runtime.profile.profile import Profile
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.speculation.tuning import TUNING, Tuning
 
 __all__ = ["make_speculator"]
 
@@ -45,7 +45,7 @@ def make_speculator(
         CapabilityError: the backend cannot do what a drafter that is asked for needs.
         ModelError: the draft model cannot be loaded.
     """
-    # Where nobody drafts, it takes turns with its target (runtime/adaptive).
+    # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
     model = None if drafter is None else _draft_backend(drafter, config, plan)
     resident = None
     if isinstance(target, WatchedBackend) and target.residency is not None:

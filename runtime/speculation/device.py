@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
-from edgeinfer.runtime.speculation.costs import (
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.profile.costs import (
     Costs,
     DraftCosts,
     PassCosts,
@@ -27,7 +26,8 @@ from edgeinfer.runtime.speculation.costs import (
     measure_passes,
     sizes_to_measure,
 )
-from edgeinfer.runtime.speculation.profile import Profile, stamped
+from edgeinfer.runtime.profile.profile import Profile, stamped
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
 from edgeinfer.runtime.speculation.tally import Tally
 

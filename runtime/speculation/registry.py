@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from edgeinfer.bundle import Bundle, Geometry
 from edgeinfer.bundle.heads import Heads, has_heads, read_heads
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.profile.layer_drafting import Tuning
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
@@ -24,7 +25,6 @@ from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
-from edgeinfer.runtime.speculation.tuning import Tuning
 
 __all__ = ["KINDS", "DrafterParts", "make_drafter"]
 

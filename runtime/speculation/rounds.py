@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgeinfer.runtime.contracts import Backend, Floats, Ints, StepOutput
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints, StepOutput
 from edgeinfer.runtime.speculation.contracts import (
     Context,
     Draft,

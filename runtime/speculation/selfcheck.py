@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints
-from edgeinfer.runtime.speculation.costs import filler_tokens
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.profile.costs import filler_tokens
 
 __all__ = ["ExactCheck", "check_exact", "near_edge"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.backends.contract import Backend
 
 __all__ = ["BlockCosts", "Gain", "measure_costs"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
 
 __all__ = ["Sample", "SampleTexts"]
 

@@ -16,16 +16,16 @@ from weakref import WeakSet
 from edgeinfer.config import GenerationConfig, drafters_in
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import Speculation
+from edgeinfer.runtime.profile.layer_drafting import TUNING, Tuning
+from edgeinfer.runtime.profile.profile import Profile
+from edgeinfer.runtime.profile.reach import REACH, Reach
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Drafter, State
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
-from edgeinfer.runtime.speculation.profile import Profile
-from edgeinfer.runtime.speculation.reach import REACH, Reach
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.rounds import Rounds
-from edgeinfer.runtime.speculation.tuning import TUNING, Tuning
 from edgeinfer.runtime.speculation.verification import Verification, find_verification
 from edgeinfer.runtime.speculation.view import PathChooser
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.profile.layer_drafting import Tuning
 from edgeinfer.runtime.speculation.skip_costs import measure_costs
 from edgeinfer.runtime.speculation.skip_samples import Sample
 from edgeinfer.runtime.speculation.skip_search import SkipSet, best_exit, best_skip_set
-from edgeinfer.runtime.speculation.tuning import Tuning
 
 __all__ = ["TuneResult", "tune"]
 

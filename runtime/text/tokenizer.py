@@ -13,8 +13,8 @@ from typing import Any, Self
 import tokenizers
 
 from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
-from edgeinfer.runtime.allocation import allocating, require_room
-from edgeinfer.runtime.memory import apart
+from edgeinfer.runtime.system.allocation import allocating, require_room
+from edgeinfer.runtime.system.memory import apart
 from edgeinfer.runtime.text.footprint import SEEN_WORDS, encoding_bytes, has_pairs, parsing_bytes
 from edgeinfer.runtime.text.mark_stands import MarkStands
 

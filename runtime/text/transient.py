@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Self
 
 from edgeinfer.errors import TokenizerError
-from edgeinfer.runtime.allocation import allocating
-from edgeinfer.runtime.memory import release_code, release_freed
+from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.system.memory import release_code, release_freed
 from edgeinfer.runtime.text.byte_level import token_bytes
 from edgeinfer.runtime.text.footprint import has_pairs
 from edgeinfer.runtime.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from edgeinfer.errors import BudgetError
-from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.trial import Effort, Trial, compare
 from edgeinfer.runtime.tuning.work import LOAD, PREFILL, TURN, Times
 

@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from edgeinfer.errors import BudgetError
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.memory import release_freed
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, TURNS
-from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.work import LOAD, TURN, Times, Work, fitting, sized, verified_rows
 
 __all__ = ["Stopwatch"]

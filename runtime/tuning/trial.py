@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.tuning.rule import Verdict, judge
-from edgeinfer.runtime.tuning.settings import TunedSettings
 from edgeinfer.runtime.tuning.work import Times
 
 __all__ = ["FULL", "QUICK", "Effort", "Trial", "compare"]

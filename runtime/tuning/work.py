@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from statistics import mean
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.measure import pass_times, turn_times
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
-from edgeinfer.runtime.speculation.costs import PassCosts
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.tuning.measure import pass_times, turn_times
 
 __all__ = ["DECODE", "LOAD", "PREFILL", "TURN", "VERIFY", "Times", "Work", "fitting", "sized", "verified_rows"]
 

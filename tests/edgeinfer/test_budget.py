@@ -15,8 +15,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.runtime import ledger as ledgers
-from edgeinfer.runtime.memory import ProcessMemory
+from edgeinfer.runtime.planning import ledger as ledgers
+from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.cli import TIME_LIMIT, edgeinfer_process, refuses
 from tests.cli import edgeinfer as command
 from tests.speculation import PROMPT, load_eager, needs_builtin, plain, same

@@ -12,8 +12,8 @@ from typing import Any, Self, cast
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.terminal.app import TerminalChat
-from edgeinfer.cli.main import main
 from edgeinfer.errors import BackendError, ContextLengthError, UserError
 from tests.cli import interruptible
 from tests.fakes import FakeStream

@@ -15,9 +15,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Capabilities, Geometry, Manifest, open_bundle, seal
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
-from edgeinfer.cli.main import main
 from edgeinfer.config import drafters_in
 from edgeinfer.errors import CheckpointError, HubError
 from edgeinfer.runtime.planning.configuration import Configuration

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint, made
 from tests.factories import make_checkpoint

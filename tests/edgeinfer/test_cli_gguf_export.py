@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from tests.factories import make_checkpoint
 
 pytest.importorskip("gguf")

@@ -17,8 +17,8 @@ from typing import Any, Self
 import pytest
 
 import edgeinfer
-from edgeinfer.cli.main import COMMANDS, main
-from edgeinfer.cli.output import print_json
+from edgeinfer.apps.cli.main import COMMANDS, main
+from edgeinfer.apps.cli.output import print_json
 from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
 from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
 from tests.cli import edgeinfer as run

@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer as package
 from edgeinfer import device_tuning
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.runtime.speculation import tune
 from tests.cache import export_checkpoint
 from tests.cli import edgeinfer, refuses

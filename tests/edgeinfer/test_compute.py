@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads
-from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, CapabilityError, UsageError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.options import sampling

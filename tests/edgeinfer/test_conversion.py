@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import (
     LAYOUTS,
     MANIFEST,
@@ -36,7 +37,6 @@ from edgeinfer.bundle.conversion import convert_bundle, convert_weights, is_conv
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
 from edgeinfer.bundle.relocation import relocate
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
-from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint

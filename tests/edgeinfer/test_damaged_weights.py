@@ -20,8 +20,8 @@ from edgeinfer.bundle.digests import hash_file
 from edgeinfer.bundle.nesting import nest_drafter
 from edgeinfer.errors import BundleError, ModelError
 from edgeinfer.export.bundle_checkpoint import checkpoint_tensors
-from edgeinfer.runtime import verification
-from edgeinfer.runtime.verification import Verification
+from edgeinfer.runtime.weights import verification
+from edgeinfer.runtime.weights.verification import Verification
 from tests.cache import made
 from tests.cli import TIME_LIMIT
 from tests.gguf_builder import STRING, small_model

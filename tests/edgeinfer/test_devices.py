@@ -16,7 +16,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, DeviceError, UsageError
 from edgeinfer.loading import Bundles, profiles_of
 from edgeinfer.results import ModelInfo
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.devices import STANDIN, install, lacking
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.cache import export_checkpoint, made
 from tests.cli import (
     TIME_LIMIT,
@@ -292,7 +292,7 @@ import onnxruntime
 
 # It is interrupted when the import of a module begins: the first and the last of all, and one inside of another.
 INTERRUPTED = """
-import os, signal, sys, edgeinfer.cli.main as main
+import os, signal, sys, edgeinfer.apps.cli.main as main
 
 def hear(event, arguments):
     if event == "import" and arguments[0] == sys.argv[1]:
@@ -304,7 +304,7 @@ sys.exit(main.main(["run", "-f", "-"]))
 """
 
 
-@pytest.mark.parametrize("module", ["edgeinfer.cli.options", "edgeinfer.config", "edgeinfer.cli.loading"])
+@pytest.mark.parametrize("module", ["edgeinfer.apps.cli.options", "edgeinfer.config", "edgeinfer.apps.cli.loading"])
 def test_ctrl_c_while_commands_are_imported(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPTED, module]
     with Child(line, interruptible_environment(), stdin=subprocess.PIPE) as process:
@@ -316,7 +316,7 @@ def test_ctrl_c_while_commands_are_imported(module: str) -> None:
 def test_ctrl_c_while_the_prompt_is_awaited_or_just_before(good_bundle: Path) -> None:
     """Whenever it comes after the command has begun."""
     code = (
-        "import os, sys, edgeinfer.cli.main as main; build = main.build_parser; "
+        "import os, sys, edgeinfer.apps.cli.main as main; build = main.build_parser; "
         "main.build_parser = lambda *only: (os.write(1, b'begun'), build(*only))[1]; "
         "sys.exit(main.main(['run', '-f', '-']))"
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import MANIFEST, open_bundle
 from edgeinfer.bundle.heads import has_heads
-from edgeinfer.cli.main import main
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.training.judge import JudgeTask
 from tests.cache import export_checkpoint

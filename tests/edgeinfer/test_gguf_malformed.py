@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.gguf.reader import GgufArray
-from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, TemplateError
 from edgeinfer.text_files import boundary_ids, chat_template
 from tests.cli import edgeinfer, edgeinfer_process, refuses

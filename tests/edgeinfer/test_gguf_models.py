@@ -16,7 +16,7 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from tests.cache import export_checkpoint
 from tests.gguf_models import builtin_checkpoint, builtin_gguf, random_gguf
-from tests.runtime.llamacpp.models import Shape, write_gguf
+from tests.runtime.backends.llamacpp.models import Shape, write_gguf
 from tests.speculation import BUILTIN, PROMPT, check_figures, load_eager, needs_builtin, plain, same
 
 pytest.importorskip("llama_cpp")
@@ -245,7 +245,7 @@ def test_a_gguf_model_is_evaluated_beside_its_bundle() -> None:
 
 
 def test_a_command_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from edgeinfer.cli.main import main
+    from edgeinfer.apps.cli.main import main
 
     assert main(["run", "-m", str(builtin_gguf()), "-p", "Once upon a time", "-n", "5", "-c", "64", "--temp", "0"]) == 0
     assert capsys.readouterr().out.strip()

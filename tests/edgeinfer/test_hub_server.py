@@ -116,7 +116,7 @@ def server(started: Hub) -> Hub:
 # Several commands in one process, which its first import of the library dominates.
 COMMANDS = """
 import contextlib, io, json, sys
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 
 done = []
 for arguments in json.loads(sys.argv[1]):

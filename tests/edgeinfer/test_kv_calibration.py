@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import read_kv_scales
-from edgeinfer.cli.main import main
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.kv_profile import kept_kv_scales_file, kv_scales
+from edgeinfer.runtime.profile.kv_scales import kept_kv_scales_file, kv_scales
 from tests.cache import export_checkpoint, made
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.factories import make_bigram_bundle, make_checkpoint

@@ -8,7 +8,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import ContextLengthError, UsageError
-from edgeinfer.runtime.overflow.registry import POLICIES
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
 from tests.speculation import load_eager, needs_builtin, random_bundle
 
 STORY = "Once upon a time there was a dog. The dog liked to play with a ball in the park. One day the ball was gone. "

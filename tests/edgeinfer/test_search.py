@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.results import Result

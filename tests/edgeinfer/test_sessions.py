@@ -13,7 +13,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import ModelError, StorageError, UsageError
-from edgeinfer.runtime.session_file import is_session
+from edgeinfer.runtime.kv_cache.session_file import is_session
 from tests.edgeinfer.conftest import TEMPLATE
 from tests.speculation import load_eager, random_bundle
 

@@ -15,8 +15,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import CapabilityError, StorageError, UsageError
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.speculation import device, profile, tune
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.profile import profile
+from edgeinfer.runtime.speculation import device, tune
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from tests.cli import contents
 from tests.speculation import PROMPT, check_figures, known_costs, load_eager, make_eager, plain, random_bundle, same

@@ -15,10 +15,10 @@ import pytest
 import edgeinfer
 from edgeinfer import device_tuning
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.machine import usable_processors
+from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device as device_costs
+from edgeinfer.runtime.system.machine import usable_processors
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
-from edgeinfer.runtime.tuning.settings import TunedSettings
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
 from edgeinfer.runtime.tuning.trial import Effort
 from edgeinfer.runtime.tuning.work import Times

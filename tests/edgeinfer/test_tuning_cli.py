@@ -9,8 +9,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer import device_tuning
-from edgeinfer.cli.main import main
-from edgeinfer.runtime.tuning.settings import TunedSettings
+from edgeinfer.apps.cli.main import main
+from edgeinfer.runtime.profile.settings import TunedSettings
 from tests import cli
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.gguf_models import random_gguf

@@ -17,8 +17,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.memory import process_memory
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.system.memory import process_memory
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, known_costs, needs_builtin
 from tests.timers import Timers
@@ -147,8 +147,8 @@ def test_everything_large_is_freed(small_bundle: Path) -> None:
 def test_memory_comes_back() -> None:
     code = """
 import edgeinfer, sys
-from edgeinfer.runtime.memory import process_memory
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.system.memory import process_memory
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 model = edgeinfer.load(sys.argv[1], threads=1, speculation="off")
 # What loading it again leaves the first time stays.
 for _ in range(2):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, DecoderSpec, graph, open_bundle
-from edgeinfer.runtime.contracts import ExpertChoice
+from edgeinfer.runtime.backends.contract import ExpertChoice
 
 __all__ = ["TOKENS", "Runner", "expected_logits", "feeds", "rotary_tables"]
 

@@ -29,7 +29,7 @@ from edgeinfer.export.planned_tensors import PlannedTensors
 from edgeinfer.quant import METHODS, InputStatistics, QuantPolicy
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate
 from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.factories import make_checkpoint, make_tokenizer
 
 WORDS = ["cat", "dog", "sun", "moon", "tree", "house", "runs", "sleeps", "sees", "the", "a", "red", "big"]

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import edgeinfer
 from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.measure import TokenScores
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.tuning.measure import TokenScores
 from tests.cache import export_checkpoint
 from tests.kernel import require_kernel
 

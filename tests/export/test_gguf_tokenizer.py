@@ -24,8 +24,8 @@ from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenize
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
 from edgeinfer.export.hf_config import read_config
-from edgeinfer.runtime.llamacpp.model import LlamaModel
-from edgeinfer.runtime.llamacpp.tokenizer import LlamaTokenizer
+from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
+from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text import LiteralEncoder
 from edgeinfer.runtime.text import Tokenizer as Tokenized
 from edgeinfer.runtime.text.template import ChatTemplate

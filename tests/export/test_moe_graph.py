@@ -19,8 +19,8 @@ from edgeinfer.bundle.conversion import convert_weights
 from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.contracts import ExpertChoice, StepOutput
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import ExpertChoice, StepOutput
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
 from tests.export.passes import TOKENS, feeds
 from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint

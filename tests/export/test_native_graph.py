@@ -21,8 +21,8 @@ from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_til
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
 from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.contracts import ExpertChoice
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
 from tests.export.passes import TOKENS, feeds
 from tests.factories import MIXTURES, VARIANTS, make_checkpoint

@@ -16,11 +16,11 @@ import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.cli.main import main
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.concat_backend import ConcatBackend
+from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from tests.factories import make_tokenizer
 
 TOKENS = np.array([0, 17, 300, 5, 5, 42, 99, 123, 7, 250, 31], np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.runtime.allocation import allocating, is_refusal, require_room
+from edgeinfer.runtime.system.allocation import allocating, is_refusal, require_room
 from tests.cli import TIME_LIMIT
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")
@@ -128,7 +128,7 @@ def test_a_load_that_is_refused(native: bool | None) -> None:
     # Everything is imported by then.
     script = """
 edgeinfer.plan()
-import edgeinfer.runtime.onnx_backend
+import edgeinfer.runtime.backends.onnx.backend
 
 def work():
     print(outcome(lambda: load(threads=2)))

@@ -18,10 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, concat_graph, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.runtime.backends import make_backend, subject_of
-from edgeinfer.runtime.concat_backend import ConcatBackend
-from edgeinfer.runtime.contracts import Floats, PassCancelledError
-from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.backends.contract import Floats, PassCancelledError
+from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
+from edgeinfer.runtime.backends.registry import make_backend, subject_of
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.ways import configurations
 from tests.runtime.interrupts import within_runs
 

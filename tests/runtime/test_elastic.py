@@ -8,9 +8,9 @@ import pytest
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.contracts import Backend, Floats
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

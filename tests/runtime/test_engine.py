@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
-from edgeinfer.runtime.contracts import (
+from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
     ExpertChoice,
@@ -27,7 +27,7 @@ from edgeinfer.runtime.contracts import (
     Visibility,
     check_pass,
 )
-from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.decoding.engine import Engine
 from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11
@@ -191,7 +191,7 @@ def test_asks_for_the_token_of_each_absolute_position(engine: Engine) -> None:
 def test_times_every_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(looks) / 1000)  # on which a millisecond passes between two looks
-    monkeypatch.setattr("edgeinfer.runtime.engine.time", clock)
+    monkeypatch.setattr("edgeinfer.runtime.decoding.engine.time", clock)
     steps = list(engine.generate([1, 2, 3], Greedy(), max_tokens=4, stop_ids=frozenset()))
     assert engine.prefill.ms == pytest.approx(1)
     # A token's time is that from the one before, and the first one's holds the prompt's.

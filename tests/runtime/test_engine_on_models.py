@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.decoding.engine import Engine
 from tests.runtime.interrupts import within_runs
 from tests.runtime.test_engine import generate
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.overflow.contracts import Lost, Removed
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, Removed
 from tests.runtime.test_engine import CAPACITY, Greedy, TableBackend, next_token
 
 SINKS, FREED = 3, 10

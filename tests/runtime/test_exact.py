@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Layout
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.contracts import CacheSnapshot
-from edgeinfer.runtime.kv_calibration import calibrate
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.kv_cache.calibration import calibrate
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

@@ -15,12 +15,12 @@ from edgeinfer.bundle import Bundle, KVScales, RopeSpec
 from edgeinfer.bundle.kv_scales import LayerScales, add_kv_scales
 from edgeinfer.bundle.kv_types import KV, load, store
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.kv_calibration import MOST_ROWS, calibrate
-from edgeinfer.runtime.kv_errors import attention_errors
-from edgeinfer.runtime.kv_profile import keep_kv_scales, kept_kv_scales_file, kv_scales
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.kv_cache.calibration import MOST_ROWS, calibrate
+from edgeinfer.runtime.kv_cache.errors import attention_errors
+from edgeinfer.runtime.profile.kv_scales import keep_kv_scales, kept_kv_scales_file, kv_scales
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family

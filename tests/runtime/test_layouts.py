@@ -18,11 +18,11 @@ import pytest
 from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle
 from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime import layouts
-from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.layouts import choose_layout, prepare
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.native.library import NativeKernel
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.weights import layouts
+from edgeinfer.runtime.weights.layouts import choose_layout, prepare
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

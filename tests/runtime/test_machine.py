@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edgeinfer.runtime import machine
-from edgeinfer.runtime.machine import machine_memory, physical_cores
+from edgeinfer.runtime.system import machine
+from edgeinfer.runtime.system.machine import machine_memory, physical_cores
 from tests.cli import TIME_LIMIT
 
 

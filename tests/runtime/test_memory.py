@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.memory import MappedFile, process_memory, release_code, release_freed, return_large_frees
+from edgeinfer.runtime.system.memory import MappedFile, process_memory, release_code, release_freed, return_large_frees
 
 SIZE = 32 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -19,13 +19,13 @@ from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError, StorageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime import packed_room
-from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.memory import process_memory, release_freed, releases_pages, return_large_frees
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.packed_cache import prepare_packed
-from edgeinfer.runtime.packed_graph import products, with_copies
-from edgeinfer.runtime.streaming import loading_bytes, mapped_bytes, packed_bytes
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.onnx import packed_room
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
+from edgeinfer.runtime.backends.onnx.packed_graph import products, with_copies
+from edgeinfer.runtime.system.memory import process_memory, release_freed, releases_pages, return_large_frees
+from edgeinfer.runtime.weights.streaming import loading_bytes, mapped_bytes, packed_bytes
 from tests.cli import TIME_LIMIT
 from tests.runtime.models import bundle_of
 
@@ -233,7 +233,7 @@ def test_a_disk_that_fills_while_it_is_made(cache: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("edgeinfer.runtime.packed_cache._append", full)
+        patch.setattr("edgeinfer.runtime.backends.onnx.packed_cache._append", full)
         with pytest.raises(StorageError, match="disk is full"):
             prepare_packed(export("4-bit"))
     assert packed(cache) == []
@@ -264,7 +264,7 @@ def test_several_processes_make_it_at_once(cache: Path) -> None:
     bundle = export("8-bit")
     program = (
         "import sys; from edgeinfer.bundle import open_bundle"
-        "; from edgeinfer.runtime.packed_cache import prepare_packed"
+        "; from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed"
         "; graph = prepare_packed(open_bundle(sys.argv[1])); print(graph.weights.stat().st_size, graph.model.exists())"
     )
     command = [sys.executable, "-c", program, str(bundle.path)]
@@ -297,10 +297,10 @@ def test_what_a_failure_leaves(cache: Path, tmp_path: Path) -> None:
 def test_others_processors_and_graphs_are_not_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = prepare_packed(export("4-bit")).model.parent
     with monkeypatch.context() as patch:
-        patch.setattr("edgeinfer.runtime.packed_cache.processor_key", lambda: ["another"])
+        patch.setattr("edgeinfer.runtime.backends.onnx.packed_cache.processor_key", lambda: ["another"])
         assert prepare_packed(export("4-bit")).model.parent != ours
     with monkeypatch.context() as patch:
-        patch.setattr("edgeinfer.runtime.packed_cache.ort.__version__", "1.31.99")
+        patch.setattr("edgeinfer.runtime.backends.onnx.packed_cache.ort.__version__", "1.31.99")
         assert prepare_packed(export("4-bit")).model.parent != ours
     assert len(packed(cache)) == 3
 

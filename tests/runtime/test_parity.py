@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family

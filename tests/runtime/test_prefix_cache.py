@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.overflow.registry import POLICIES, make_overflow
-from edgeinfer.runtime.prefix_cache import PrefixCache, planned_bytes
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
 from tests.speculation import random_bundle
 
 LAYERS, HEADS, HEAD = 2, 3, 4

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, KVScales, open_bundle
 from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV, store
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.kv_calibration import calibrate
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.kv_cache.calibration import calibrate
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family

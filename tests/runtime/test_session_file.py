@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.contracts import CacheSnapshot
-from edgeinfer.runtime.session_file import Origin, is_session, open_session, origin_of, write_session
+from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.kv_cache.session_file import Origin, is_session, open_session, origin_of, write_session
 from tests.speculation import random_bundle
 from tests.waiting import TIME_LIMIT
 
@@ -46,7 +46,7 @@ def rows(kv: str, count: int) -> Callable[[int, int], CacheSnapshot]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.runtime.session_file._PIECE_BYTES", 700)
+    monkeypatch.setattr("edgeinfer.runtime.kv_cache.session_file._PIECE_BYTES", 700)
 
 
 def joined(pieces: list[CacheSnapshot]) -> CacheSnapshot:

@@ -17,12 +17,12 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
-from edgeinfer.runtime.backends import make_backend, run_layout, subject_of
-from edgeinfer.runtime.contracts import Backend, Floats, PassCancelledError
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.contract import Backend, Floats, PassCancelledError
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of
+from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.planning.ways import configurations
-from edgeinfer.runtime.reference import ReferenceBackend
-from edgeinfer.runtime.static_backend import StaticBackend
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
 

@@ -16,12 +16,12 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.contracts import Backend, PassCancelledError, StepOutput
-from edgeinfer.runtime.memory import process_memory, releases_pages
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.streamed_backend import StreamedBackend
-from edgeinfer.runtime.streaming import pass_bytes, streamed_bytes, streamed_ms
-from edgeinfer.runtime.weight_pages import WeightPart
+from edgeinfer.runtime.backends.contract import Backend, PassCancelledError, StepOutput
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
+from edgeinfer.runtime.system.memory import process_memory, releases_pages
+from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_bytes, streamed_ms
+from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

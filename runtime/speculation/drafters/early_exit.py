@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
 from edgeinfer.runtime.speculation.contracts import Context, Resumption
 from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
 

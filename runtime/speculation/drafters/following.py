@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
 
 __all__ = ["Follower", "Pass"]
 

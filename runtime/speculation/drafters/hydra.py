@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.backends.contract import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.states import OutputRows, StateDrafter, silu

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
 from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
 
 __all__ = ["SkipDrafter", "every_second"]

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 

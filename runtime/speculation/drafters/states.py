@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
-from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.backends.contract import Backend, Floats
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix

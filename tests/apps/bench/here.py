@@ -44,9 +44,9 @@ def ran(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
     module, *arguments = command[2:]
     if not module.startswith("edgeinfer."):
         return subprocess.run(command, **options)
-    if module == "edgeinfer.cli.main" and arguments[0] == "export":
+    if module == "edgeinfer.apps.cli.main" and arguments[0] == "export":
         return _exported(Path(arguments[1]), Path(arguments[2]), arguments[3:])
-    if module == "edgeinfer.cli.main":
+    if module == "edgeinfer.apps.cli.main":
         done = edgeinfer(*arguments)
         return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
     out = io.StringIO()

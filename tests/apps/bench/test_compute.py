@@ -15,7 +15,7 @@ from edgeinfer.apps.bench.compute import ComputeMaterial, ComputeResults, Levels
 from edgeinfer.apps.bench.compute_expanded import expanded_bundle, grown
 from edgeinfer.apps.bench.compute_report import compute_chart, dominates, point_rows
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import exports_here
 from tests.compute import even_costs

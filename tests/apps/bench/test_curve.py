@@ -12,7 +12,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.curve import Curve, CurveConfig, curve_chart, run_curve
 from edgeinfer.apps.bench.plots import chart_svg
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, UsageError
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle

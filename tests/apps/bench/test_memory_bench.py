@@ -24,7 +24,7 @@ from edgeinfer.apps.bench.memory_spec import SpecMemoResults
 from edgeinfer.apps.bench.memory_subjects import Subject, find_subjects
 from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
 from edgeinfer.apps.bench.watch import Ended, Watched, watch
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from tests.apps.bench.here import exports_here, watch_here

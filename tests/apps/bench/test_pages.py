@@ -22,7 +22,7 @@ from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
 from edgeinfer.apps.bench.pages.page import Note, Section, Table, page_html
 from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.plots import Chart, Line
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import known_limits
 from tests.speculation import needs_builtin

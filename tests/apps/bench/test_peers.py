@@ -22,7 +22,7 @@ from edgeinfer.apps.bench.peers_report import peers_json, peers_markdown
 from edgeinfer.apps.bench.peers_results import EngineFigures
 from edgeinfer.apps.bench.peers_run import PeersRun
 from edgeinfer.apps.bench.shapes import SHAPES
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
 from tests.apps.bench.here import Canned, LocalWorker, exports_here
 from tests.speculation import BUILTIN, needs_builtin

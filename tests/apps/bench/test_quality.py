@@ -20,7 +20,7 @@ from edgeinfer.apps.bench.quality_report import quality_chart, quality_text
 from edgeinfer.apps.bench.quality_tasks import score_tasks
 from edgeinfer.apps.bench.quality_variants import Candidate, Family, checkpoint_family, given_family
 from edgeinfer.apps.bench.stories import read_stories
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, TemplateError, UsageError
 from edgeinfer.runtime.native.library import native_kernel
 from tests.apps.bench.here import exported, exports_here

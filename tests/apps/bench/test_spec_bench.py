@@ -17,7 +17,7 @@ from edgeinfer.apps.bench.spec_modes import EdgeInferMode, LlamaCppMode, Samplin
 from edgeinfer.apps.bench.spec_report import print_results
 from edgeinfer.apps.bench.spec_results import CONTROL, PromptTimes, Reply, Setup, SpecResults
 from edgeinfer.apps.bench.spec_run import SpecOptions, run_spec
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, CheckpointError, UsageError
 from edgeinfer.results import MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
 

@@ -13,9 +13,9 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.speed import SpeedConfig, SpeedResult, run_speed
 from edgeinfer.apps.bench.speed_report import FORMATS, speed_text
-from edgeinfer.cli.main import main
+from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.measure import WorkTimes
+from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation import device
-from edgeinfer.runtime.speculation.costs import PassCosts
 
 
 @pytest.fixture(scope="module", autouse=True)

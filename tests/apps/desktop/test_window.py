@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.desktop import window
 from edgeinfer.apps.desktop.folders import user_data
 from edgeinfer.apps.desktop.window import DesktopConfig, run
-from edgeinfer.cli.main import main
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.speculation import needs_builtin
 

@@ -22,8 +22,8 @@ import pytest
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
+from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.server import serving
-from edgeinfer.cli.main import main
 from tests.apps.server.served import Client
 from tests.cli import TIME_LIMIT, edgeinfer, refuses, start
 from tests.speculation import BUILTIN, needs_builtin
@@ -63,7 +63,7 @@ def serve(*arguments: str | Path) -> Iterator[tuple[str, Client]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "Server", Noted)
-        patch.setattr("edgeinfer.cli.serve.sys", SimpleNamespace(stdout=out, stderr=Lines()))
+        patch.setattr("edgeinfer.apps.cli.serve.sys", SimpleNamespace(stdout=out, stderr=Lines()))
         thread = threading.Thread(target=run)
         thread.start()
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from edgeinfer.runtime.memory import process_memory, release_freed
+from edgeinfer.runtime.system.memory import process_memory, release_freed
 from edgeinfer.runtime.text import Tokenizer
 from tests.apps.server.served import Local, chat_body
 from tests.apps.server.test_bad_input import CHAT, RESPONSES, TEXT, error_of

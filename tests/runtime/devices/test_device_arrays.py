@@ -10,9 +10,9 @@ import pytest
 
 from edgeinfer.bundle import Geometry
 from edgeinfer.errors import DeviceError
-from edgeinfer.runtime import device_arrays
-from edgeinfer.runtime.device_arrays import DeviceArray, device_value, device_zeros
-from edgeinfer.runtime.kv import KVBuffers
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.devices import arrays as device_arrays
+from edgeinfer.runtime.devices.arrays import DeviceArray, device_value, device_zeros
 from tests.devices import STANDIN, lacking
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)

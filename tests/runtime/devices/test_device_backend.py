@@ -15,10 +15,10 @@ import pytest
 
 from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
 from edgeinfer.errors import CapabilityError, DeviceError
-from edgeinfer.runtime import device_arrays
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
+from edgeinfer.runtime.devices import arrays as device_arrays
 from edgeinfer.runtime.devices.contract import CPU, Device
-from edgeinfer.runtime.devices.first_pass import check_first_pass
-from edgeinfer.runtime.onnx_backend import OnnxBackend
 from tests.devices import STANDIN, TOKENS, feed, lacking, talk
 from tests.speculation import random_bundle
 
@@ -44,7 +44,7 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         found.update_inplace(array)
         return found
 
-    for module in (device_arrays, "edgeinfer.runtime.onnx_backend"):
+    for module in (device_arrays, "edgeinfer.runtime.backends.onnx.backend"):
         name = f"{module}.device_value" if isinstance(module, str) else f"{module.__name__}.device_value"
         monkeypatch.setattr(name, value)
 

@@ -12,11 +12,12 @@ import onnxruntime as ort
 import pytest
 
 from edgeinfer.errors import BundleError, DeviceError
-from edgeinfer.runtime.devices import providers, selfcheck
-from edgeinfer.runtime.devices.check_models import WIDTH, ordinary_model, static_model
+from edgeinfer.runtime.backends.onnx import selfcheck
+from edgeinfer.runtime.backends.onnx.check_models import WIDTH, ordinary_model, static_model
+from edgeinfer.runtime.backends.onnx.selfcheck import check_device
+from edgeinfer.runtime.backends.onnx.session import OrtSession
+from edgeinfer.runtime.devices import providers
 from edgeinfer.runtime.devices.contract import CPU, STATIC_ONLY, Device
-from edgeinfer.runtime.devices.selfcheck import check_device
-from edgeinfer.runtime.ort_session import OrtSession
 from tests.devices import STANDIN, lacking
 
 # A provider of whose arrays nothing is shared with the process, as far as a session can tell.

@@ -13,12 +13,12 @@ import edgeinfer
 from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
 from edgeinfer.errors import DeviceError
 from edgeinfer.hub import resolve
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
+from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.devices.contract import CPU, Device
-from edgeinfer.runtime.devices.first_pass import check_first_pass
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
-from edgeinfer.runtime.devices.selfcheck import check_device
-from edgeinfer.runtime.onnx_backend import OnnxBackend
 from tests.devices import talk
 
 pytestmark = pytest.mark.openvino

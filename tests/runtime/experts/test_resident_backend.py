@@ -16,13 +16,13 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.contracts import ExpertChoice, PassCancelledError
+from edgeinfer.runtime.backends.contract import ExpertChoice, PassCancelledError
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
+from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
 from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.experts.residency import Residency
-from edgeinfer.runtime.experts.resident_backend import ResidentBackend
-from edgeinfer.runtime.memory import process_memory
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.streamed_backend import StreamedBackend
+from edgeinfer.runtime.system.memory import process_memory
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.native import library, selftest
 from edgeinfer.runtime.native.binding import VERSION, Binding, PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel, native_kernel
-from edgeinfer.runtime.ort_session import OrtSession
 from tests.cli import TIME_LIMIT
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux loads a damaged library until it crashes")

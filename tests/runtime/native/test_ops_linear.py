@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from edgeinfer.runtime.memory import process_memory
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
+from edgeinfer.runtime.system.memory import process_memory
 from tests.runtime.native.graphs import attributes, constants, make_model, open_session, run
 from tests.runtime.native.matrices import FORMATS, Floats, RandomMatrix, formats, linear, make_matrix, swiglu
 

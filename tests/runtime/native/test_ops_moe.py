@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from edgeinfer.runtime.memory import MappedFile
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
+from edgeinfer.runtime.system.memory import MappedFile
 from tests.runtime.native.graphs import make_model, open_session, run
 from tests.runtime.native.matrices import Floats, RandomMatrix, linear, make_matrix, silu, swiglu
 

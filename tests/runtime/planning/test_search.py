@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from edgeinfer.config import COUNTED, LoadConfig, drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.memory import ProcessMemory
+from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.footprint import Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
-from edgeinfer.runtime.planning.onnx_memory import OnnxMemory
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.planning.ways import configurations
-from edgeinfer.runtime.speculation.costs import PassCosts
-from edgeinfer.runtime.tuning.settings import TunedSettings
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.settings import TunedSettings
+from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 
 PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import CacheSnapshot, Floats, Ints, StepOutput, Visibility, check_pass
-from edgeinfer.runtime.engine import Engine
+from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, Ints, StepOutput, Visibility, check_pass
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.search.contract import Search, SearchParts
 from edgeinfer.runtime.search.registry import make_search

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import PassCancelledError
+from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.search import branches as module
 from edgeinfer.runtime.search.branches import Branch, Branches

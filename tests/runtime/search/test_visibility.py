@@ -13,10 +13,10 @@ from edgeinfer.bundle.graph import TREE_ROWS
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
-from edgeinfer.runtime.contracts import Backend, Visibility
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
-from edgeinfer.runtime.static_backend import StaticBackend
+from edgeinfer.runtime.backends.contract import Backend, Visibility
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.backends.static.backend import StaticBackend
 from tests.runtime.models import bundle_of
 from tests.runtime.test_engine import TableBackend
 

@@ -15,16 +15,16 @@ from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.bundle.heads import add_heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.profile.layer_drafting import Tuning
 from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
 from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.rounds import Rounds
-from edgeinfer.runtime.speculation.tuning import Tuning
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint

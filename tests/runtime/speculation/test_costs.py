@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Ints, StepOutput
-from edgeinfer.runtime.speculation import costs as module
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Ints, StepOutput
+from edgeinfer.runtime.profile import costs as module
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, measure_guesses, measure_passes
 from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess
-from edgeinfer.runtime.speculation.costs import Costs, DraftCosts, PassCosts, measure_guesses, measure_passes
 
 CURVES = st.builds(
     lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),
@@ -240,7 +240,7 @@ def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock) -> None:
 
 
 def test_the_builtin_model_is_measured() -> None:
-    from edgeinfer.runtime.onnx_backend import OnnxBackend
+    from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 
     backend = OnnxBackend(open_bundle(resolve(None)), 128)
     curve = measure_passes(backend, budget_s=0.1, step=2)

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.bundle import Layout
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.kernel import require_kernel
 from tests.runtime.speculation.subjects import EXPORTS, GREEDY, PENALISED, PROMPT, SAMPLED, Subject, Text, bundles
 

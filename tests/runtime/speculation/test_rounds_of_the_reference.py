@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import ChoiceConstraint
 from tests.runtime.speculation.subjects import (
     GREEDY,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats, Ints, StepOutput
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, StepOutput
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge

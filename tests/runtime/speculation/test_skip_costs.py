@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.contracts import Ints, StepOutput
+from edgeinfer.runtime.backends.contract import Ints, StepOutput
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
 from tests.runtime.speculation.drafters.models import export, make_backend
 

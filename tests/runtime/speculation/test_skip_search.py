@@ -11,8 +11,8 @@ import torch
 from edgeinfer.bundle import Bundle, Capabilities, open_bundle
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.export import export_checkpoint
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from edgeinfer.runtime.speculation.skip_samples import Sample

@@ -144,7 +144,7 @@ _MEASURED = """
 import sys
 import tokenizers
 from pathlib import Path
-from edgeinfer.runtime.memory import process_memory, release_freed, return_large_frees
+from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
 from edgeinfer.runtime.text import TransientTokenizer
 return_large_frees()
 tokenizers.Tokenizer(tokenizers.models.BPE()).encode("a")

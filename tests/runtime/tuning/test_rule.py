@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import BudgetError
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.rule import GAIN, judge, median_below
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, Found, Ways, find
-from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.trial import FULL, QUICK, Effort, compare
 from edgeinfer.runtime.tuning.work import DECODE, LOAD, PREFILL, TURN, VERIFY, Times
 

@@ -14,12 +14,11 @@ import pytest
 
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.machine import physical_cores, processor_name, usable_processors
-from edgeinfer.runtime.tuning import affinity, store
-from edgeinfer.runtime.tuning.affinity import pinning
-from edgeinfer.runtime.tuning.fingerprint import Fingerprint
-from edgeinfer.runtime.tuning.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.tuning.store import (
+from edgeinfer.runtime.profile import affinity, store
+from edgeinfer.runtime.profile.affinity import pinning
+from edgeinfer.runtime.profile.fingerprint import Fingerprint
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.profile.store import (
     TunedProfile,
     forget_profile,
     keep_profile,
@@ -27,6 +26,7 @@ from edgeinfer.runtime.tuning.store import (
     read_profile,
     write_profile,
 )
+from edgeinfer.runtime.system.machine import physical_cores, processor_name, usable_processors
 
 MODEL = "ab" * 32
 MACHINE = Fingerprint("A processor", 4, 8, "Linux x86_64", "1.0", "engine 2", "avx2")

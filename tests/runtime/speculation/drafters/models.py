@@ -11,9 +11,9 @@ import numpy as np
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.contracts import Backend, CacheSnapshot, Floats
-from edgeinfer.runtime.onnx_backend import OnnxBackend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict
 from tests.cache import made
 from tests.factories import make_checkpoint

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.contracts import Backend
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
 from tests.runtime.speculation.drafters.models import assert_same_cache, context, export, make_backend, take_in
 

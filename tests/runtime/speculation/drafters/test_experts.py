@@ -10,9 +10,9 @@ import pytest
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.contracts import Backend, ExpertChoice
-from edgeinfer.runtime.experts.resident_backend import ResidentBackend
-from edgeinfer.runtime.onnx_backend import OnnxBackend
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
 from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter, fewer_experts
 from tests.runtime.speculation.drafters.models import (
     Plain,

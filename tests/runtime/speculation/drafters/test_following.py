@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.contracts import Backend, Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from tests.runtime.speculation.drafters.models import export, make_backend, take_in
 

@@ -11,9 +11,9 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.contracts import Floats
-from edgeinfer.runtime.engine import Engine
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Prober, Round, Verdict

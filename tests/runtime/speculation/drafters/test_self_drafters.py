@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.contracts import Backend
-from edgeinfer.runtime.reference import ReferenceBackend
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
 from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter

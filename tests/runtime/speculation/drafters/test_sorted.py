@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.contracts import Backend, Floats
+from edgeinfer.runtime.backends.contract import Backend, Floats
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 from tests.runtime.speculation.drafters.models import context, export, make_backend
 

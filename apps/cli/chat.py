@@ -1,0 +1,132 @@
+"""`edgeinfer chat`: opens the chat app, or the chat in the terminal; knows nothing of what is said there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import edgeinfer
+from edgeinfer import hub
+from edgeinfer.apps.cli.extras import missing_extra
+from edgeinfer.apps.cli.loading import load_model
+from edgeinfer.apps.cli.options import (
+    add_command,
+    add_generation_options,
+    add_load_options,
+    generation_options,
+    load_options,
+    utf8,
+)
+from edgeinfer.apps.terminal.app import TerminalChat
+from edgeinfer.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.options import Parser, Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Talk to a model: in a window of its own, where pywebview and a display are there, else in the browser. Conversations are
+kept on this machine, nothing leaves it, and no network is needed. What you choose here holds for this run; what you
+choose in the window is kept.
+
+With --terminal, talk in the terminal: Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands. Lines piped in are
+answered one by one. Replies are sampled at temperature 0.7 and top-p 0.9 unless you or the model's makers say
+otherwise; --temp 0 gives the most likely reply, --seed the same reply again.
+
+examples:
+  edgeinfer chat
+  edgeinfer chat -m my-bundle --memory 600MB --system "Answer in one sentence."
+  edgeinfer chat --terminal
+"""
+
+# The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
+_CONVERSATIONAL = {"temperature": 0.7, "top_p": 0.9}
+_OF_THE_WINDOW = ("data", "models", "port", "no_window")
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "chat", execute, "talk to a model", _DESCRIPTION)
+    parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
+    _add_window_options(parser)
+    add_load_options(parser)
+    add_generation_options(parser, max_tokens=None)
+
+
+def _add_window_options(parser: Parser) -> None:
+    group = parser.add_argument_group("window")
+    text = "folder of conversations and settings (default: the user's data folder)"
+    group.add_argument("--data", type=Path, metavar="FOLDER", help=text)
+    text = "search this folder for models too; may be given several times"
+    group.add_argument("--models", type=Path, action="append", metavar="FOLDER", help=text)
+    text = "port on this machine, 127.0.0.1 (default: a free one)"
+    group.add_argument("--port", type=int, metavar="N", help=text)
+    text = "open no window: print the address and serve"
+    group.add_argument("--no-window", action="store_true", default=None, help=text)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    system = None if args.system is None else utf8(args.system, "--system")
+    return _in_terminal(args, system) if args.terminal else _in_window(args, system)
+
+
+def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
+    for name in _OF_THE_WINDOW:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is of the window.", "Leave out it or --terminal.")
+    given = generation_options(args)
+    with load_model(args.model, load_options(args)) as model:
+        options = {**_CONVERSATIONAL, **_recommended(args.model), **given}
+        TerminalChat(model, system=system, options=options).run()
+    return 0
+
+
+def _recommended(model: str | None) -> Mapping[str, Any]:
+    """Generation options that a model's makers recommend; none where its files do not say."""
+    try:
+        return edgeinfer.describe(model).sampling
+    except ModelError:
+        return {}
+
+
+def _in_window(args: argparse.Namespace, system: str | None) -> int:
+    try:
+        from edgeinfer.apps.desktop.window import DesktopConfig, run
+    except ModuleNotFoundError as error:
+        if isinstance(missing_extra(error), UsageError):
+            message = f"The chat app needs {error.name}, which is not installed."
+            hint = "pip install 'edgeinfer[desktop]', or chat in the terminal: edgeinfer chat --terminal"
+            raise UsageError(message, hint) from error
+        raise
+    loading, options = load_options(args), generation_options(args)
+    given: dict[str, Any] = {"memory": loading.pop("memory", None), "context": loading.pop("context", None)}
+    given |= {"model": _local(args.model), "system": system, "options": options or None}
+    config = DesktopConfig(
+        data=args.data,
+        port=args.port or 0,
+        window=not args.no_window,
+        settings={name: value for name, value in given.items() if value is not None},
+        options=loading,
+        models=tuple(args.models or ()),
+    )
+    run(config, _tell)
+    return 0
+
+
+def _local(model: str | None) -> str | None:
+    """A model as the app remembers it: a path that means the same in every folder, or an id of what was fetched."""
+    if model is None:
+        return None
+    path = hub.resolve(model)
+    return str(path.absolute()) if Path(model).expanduser().exists() else model
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

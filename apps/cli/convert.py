@@ -1,0 +1,118 @@
+"""`edgeinfer convert`: a bundle in the other layout of weights, or a .gguf file in another type; knows neither."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer import hub
+from edgeinfer.apps.cli.extras import missing_extra
+from edgeinfer.apps.cli.options import add_command, add_json_option
+from edgeinfer.apps.cli.output import Progress, print_json, print_note, progress_bar
+from edgeinfer.bundle import LAYOUTS, open_bundle
+from edgeinfer.bundle.conversion import convert_bundle
+from edgeinfer.config import format_size
+from edgeinfer.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.options import Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Store a bundle's weights as our own kernel reads them (native) or as onnxruntime's operators do (portable).
+Nothing is lost either way. Every bundle runs wherever edgeinfer does; one whose layout the device does not run is
+converted when it is loaded, and this does so beforehand.
+
+A .gguf file is written again in another of llama.cpp's types, or with fewer layers, for a drafter. From a file of
+floats that loses what the type does; quantizing one that is quantized already loses more, and needs --requantize.
+
+examples:
+  edgeinfer convert my-bundle my-portable-bundle --to portable
+  edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M
+  edgeinfer convert model.gguf drafter.gguf --prune-layers 9,10,12,13
+"""
+_GGUF = ".gguf"
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    text = "lay out a bundle's weights for another kernel, or write a .gguf file in another type"
+    parser = add_command(commands, "convert", execute, text, _DESCRIPTION)
+    parser.add_argument("bundle", metavar="MODEL", help="bundle directory, hub id ORG/NAME, or a .gguf file")
+    parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory or .gguf file to make")
+    parser.add_argument("--to", choices=LAYOUTS, help="of a bundle: layout to store")
+    text = "of a .gguf file: type by llama.cpp's name, as Q4_K_M (default: every tensor as it is)"
+    parser.add_argument("--type", metavar="TYPE", help=text)
+    text = "of a .gguf file: layers to leave out, as 3,4,5"
+    parser.add_argument("--prune-layers", type=_layers, default=(), metavar="LAYERS", help=text)
+    text = "of a .gguf file: take one that is quantized already, which loses more than one of floats would"
+    parser.add_argument("--requantize", action="store_true", help=text)
+    text = "of a .gguf file: threads (default: all cores)"
+    parser.add_argument("-t", "--threads", type=int, metavar="N", help=text)
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    add_json_option(parser)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(each) for each in text.split(",")}))
+    except ValueError:
+        hint = "Write them like 3,4,5; edgeinfer export chooses layers by itself."
+        raise UsageError(f"{text!r} are no layers.", hint) from None
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    start = time.perf_counter()
+    is_file = args.bundle.lower().endswith(_GGUF)
+    with progress_bar(enabled=not args.json) as progress:
+        (_convert_file if is_file else _convert_bundle)(args, progress)
+    seconds = time.perf_counter() - start
+    files = [args.out] if is_file else [file for file in args.out.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    if args.json:
+        made = {"file": str(args.out), "type": args.type} if is_file else {"bundle": str(args.out), "layout": args.to}
+        print_json(made | {"bytes": size, "seconds": round(seconds, 3)})
+    else:
+        print_note(f"{format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {args.out} -p TEXT")
+    return 0
+
+
+def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None:
+    for name in ("type", "prune_layers", "requantize", "threads"):
+        if getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            hint = "Give the .gguf file itself; other bundles are exported again from their checkpoint."
+            raise UsageError(f"{option} is of .gguf files, and {args.bundle} is none.", hint)
+    if args.to is None:
+        raise UsageError("The layout to store is missing.", f"Add --to {' or --to '.join(LAYOUTS)}.")
+    convert_bundle(open_bundle(hub.resolve(args.bundle)), args.to, args.out, progress, replace_existing=args.force)
+
+
+def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
+    if args.to is not None:
+        raise UsageError("--to is of bundles, and a .gguf file has one layout.", "Choose a type, as --type Q4_K_M.")
+    if args.type is None and not args.prune_layers:
+        raise UsageError("Nothing is to be changed.", "Add --type TYPE or --prune-layers LAYERS.")
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"{args.threads} threads are impossible.", "Give 1 or more.")
+    if args.out.suffix.lower() != _GGUF:
+        raise UsageError(f"{args.out} does not end in {_GGUF}.", f"Call it {args.out}{_GGUF}.")
+    if args.out.exists() and not args.force:
+        raise StorageError(f"{args.out} exists already.", "Choose another name, or add --force to replace it.")
+    try:
+        from edgeinfer.export.gguf.quantize import quantize_gguf
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
+    quantize_gguf(
+        Path(args.bundle),
+        args.out,
+        args.type or "COPY",
+        prune_layers=args.prune_layers,
+        requantize=args.requantize,
+        threads=args.threads,
+        progress=progress,
+    )

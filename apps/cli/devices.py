@@ -1,0 +1,60 @@
+"""`edgeinfer devices`: where models can run on this machine; knows nothing of providers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+import edgeinfer
+from edgeinfer.apps.cli.options import add_command, add_json_option
+from edgeinfer.apps.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.results import DeviceFacts
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+List the devices that models can run on, which are installed here, and whether a small model runs on them as it does on
+the CPU. `--device NAME` chooses one; `auto`, the default, takes the first of the list that runs the model.
+
+example:
+  edgeinfer devices
+"""
+_WORDS = {
+    "in_place_kv": "cache updated in place",
+    "quantized_kv": "int8 and int4 caches",
+    "branches": "branches",
+    "tree_bias": "draft trees",
+    "custom_ops": "native kernel",
+}
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "devices", execute, "where models can run here", _DESCRIPTION)
+    parser.add_argument("--no-check", action="store_true", help="only look for devices, run nothing on them")
+    add_json_option(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    devices = edgeinfer.list_devices(check=not args.no_check)
+    if args.json:
+        print_json({"devices": [dataclasses.asdict(device) for device in devices]})
+        return 0
+    rows = [(d.name, _here(d), d.check, f"{d.bundles} bundles", _traits(d), d.tried) for d in devices]
+    print_table(rows, header=("device", "here", "check", "runs", "with", "tried"))
+    return 0
+
+
+def _here(device: DeviceFacts) -> str:
+    if device.installed:
+        return "yes" if device.hardware else "no hardware"
+    return f"needs {device.package}" + ("" if device.beside else " in place of onnxruntime")
+
+
+def _traits(device: DeviceFacts) -> str:
+    return ", ".join(_WORDS[name] for name, there in device.traits.items() if there) or "fixed shapes"

@@ -1,0 +1,72 @@
+"""`edgeinfer distill exits`: early exits of a checkpoint, tuned; knows nothing of how that is done."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer.apps.cli.distilling.common import (
+    add_training_options,
+    find_model,
+    given,
+    report,
+    require_free,
+    torch_needed,
+    working_folder,
+)
+from edgeinfer.apps.cli.options import add_command, add_json_option
+from edgeinfer.apps.cli.output import print_note, progress_bar
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.options import Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Train a small checkpoint so that its early layers predict what all of it does: it drafts for itself then, or answers
+with fewer layers. The whole model is held to what it said before. Makes a checkpoint, which edgeinfer export takes.
+Needs the extra: pip install 'edgeinfer[train]'.
+
+example:
+  edgeinfer distill exits my-checkpoint tuned --text texts.jsonl --steps 500
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "exits", execute, "early exits of a checkpoint", _DESCRIPTION)
+    text = "checkpoint directory, or hub id (a bundle's rounded weights do too)"
+    parser.add_argument("target", metavar="CHECKPOINT", help=text)
+    parser.add_argument("out", metavar="OUT", type=Path, help="checkpoint directory to make")
+    add_training_options(parser)
+    text = "how often the last layer is left out in training; earlier ones are less (default: 0.1)"
+    parser.add_argument("--dropout", type=float, metavar="P", help=text)
+    text = "how much exits count beside the whole model (default: 1)"
+    parser.add_argument("--exit-weight", type=float, metavar="X", help=text)
+    text = "how much the whole model is held to what it said before (default: 1)"
+    parser.add_argument("--guard", type=float, metavar="X", help=text)
+    add_json_option(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    source = find_model(args.target)
+    require_free(args.out)
+    with torch_needed():
+        from edgeinfer.export.training.exits import ExitsOptions, tune_exits
+        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.text import TextSource
+        from edgeinfer.export.training.trainer import find_device
+
+        own = {name: getattr(args, name) for name in ("dropout", "exit_weight", "guard")}
+        options = ExitsOptions(**given(args), **{name: value for name, value in own.items() if value is not None})
+        target = load_target(source, find_device(options.device))
+        with working_folder(args) as work, progress_bar(enabled=not args.json) as bar:
+            tuned = tune_exits(target, TextSource(tuple(args.text), target), options, args.out, work, bar)
+    rows = [(f"exit after {n}", f"{tuned.before[n]:.3f}", f"{tuned.after[n]:.3f}") for n in tuned.before]
+    whole = ("perplexity of the whole", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}")
+    report(args, tuned.facts(), [("agreement with the whole", "before", "after"), *rows, whole])
+    if not args.json:
+        print_note(f"Make a bundle of it: edgeinfer export {args.out} BUNDLE")
+    return 0

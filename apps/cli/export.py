@@ -1,0 +1,244 @@
+"""`edgeinfer export`: a checkpoint becomes a bundle; knows nothing of graphs or bits."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import edgeinfer
+from edgeinfer import hub
+from edgeinfer.apps.cli.extras import missing_extra
+from edgeinfer.apps.cli.options import add_command, add_json_option, read_paragraphs
+from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
+from edgeinfer.apps.cli.plan_table import PLAN_HEADER, plan_facts, plan_rows
+from edgeinfer.bundle import PORTABLE, open_bundle
+from edgeinfer.config import format_size, parse_size
+from edgeinfer.errors import EdgeInferError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.options import Parser, Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
+Needs the extra: pip install 'edgeinfer[export]', or 'edgeinfer[export,gguf]' for --format gguf (llama.cpp's).
+
+examples:
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-gguf --format gguf --type Q4_K_M --calibration text.txt
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct drafter --format gguf --prune-layers auto:8
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-npu --static --static-context 2048
+  edgeinfer run -m qwen -p "What is a quark?" --chat
+"""
+# Options that are fields of ExportConfig under the same name.
+_OPTIONS = (
+    *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),
+    *("group_size", "symmetric", "head_bits", "keep_small", "layout", "exporter", "name", "gguf_type"),
+)
+# Options that are fields of StaticOptions, named --static-*.
+_STATIC = ("context", "chunk", "widths", "layers")
+# The most that a manifest may have.
+_MOST_LAYERS = 2048
+# What bits of single tensors mean in a GGUF model.
+_BITS_TYPES = {"2": "Q2_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "export", execute, "make a bundle from a checkpoint", _DESCRIPTION)
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or hub id ORG/NAME")
+    parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
+    text = "model file in the bundle; gguf runs on llama.cpp, and cannot skip layers of itself (default: onnx)"
+    parser.add_argument("--format", choices=("onnx", "gguf"), default="onnx", help=text)
+    _add_quantization(parser)
+    text = "of a GGUF model, layers to leave out, as 3,4,5, or auto:N for the N it misses least: for a drafter"
+    parser.add_argument("--prune-layers", type=_layers, default={}, metavar="LAYERS", help=text)
+    text = (
+        "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
+    )
+    parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
+    text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
+    parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
+    text = "UTF-8 text, paragraphs parted by empty lines, to fit int8 and int4 caches to (default: the model's own)"
+    parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
+    text = "do not run the model afterwards to fit int8 and int4 caches to it; edgeinfer tune can do it later"
+    parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
+    text = "print the bits that each kind of matrix got; edgeinfer inspect does it later"
+    parser.add_argument("--show-plan", action="store_true", help=text)
+    _add_static(parser)
+    parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
+    add_json_option(parser)
+
+
+def _add_quantization(parser: Parser) -> None:
+    size = parser.add_mutually_exclusive_group()
+    text = "bits of each weight: fewer are smaller and faster, more are closer to the original (default: 4)"
+    size.add_argument("--bits", type=int, choices=(2, 4, 8, 16, 32), help=text)
+    text = "instead, of a GGUF model: its type by llama.cpp's name, as Q4_K_M (default: Q4_0, the fastest)"
+    size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
+    text = (
+        "instead: mean bits per parameter of all weights, with scales, zero points and what stays float32; each matrix "
+        "gets the bits that the model loses least by"
+    )
+    size.add_argument("--budget-bits", type=float, metavar="BITS", help=text)
+    text = "instead: bytes of the whole weights.bin or model.gguf, as 350MB"
+    size.add_argument("--target-size", type=parse_size, metavar="SIZE", help=text)
+    text = (
+        "bits of the matrices whose name matches a glob pattern, as 'layers.*.mlp.down=8'; of a GGUF model types, as "
+        "'blk.*.ffn_down.weight=Q8_0'; may be repeated, the last match wins (names: edgeinfer inspect --tensors)"
+    )
+    parser.add_argument("--bits-for", type=_pattern, action="append", default=[], metavar="PATTERN=BITS", help=text)
+    text = "UTF-8 text like what the model will read: weights that matter there are kept closest"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
+    text = "tokens of it that are run (default: by size, 16384 or 8192)"
+    parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
+    text = "how values are found: rtn, hqq; with a calibration text also gptq, awq (default: gptq with one, else rtn)"
+    parser.add_argument("--method", metavar="NAME", help=text)
+    text = "weights that share a scale: fewer are more exact, more are smaller (default: by size)"
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help=text)
+    sign = parser.add_mutually_exclusive_group()
+    text = "scale only: a little smaller"
+    sign.add_argument("--symmetric", dest="symmetric", action="store_true", default=None, help=text)
+    text = "scale and zero point: a little more exact (default)"
+    sign.add_argument("--asymmetric", dest="symmetric", action="store_false", help=text)
+    text = "bits of the output layer alone (default: chosen from --bits)"
+    parser.add_argument("--head-bits", type=int, choices=(2, 4, 8, 32), help=text)
+    text = "give layers of at most 65536 weights these bits too, instead of more"
+    parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
+
+
+def _add_static(parser: Parser) -> None:
+    text = (
+        "graphs of fixed shapes in standard operators, for devices that run no others, such as neural processors: a "
+        "larger model file per shape, one copy of the weights"
+    )
+    parser.add_argument("--static", action="store_true", help=text)
+    text = "with --static: tokens of prompt and reply together (default: 1024, or what the model allows)"
+    parser.add_argument("--static-context", type=int, metavar="N", help=text)
+    text = "with --static: prompt tokens per pass (default: 64)"
+    parser.add_argument("--static-chunk", type=int, metavar="N", help=text)
+    text = "with --static: rows of the passes that decode and verify drafts (default: 1,2,4,8)"
+    parser.add_argument("--static-widths", type=_numbers, metavar="N,N,...", help=text)
+    text = "with --static: layers to keep, as 0-5,8: a model of fewer layers, for a drafter (default: all)"
+    parser.add_argument("--static-layers", type=_ranges, metavar="LAYERS", help=text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers between commas."""
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise UsageError(f"{text!r} are no numbers.", "Write them like 1,2,4,8.") from None
+
+
+def _ranges(text: str) -> tuple[int, ...]:
+    """Numbers and ranges between commas, in the order given."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UsageError(f"{text!r} are no layers.", "Write them like 0-5,8.")
+        if dash and int(last) - int(first) >= _MOST_LAYERS:
+            raise UsageError(f"{part!r} are more layers than any model has.", "Write them like 0-5,8.")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _pattern(text: str) -> tuple[str, str]:
+    """A pattern and what it says."""
+    pattern, sign, said = text.rpartition("=")
+    if not sign or not pattern or not said:
+        raise UsageError(f"{text!r} is not a pattern with bits.", "Write it like layers.*.mlp.down=8.")
+    return pattern, said
+
+
+def _layers(text: str) -> dict[str, Any]:
+    """Layers to leave out, by their numbers or by how many."""
+    way, sign, count = text.partition(":")
+    try:
+        if sign and way == "auto" and int(count) > 0:
+            return {"prune_count": int(count)}
+        return {"prune_layers": tuple(sorted({int(each) for each in text.split(",")}))}
+    except ValueError:
+        hint = "Write them like 3,4,5, or auto:2 for the two that the model misses least."
+        raise UsageError(f"{text!r} are no layers.", hint) from None
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of ExportConfig that the user gave.
+
+    Raises:
+        UsageError: an option is of the other format.
+    """
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    given |= args.prune_layers | _static_options(args)
+    if args.format == "gguf":
+        if args.kv_calibration is not None:
+            raise UsageError("--kv-calibration is not possible with a GGUF model.", "Its caches need no scales.")
+        types = tuple((pattern, _BITS_TYPES.get(said, said)) for pattern, said in args.bits_for)
+        return given | {"format": args.format} | ({"types_for": types} if types else {})
+    for pattern, said in args.bits_for:
+        if not said.isdecimal():
+            hint = "Write it like layers.*.mlp.down=8, or add --format gguf for types."
+            raise UsageError(f"'{pattern}={said}' is not a pattern with bits.", hint)
+    return given | {"bits_for": tuple((pattern, int(said)) for pattern, said in args.bits_for)}
+
+
+def _static_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The field of ExportConfig for fixed shapes, where they are asked for.
+
+    Raises:
+        UsageError: an option of fixed shapes comes without --static, or is impossible.
+    """
+    from edgeinfer.export.static.options import StaticOptions
+
+    given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
+    if not args.static:
+        for name in given:
+            raise UsageError(f"--static-{name} is for fixed shapes.", "Add --static, or leave it out.")
+        return {}
+    if args.kv_calibration is not None:
+        raise UsageError("--kv-calibration is not possible with --static.", "Its caches are float32.")
+    return {"static": StaticOptions(**given)}
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    try:
+        from edgeinfer.export import ExportConfig, export_checkpoint
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
+    config = ExportConfig(**_options(args), force=args.force)
+    texts = None if args.kv_calibration is None else read_paragraphs(args.kv_calibration)
+    source = hub.find_checkpoint(args.source)
+    start = time.perf_counter()
+    with progress_bar(enabled=not args.json) as progress:
+        try:
+            bundle = export_checkpoint(source, args.out, config, progress)
+        except ModuleNotFoundError as error:
+            raise missing_extra(error) from error
+        if args.kv_scales and args.format == "onnx" and config.exporter == "native" and config.static is None:
+            _calibrate(bundle, texts, progress)
+    seconds = time.perf_counter() - start
+    size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    manifest = open_bundle(bundle).manifest if args.show_plan else None
+    if args.json:
+        plan = {} if manifest is None else {"plan": plan_facts(manifest)}
+        print_json({"bundle": str(bundle), "bytes": size, "seconds": round(seconds, 3)} | plan)
+    else:
+        if manifest is not None:
+            print_table(plan_rows(manifest), header=PLAN_HEADER)
+        print_note(f"{format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} -p TEXT")
+    return 0
+
+
+def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None) -> None:
+    """Adds scales for quantized caches; a model that cannot run here goes without."""
+    try:
+        edgeinfer.calibrate_kv(bundle, texts, progress=progress)
+    except EdgeInferError as error:
+        print_note(f"No scales for int8 and int4 caches: {error.message} {error.hint}")

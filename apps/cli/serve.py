@@ -1,0 +1,146 @@
+"""`edgeinfer serve`: a model behind an OpenAI-compatible endpoint; knows nothing of requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer.apps.cli.extras import missing_extra
+from edgeinfer.apps.cli.options import add_command, add_json_option, add_load_options, load_options, read_text
+from edgeinfer.config import format_size, parse_size
+from edgeinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer import Model
+    from edgeinfer.apps.cli.options import Parser, Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Serve a model to other programs, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models,
+besides /health, /metrics, /props, /tokenize and /detokenize. Ctrl-C ends it.
+
+Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
+EDGEINFER_API_KEY; there is no encryption, which is a proxy's to add.
+
+examples:
+  edgeinfer serve
+  edgeinfer serve -m my-bundle --memory 600MB --port 8081
+  curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+"""
+_KEY_VARIABLE = "EDGEINFER_API_KEY"
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "serve", execute, "serve a model to other programs", _DESCRIPTION)
+    _add_server_options(parser)
+    add_load_options(parser)
+    add_json_option(parser)
+
+
+def _add_server_options(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
+    text = "interface to serve on; any but this machine's own needs an API key (default: 127.0.0.1)"
+    group.add_argument("--host", default="127.0.0.1", metavar="NAME", help=text)
+    group.add_argument("--port", type=int, default=8080, metavar="N", help="0 picks a free one (default: 8080)")
+    text = "replies that are made at once, in turns (default: 8)"
+    group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
+    text = "replies that wait beyond these before requests are refused (default: 64)"
+    group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
+    text = "another name by which requests may call the model; may be given several times"
+    group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must bear")
+    text = "origin whose pages may use the server, such as https://example.com; may be given several times"
+    group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
+    text = "name by which the server may be addressed, beside localhost; may be given several times"
+    group.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=text)
+    text = "largest body of a request (default: 4MB)"
+    group.add_argument("--max-body", type=parse_size, default=parse_size("4MB"), metavar="SIZE", help=text)
+    text = "seconds without an event after which a stream sends a comment (default: 10)"
+    group.add_argument("--sse-ping-interval", type=float, default=10.0, metavar="SECONDS", help=text)
+    text = "log method, path and status of requests on stderr, never what they say"
+    group.add_argument("-v", "--verbose", action="store_true", help=text)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    try:
+        from edgeinfer.apps.server.app import make_app
+        from edgeinfer.apps.server.host import ModelHost
+        from edgeinfer.apps.server.security import Security
+        from edgeinfer.apps.server.serving import Server
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
+    options = load_options(args)
+    security = Security(
+        host=args.host,
+        allowed_hosts=tuple(args.allow_host),
+        allowed_origins=tuple(args.allow_origin),
+        api_key=_api_key(args.api_key_file),
+        max_body=args.max_body,
+        comment_seconds=args.sse_ping_interval,
+    ).within(args.memory)
+    _configure_log(args)
+    host = ModelHost(parallel=args.parallel, queue=args.queue)
+    announcement = _Announcement(args.json)
+
+    async def load() -> None:
+        announcement.show(await host.load(args.model, options))
+
+    async def stop() -> None:
+        host.cancel_load()
+        await host.unload()
+
+    app = make_app(host, security, aliases=args.alias)
+    ready = announcement.urls.append
+    Server(app, args.host, args.port, ready=ready, alongside=load, stopping=stop).run()
+    return 0
+
+
+def _api_key(file: Path | None) -> str | None:
+    """The key of the file, else of the environment, else none."""
+    if file is None:
+        return os.environ.get(_KEY_VARIABLE) or None
+    key = read_text(file).strip()
+    if not key:
+        raise UsageError(f"{file} has no key.", "Write one into it, on one line.")
+    return key
+
+
+def _configure_log(args: argparse.Namespace) -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    level = logging.DEBUG if args.debug else logging.INFO if args.verbose else logging.WARNING
+    logging.getLogger("edgeinfer.server").setLevel(level)
+
+
+@dataclass
+class _Announcement:
+    """Says once where the server is, when it has a model."""
+
+    as_json: bool
+    urls: list[str] = field(default_factory=list)
+
+    def show(self, model: Model) -> None:
+        """Says it."""
+        url = self.urls[0]
+        if self.as_json:
+            data = {
+                "url": url,
+                "model": model.info.name,
+                "context": model.context,
+                "planned_bytes": model.plan.planned_bytes,
+                "pid": os.getpid(),
+            }
+            line = json.dumps(data)
+        else:
+            size = format_size(model.plan.planned_bytes)
+            line = f"{model.info.name} is served at {url} (context {model.context}, {size} planned)"
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,160 @@
+"""`edgeinfer tune`: finds how a model runs fastest on this device; knows nothing of how that is found out."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import edgeinfer
+from edgeinfer.apps.cli.loading import load_model
+from edgeinfer.apps.cli.options import add_command, add_json_option, add_load_options, load_options, read_text
+from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
+from edgeinfer.apps.cli.tune_table import device_facts, layer_facts, print_compute, print_device, print_layers
+from edgeinfer.errors import CapabilityError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer import DeviceTuning, TuneResult
+    from edgeinfer.apps.cli.options import Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+Measure a model on this device once, and keep what makes it faster than the usual settings beyond doubt: threads and
+their processors, tokens of a prompt per pass, where the weights are, layers that can be skipped while drafting. Where
+the bundle brings no scales for int8 and int4 caches, find these too. What is given here, such as -t, is not tuned.
+
+examples:
+  edgeinfer tune -m my-bundle --text prompts.txt
+  edgeinfer tune -m my-bundle --draft-model my-small-bundle --skip --entropy
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "tune", execute, "find what runs fastest here", _DESCRIPTION)
+    add_load_options(parser)
+    group = parser.add_argument_group("device")
+    text = "measure for seconds instead of minutes; small gains are not found"
+    group.add_argument("--quick", action="store_true", help=text)
+    text = "write the settings to FILE, for --profile FILE, instead of keeping them for this user"
+    group.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "drop the settings that were kept of this model, and do nothing else"
+    group.add_argument("--forget", action="store_true", help=text)
+    group = parser.add_argument_group("answers that take less compute (lossy); only what is named here is tuned then")
+    text = "find the blocks that answers can skip at the least harm, for --compute calibrated"
+    group.add_argument("--skip", action="store_true", help=text)
+    text = "find how unsure --draft-model is of this model's replies, for --compute entropy"
+    group.add_argument("--entropy", action="store_true", help=text)
+    group = parser.add_argument_group("layers that draft, or that answers skip")
+    text = "prompts to tune by, one per line of a UTF-8 file (default: a few of edgeinfer's own)"
+    group.add_argument("--text", type=Path, metavar="FILE", help=text)
+    text = "consecutive layers that are skipped together (default: 1)"
+    group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
+    text = "sets of layers to try at most (default: 200)"
+    group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
+    add_json_option(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    options = load_options(args)
+    if args.forget:
+        return _forget(args, options)
+    prompts = _prompts(args)
+    if args.skip or args.entropy:
+        return _tune_compute(args, options, prompts)
+    device = _tune_device(args, options)
+    layers = _tune_layers(args, options, prompts, device)
+    with progress_bar() as bar:
+        scales = edgeinfer.tune_kv(args.model, prompts, **({} if bar is None else {"progress": bar}))
+    if args.json:
+        found = {} if layers is None else layer_facts(layers)
+        print_json(found | {"device": None if device is None else device_facts(device), "kv_scales": scales})
+        return 0
+    if device is not None:
+        print_device(device, args.out)
+    if layers is not None:
+        print_layers(layers)
+    else:
+        print_table([("layers that draft", "none: this backend cannot skip layers")])
+    if scales:
+        print_note("Fitted int8 and int4 caches to this model; kept for this user.")
+    return 0
+
+
+def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    options.pop("profile", None)
+    forgotten = edgeinfer.forget_tuning(args.model, **options)
+    if args.json:
+        print_json({"forgotten": forgotten})
+    else:
+        print_note("Forgot the settings of this model." if forgotten else "No settings of this model were kept.")
+    return 0
+
+
+def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
+    """What answers may leave out, and when a draft model may write them."""
+    if args.entropy and "draft_model" not in options:
+        raise UsageError("There is no second model whose entropy could be looked at.", "Name one with --draft-model.")
+    found: dict[str, Any] = {}
+    with load_model(args.model, options) as model, progress_bar() as bar:
+        if args.skip:
+            told = None if bar is None else (lambda done, total: bar("sets of blocks", done, total))
+            levels = model.tune_skips(
+                prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=told
+            )
+            found["skip"] = [asdict(level) for level in levels]
+        if args.entropy:
+            found["entropy"] = asdict(model.tune_entropy(prompts))
+    if args.json:
+        print_json(found)
+    else:
+        print_compute(found)
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str] | None:
+    """What to tune by; refuses what can be known to be wrong before minutes of measuring."""
+    if args.granularity < 1 or args.evaluations < 1:
+        message = "A search needs a granularity and a number of evaluations."
+        raise UsageError(message, "Give numbers from 1 on.")
+    if args.text is None:
+        return None
+    prompts = [line for line in read_text(args.text).splitlines() if line.strip()]
+    if not prompts:
+        raise UsageError(f"In {args.text} there is no text to score by.", "Give a prompt on each line.")
+    return prompts
+
+
+def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTuning | None:
+    """None where the backend has nothing to tune."""
+    with progress_bar() as bar:
+        shown = {} if bar is None else {"progress": bar}
+        try:
+            return edgeinfer.tune_device(args.model, quick=args.quick, out=args.out, **options, **shown)
+        except CapabilityError:
+            return None
+
+
+def _tune_layers(
+    args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None, device: DeviceTuning | None
+) -> TuneResult | None:
+    """Loads the model as tuned, which measures what drafting costs, and searches; None where layers cannot be skipped.
+
+    Raises:
+        CapabilityError: they cannot, and nothing else could be tuned either.
+    """
+    tuned = options | ({} if args.out is None or device is None else {"profile": str(args.out)})
+    with load_model(args.model, tuned) as model, progress_bar() as bar:
+        shown = {} if bar is None else {"progress": lambda done, total: bar("searching layers", done, total)}
+        try:
+            return model.tune(
+                prompts, granularity=args.granularity, evaluations=args.evaluations, seed=args.seed, **shown
+            )
+        except CapabilityError:
+            if device is None:
+                raise
+            return None

@@ -1,0 +1,117 @@
+"""What the registry knows of a backend before it is made; knows no backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.config import LoadConfig
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
+from edgeinfer.runtime.devices.selection import choose_device
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping
+from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.system.machine import physical_cores
+from edgeinfer.runtime.text.contracts import TokenizerLike
+from edgeinfer.runtime.text.transient import tokenizer_facts
+from edgeinfer.runtime.weights.layouts import Progress
+
+__all__ = ["BackendKind", "Order", "thread_count"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A backend that is wanted.
+
+    Attributes:
+        layout: of the bundle's weights, as the kind's `layout` says.
+        configuration: as planned.
+        progress: called while weights are converted or loaded.
+        device: that the model runs on.
+        settings: that were tuned, and hold beside what the caller set.
+    """
+
+    bundle: Bundle
+    layout: Layout
+    config: LoadConfig
+    configuration: Configuration
+    progress: Progress | None
+    device: Device = CPU
+    settings: TunedSettings = UNTUNED
+
+    @property
+    def threads(self) -> int:
+        """Threads of the linear algebra."""
+        return thread_count(self.config, self.settings)
+
+    @property
+    def affinity(self) -> str:
+        """Processors of these threads, as onnxruntime takes them; "" leaves them to the system."""
+        return self.settings.affinity
+
+
+class BackendKind(ABC):
+    """How a backend is made and what it can do.
+
+    Attributes:
+        modes_differ, loads_experts: as `planning.subject.Subject` has them.
+        tunes: names of the fields of `TunedSettings` that change how fast it is.
+        graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
+    """
+
+    modes_differ: ClassVar[bool] = False
+    loads_experts: ClassVar[bool] = False
+    tunes: ClassVar[tuple[str, ...]] = ()
+    graphs: ClassVar[Graphs] = "none"
+
+    def device(self, config: LoadConfig) -> Device:
+        """The device that a bundle will run on; errors as `choose_device`."""
+        return choose_device(config, self.graphs)
+
+    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
+        """The layout of a bundle's weights that it will run.
+
+        Raises:
+            UsageError, BundleError: it cannot run the bundle, or not as asked.
+        """
+        return bundle.manifest.layout
+
+    @abstractmethod
+    def engine(self) -> str:
+        """Name and version of the library that runs the model."""
+
+    @abstractmethod
+    def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+        """Kinds of cache for a bundle, the usual one first."""
+
+    def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+        """Where the weights may be, the fastest first."""
+        return ("packed",)
+
+    @abstractmethod
+    def kernel(self, bundle: Bundle, layout: Layout) -> str:
+        """What multiplies, as `Backend.kernel` will say."""
+
+    @abstractmethod
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+        """What a bundle takes."""
+
+    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+        """Ways to have the tokenizer, the usual one first."""
+        return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
+
+    def tokenizer(self, backend: Backend) -> TokenizerLike:
+        """The tokenizer of the model's own file, where `tokenizers` says that it is used."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def make(self, order: Order) -> Backend:
+        """The backend, running a bundle as planned; errors as `backends.make_backend`."""
+
+
+def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
+    """Threads of the linear algebra: as the caller said, else as tuned, else one on each core."""
+    return config.threads or settings.threads or physical_cores()

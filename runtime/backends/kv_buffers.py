@@ -1,0 +1,211 @@
+"""The KV buffers of one sequence: growing, cutting, compacting, copying; knows nothing of who fills them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Geometry, KVScales
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
+from edgeinfer.errors import BackendError, DeviceError, UsageError
+from edgeinfer.runtime.backends.contract import CacheSnapshot, Edit, Floats, check_snapshot
+
+__all__ = ["KVBuffers"]
+
+# 256 rows keep the first growth away from short chats; doubling bounds copying to one extra pass over the cache.
+_FIRST_ROWS = 256
+
+
+class KVBuffers:
+    """Keys and values of every layer, (1, kv_heads, rows, width), in place for GroupQueryAttention.
+
+    Args:
+        geometry: sizes of the model.
+        capacity: tokens the cache may hold.
+        spare: rows beyond the capacity, for the padding of passes.
+        kv: type of edgeinfer.bundle.kv_types that the rows are stored in.
+        scales: of that type; a float32 cache needs none.
+        zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
+
+    Attributes:
+        length: rows in use.
+        rows: rows there is room for.
+        scales: keys' and values' of each layer, (H h,); None each for a float32 cache.
+
+    Raises:
+        UsageError: there is no such type, or no scales for it.
+        BundleError: the scales belong to another model.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        capacity: int,
+        spare: int = 0,
+        kv: str = FLOAT32,
+        scales: KVScales | None = None,
+        zeros: Callable[[tuple[int, ...], Any], Any] | None = None,
+    ) -> None:
+        self._geometry = geometry
+        self._kind = find_kv_type(kv)
+        self._digest, self.scales = _scales(geometry, kv, scales)
+        self._most = capacity + spare
+        self._zeros = zeros
+        # Growing there would need room for both arrays, and a copy through this process.
+        self._least = 0 if zeros is None else self._most
+        self.capacity = capacity
+        self.length = 0
+        self.rows = 0
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
+        self.reserve(min(_FIRST_ROWS, self._most))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(a.nbytes for a in (*self.keys, *self.values))
+
+    def reserve(self, rows: int) -> bool:
+        """Makes room for `rows` rows, doubling what is there; True when there was not enough, and the buffers moved.
+
+        Raises:
+            BackendError: more rows than the cache may have.
+            MemoryError: there is no memory for them; the buffers then moved, but hold what they held.
+            DeviceError: the same of a device's memory.
+        """
+        if rows <= self.rows:
+            return False
+        if rows > self._most:
+            raise BackendError(f"{rows} rows do not fit a cache of {self.capacity} tokens.")
+        wanted = min(max(rows, 2 * self.rows, self._least), self._most)
+        g = self._geometry
+        shape = (1, g.num_kv_heads, wanted, self._kind.width(g.head_dim))
+        try:
+            for arrays in (self.keys, self.values):
+                for layer in range(g.num_layers):
+                    # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN.
+                    grown = (self._zeros or np.zeros)(shape, self._kind.dtype)
+                    if layer < len(arrays):
+                        # All rows, not only those in use: a pass that resumes reads what was written behind the length.
+                        if self.rows:
+                            grown[:, :, : self.rows] = arrays[layer]
+                        arrays[layer] = grown
+                    else:
+                        arrays.append(grown)
+        except (MemoryError, DeviceError):
+            for arrays in (self.keys, self.values):
+                arrays[:] = [_shrunk(array, self.rows) if self.rows else _empty(array) for array in arrays]
+            raise
+        self.rows = wanted
+        return True
+
+    def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:  # (H, n, h) each
+        """Stores rows of one layer from `start` on, for which there must be room; the length stays."""
+        stop = start + keys.shape[1]
+        for arrays, rows, scales in zip((self.keys, self.values), (keys, values), self.scales[layer], strict=True):
+            arrays[layer][0, :, start:stop] = store(self._kind, rows, scales)
+
+    def read(self, layer: int, length: int) -> tuple[Floats, Floats]:  # (H, length, h) each
+        """The numbers that the first rows of one layer stand for; of a float32 cache views of them."""
+        key_scales, value_scales = self.scales[layer]
+        keys = load(self._kind, self.keys[layer][0, :, :length], key_scales)
+        return keys, load(self._kind, self.values[layer][0, :, :length], value_scales)
+
+    def truncate(self, length: int) -> None:
+        """Forgets all rows from `length` on."""
+        if not 0 <= length <= self.length:
+            raise BackendError(f"Cannot truncate a cache of {self.length} tokens to {length}.")
+        self.length = length
+
+    def clear(self) -> None:
+        """Forgets all rows and frees their memory; nothing may be bound to the buffers any more."""
+        self.length = self.rows = 0
+        for arrays in (self.keys, self.values):
+            arrays[:] = [_empty(array) for array in arrays]
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""
+        wanted = [start + r for r in rows]
+        ordered = all(a < b for a, b in itertools.pairwise(wanted))
+        if not ordered or (wanted and not start <= wanted[0] <= wanted[-1] < self.length):
+            raise BackendError(f"Cannot keep rows {list(rows)} of a pass that began at {start}.")
+        if wanted != list(range(start, start + len(wanted))):
+            for array in (*self.keys, *self.values):
+                array[:, :, start : start + len(wanted)] = array[:, :, wanted]
+        self.length = start + len(wanted)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the rows in use, or start..stop-1 of them."""
+        stop = self.length if stop is None else stop
+        if not 0 <= start <= stop <= self.length:
+            raise BackendError(f"Cannot copy rows {start} to {stop} of a cache of {self.length} tokens.")
+        keys = tuple(k[0, :, start:stop].copy() for k in self.keys)
+        values = tuple(v[0, :, start:stop].copy() for v in self.values)
+        return CacheSnapshot(stop - start, keys, values, self._kind.name, self._digest)
+
+    def restore(self, snapshot: CacheSnapshot) -> bool:
+        """Puts a copy back; True when the buffers moved."""
+        check_snapshot(snapshot, self._geometry, self.capacity, self._kind.name, self._digest)
+        self.length = 0
+        return self.append(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> bool:
+        """Adds copied rows behind those in use; True when the buffers moved."""
+        check_snapshot(snapshot, self._geometry, self.capacity - self.length, self._kind.name, self._digest)
+        start, stop = self.length, self.length + snapshot.length
+        moved = self.reserve(stop)
+        for mine, copied in zip((*self.keys, *self.values), (*snapshot.keys, *snapshot.values), strict=True):
+            mine[0, :, start:stop] = copied
+        self.length = stop
+        return moved
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use; see `contracts.Backend.rewrite`."""
+        g, held = self._geometry, self.length
+        left: int | None = None
+        self.length = 0
+        for layer in range(g.num_layers):
+            keys, values = edit(layer, *(floats.copy() for floats in self.read(layer, held)))
+            left = keys.shape[1] if left is None else left
+            if not keys.shape == values.shape == (g.num_kv_heads, left, g.head_dim) or left > held:
+                message = f"An edit of {held} rows returned shapes {keys.shape} and {values.shape} in layer {layer}."
+                raise BackendError(message)
+            self.write(layer, 0, keys, values)
+        self.length = left or 0
+
+
+_LayerScales = tuple[Floats, Floats] | tuple[None, None]
+
+
+def _scales(geometry: Geometry, kv: str, scales: KVScales | None) -> tuple[str, list[_LayerScales]]:
+    """Digest and arrays of the scales that a cache of this type needs."""
+    if not find_kv_type(kv).quantized:
+        return "", [(None, None)] * geometry.num_layers
+    if scales is None:
+        hint = "Run edgeinfer tune once, export the model again, or load it with a float32 cache."
+        raise UsageError(f"A cache of {kv} needs scales, and there are none for this model.", hint)
+    scales.check(geometry)
+    return scales.digest(kv), [(layer.keys, layer.values) for layer in scales.of(kv)]
+
+
+def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)
+    return np.empty((*array.shape[:2], 0, array.shape[3]), array.dtype)
+
+
+def _shrunk(array: NDArray[Any], rows: int) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, rows, w), C >= rows
+    """The first rows of every head, moved together in the same memory: where there is none left, nothing is needed."""
+    _, heads, have, width = array.shape
+    if have == rows:
+        return array
+    packed: NDArray[Any] = array.reshape(-1)[: heads * rows * width].reshape(1, heads, rows, width)
+    for head in range(1, heads):
+        # Rows move down by this many, so that so many at a time do not overlap where they come from.
+        step = head * (have - rows)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            packed[0, head, start:stop] = array[0, head, start:stop]
+    return packed

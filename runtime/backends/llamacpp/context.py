@@ -1,0 +1,292 @@
+"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache; knows no contract.
+
+Sequences share the cells of one cache ("unified"), so that copying one into another copies no keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.gguf.library import listening, logged_error
+from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.llamacpp.threads import SpareThreads
+
+__all__ = ["ABORTED", "ContextOptions", "LlamaContext"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+ABORTED = 2  # llama_decode's answer where the abort callback ended it
+NO_ROOM = 1
+# ggml_type of the KV types.
+_TYPES = {FLOAT32: 0, FLOAT16: 1, "q8_0": 8, "q4_0": 2}
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """What a context is made with.
+
+    Attributes:
+        cells: tokens the cache may hold, those of unsettled trees included.
+        kv: type of the cache.
+        threads: of a pass; at most, where they are `elastic`.
+        elastic: work with fewer while others use the processors, which changes no bit of the results.
+        batch: tokens of a pass at most.
+        outputs: logit rows of a pass at most.
+        sequences: that may share the cache, one more not counted for what is in passing.
+    """
+
+    cells: int
+    kv: str
+    threads: int
+    batch: int
+    outputs: int
+    sequences: int
+    elastic: bool = False
+
+    @property
+    def spare(self) -> int:
+        """The sequence that is empty between calls."""
+        return self.sequences
+
+
+class LlamaContext:
+    """A context of a model and the batch that is fed to it.
+
+    Attributes:
+        kv_bytes: of the cache, as llama.cpp says; all of it is taken at once.
+        run_ns: nanoseconds of the last pass.
+
+    Raises:
+        BackendError: llama.cpp cannot make it.
+    """
+
+    def __init__(self, lib: Any, model: Any, options: ContextOptions) -> None:
+        self._lib = lib
+        self.options = options
+        self.run_ns = 0
+        self._abort = ctypes.create_string_buffer(2)
+        params = _params(lib, options)
+        params.abort_callback = ctypes.cast(_c_library().strlen, lib.ggml_abort_callback)
+        params.abort_callback_data = ctypes.addressof(self._abort)
+        lines: list[str] = []
+        with listening(lines.append):
+            self.pointer = lib.llama_init_from_model(model, params)
+        if not self.pointer:
+            reason = logged_error() or "no reason given"
+            raise BackendError(f"llama.cpp cannot make a context: {reason}.", "Ask for a smaller context.")
+        self._memory = lib.llama_get_memory(self.pointer)
+        self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
+        self.batch = _Batch(lib, options)
+        self._threads = options.threads
+        self._spare_threads = SpareThreads(options.threads) if options.elastic else None
+        self._compute_bytes = sum(_logged_sizes(lines, "compute"))
+        self.kv_bytes = sum(_logged_sizes(lines, "KV"))
+        self._most_rows = options.sequences + 1
+        self._logits: tuple[int, Floats] = (0, np.zeros((0, self._vocab_size), np.float32))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of activations and logits."""
+        return int(self._compute_bytes + 4 * self._most_rows * self._vocab_size)
+
+    @property
+    def cells(self) -> int:
+        """Of the cache, as llama.cpp rounded it."""
+        return int(self._lib.llama_n_ctx(self.pointer))
+
+    def run(self, size: int, padding: int = 0, outputs: int = 0) -> int:
+        """Evaluates the first tokens of the batch; llama_decode's answer, 0 where it went well.
+
+        Args:
+            padding: rows behind them that are computed and dropped.
+            outputs: of those rows, logits of so many are computed too.
+        """
+        self.batch.pad(size, padding, outputs)
+        self._abort[0] = b"\0"
+        self.batch.struct.n_tokens = size + padding
+        self._choose_threads()
+        begun = time.perf_counter_ns()
+        answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
+        if answer == 0:
+            self._lib.llama_synchronize(self.pointer)
+        if padding:
+            self.cut(self.options.spare, 0)
+        self.run_ns = time.perf_counter_ns() - begun
+        return answer
+
+    def _choose_threads(self) -> None:
+        if self._spare_threads is not None and (threads := self._spare_threads.count()) != self._threads:
+            self._lib.llama_set_n_threads(self.pointer, threads, threads)
+            self._threads = threads
+
+    def logits(self, rows: int) -> Floats:  # (R, V)
+        """The logits of the rows that the last pass was asked for, a view that the next one overwrites."""
+        if rows == 0:
+            return self._logits[1][:0]
+        self._most_rows = max(self._most_rows, rows)
+        address = ctypes.cast(self._lib.llama_get_logits(self.pointer), ctypes.c_void_p).value or 0
+        if self._logits[0] != address or len(self._logits[1]) != rows:
+            numbers = (ctypes.c_float * (rows * self._vocab_size)).from_address(address)
+            self._logits = (address, np.ctypeslib.as_array(numbers).reshape(rows, self._vocab_size))
+        return self._logits[1]
+
+    def cancel(self) -> None:
+        """Ends the running pass."""
+        self._abort[0] = b"\1"
+
+    def cut(self, sequence: int, start: int) -> None:
+        """Drops a sequence's tokens from this position on.
+
+        Raises:
+            BackendError: its cache cannot be cut there.
+        """
+        if not self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1):
+            raise BackendError(f"llama.cpp cannot cut its cache to {start} tokens.")
+
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        """Puts a sequence's tokens start..stop-1 into another one too."""
+        self._lib.llama_memory_seq_cp(self._memory, source, target, start, stop)
+
+    def clear(self) -> None:
+        """Drops everything; the memory stays."""
+        self._lib.llama_memory_clear(self._memory, False)
+
+    def state(self, sequence: int) -> NDArray[np.uint8]:  # (bytes,)
+        """A sequence's cache in llama.cpp's own format.
+
+        Raises:
+            BackendError: llama.cpp cannot copy it.
+        """
+        size = int(self._lib.llama_state_seq_get_size(self.pointer, sequence))
+        blob = np.empty(size, np.uint8)
+        if size == 0 or self._lib.llama_state_seq_get_data(self.pointer, _bytes(blob), size, sequence) != size:
+            raise BackendError(f"llama.cpp cannot copy its cache: {logged_error()}.")
+        return blob
+
+    def set_state(self, sequence: int, blob: NDArray[np.uint8]) -> None:
+        """Replaces a sequence by what `state` gave.
+
+        Raises:
+            BackendError: llama.cpp refuses it.
+        """
+        if self._lib.llama_state_seq_set_data(self.pointer, _bytes(blob), len(blob), sequence) != len(blob):
+            raise BackendError(f"llama.cpp refuses the copied cache: {logged_error()}.")
+
+    def close(self) -> None:
+        """Frees it; views of logits are invalid from then on."""
+        if self.pointer:
+            self._logits = (0, np.zeros((0, self._vocab_size), np.float32))
+            self._lib.llama_free(self.pointer)
+            self.pointer = None
+
+
+class _Batch:
+    """The arrays of a llama_batch, as numpy's: filled without a step of Python for each token."""
+
+    def __init__(self, lib: Any, options: ContextOptions) -> None:
+        size, self._spare = options.batch, options.spare
+        self._tokens = np.zeros(size, np.int32)
+        self._positions = np.zeros(size, np.int32)
+        self._counts = np.ones(size, np.int32)
+        self._sequences = np.zeros((size, options.sequences), np.int32)
+        rows = self._sequences.ctypes.data + np.arange(size, dtype=np.uintp) * self._sequences.strides[0]
+        self._rows = np.ascontiguousarray(rows, np.uintp)
+        self._wanted = np.zeros(size, np.int8)
+        self._branched = 0  # rows that belong to others than sequence 0
+        fields = dict(lib.llama_batch._fields_)
+        arrays: dict[str, NDArray[Any]] = {
+            "token": self._tokens,
+            "pos": self._positions,
+            "n_seq_id": self._counts,
+            "seq_id": self._rows,
+            "logits": self._wanted,
+        }
+        self.struct = lib.llama_batch(
+            **{name: ctypes.cast(array.ctypes.data, fields[name]) for name, array in arrays.items()}
+        )
+
+    def fill(self, tokens: Ints, start: int, rows: Ints) -> None:
+        """A chain of sequence 0 from this position on, with logits of these rows."""
+        size = len(tokens)
+        self._tokens[:size] = tokens
+        self._positions[:size] = np.arange(start, start + size)
+        self._want(size, rows)
+        if self._branched:
+            self._counts[: self._branched] = 1
+            self._sequences[: self._branched, 0] = 0
+            self._branched = 0
+
+    def fill_tree(self, tokens: Ints, positions: Ints, rows: Ints, branches: Sequence[Sequence[int]]) -> None:
+        """Rows that each belong to the sequences named for it, ascending."""
+        size = len(tokens)
+        self._tokens[:size] = tokens
+        self._positions[:size] = positions
+        self._want(size, rows)
+        for row, sequences in enumerate(branches):
+            self._counts[row] = len(sequences)
+            self._sequences[row, : len(sequences)] = sequences
+        self._branched = max(self._branched, size)
+
+    def pad(self, size: int, padding: int, outputs: int) -> None:
+        """Adds rows that nobody asks for, in a sequence of their own."""
+        if padding:
+            rows = slice(size, size + padding)
+            self._tokens[rows] = self._tokens[size - 1]
+            self._positions[rows] = np.arange(padding)
+            self._counts[rows] = 1
+            self._sequences[rows, 0] = self._spare
+            self._wanted[rows] = np.arange(padding) < outputs
+            self._branched = max(self._branched, size + padding)
+
+    def _want(self, size: int, rows: Ints) -> None:
+        self._wanted[:size] = 0
+        self._wanted[rows] = 1
+
+
+def _params(lib: Any, options: ContextOptions) -> Any:
+    params = lib.llama_context_default_params()
+    params.n_ctx = options.cells
+    params.n_batch = params.n_ubatch = options.batch
+    params.n_seq_max = options.sequences + 1
+    # Outputs for each sequence are reserved from the beginning.
+    params.n_outputs_max = max(options.outputs, options.sequences + 1)
+    params.n_threads = params.n_threads_batch = options.threads
+    params.type_k = params.type_v = _TYPES[options.kv]
+    # On a processor, 8 rows after 1,500 take 4 times as long with it; a cache of blocks cannot do without.
+    flash = LLAMA_KV[options.kv].blocks
+    params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.offload_kqv = params.op_offload = False
+    # Cells of a sliding window stay, so that a cut can go back behind it.
+    params.swa_full = True
+    params.kv_unified = True
+    return params
+
+
+def _c_library() -> ctypes.CDLL:
+    """Where `strlen` is.
+
+    It is the abort callback: llama.cpp asks it before each of a pass's some hundred steps, which a function of Python
+    would stop each time. The length of the text in `_abort`, 0 or 1, is the answer.
+    """
+    return ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.CDLL(None)
+
+
+def _logged_sizes(lines: list[str], what: str) -> list[int]:
+    """Bytes of the buffers of a kind that llama.cpp said it allocated."""
+    found = re.findall(rf"{what} buffer size = +([\d.]+) MiB", "".join(lines))
+    return [int(float(size) * 1024**2) for size in found]
+
+
+def _bytes(blob: NDArray[np.uint8]) -> Any:
+    return blob.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,89 @@
+"""The kind of the backend that runs GGUF files on llama.cpp; knows nothing of how it runs them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
+from edgeinfer.config import LoadConfig
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.factory import BackendKind, Order
+from edgeinfer.runtime.backends.llamacpp.memory import fits_blocks, packed_bytes
+from edgeinfer.runtime.backends.llamacpp.plan_memory import GgufMemory
+from edgeinfer.runtime.planning.configuration import Keeping
+from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.text.contracts import TokenizerLike
+
+__all__ = ["LlamaCppKind"]
+
+
+class LlamaCppKind(BackendKind):
+    """GGUF files, in a bundle's directory or on their own."""
+
+    modes_differ: ClassVar[bool] = True
+    loads_experts: ClassVar[bool] = True
+    tunes: ClassVar[tuple[str, ...]] = ("threads", "weights", "prefill_chunk")
+
+    def engine(self) -> str:
+        """llama-cpp-python, by whose version llama.cpp's is known."""
+        from edgeinfer.bundle.gguf.library import installed_version
+
+        return f"llama-cpp-python {installed_version()}"
+
+    def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+        """float16 is the usual one; those in blocks where heads are whole blocks."""
+        blocks = [name for name, kind in LLAMA_KV.items() if kind.blocks and fits_blocks(bundle.gguf)]
+        return (FLOAT16, *blocks, FLOAT32)
+
+    def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+        """Packed where llama.cpp packs anything of these types on this processor."""
+        gguf = bundle.gguf
+        # Where nothing is packed, nothing is gained by asking for it.
+        if not packed_bytes(gguf, "packed"):
+            return ("mapped",)
+        apart = 0 < packed_bytes(gguf, "experts") < packed_bytes(gguf, "packed")
+        return ("packed", "experts", "mapped") if apart else ("packed", "mapped")
+
+    def kernel(self, bundle: Bundle, layout: Layout) -> str:
+        """llama.cpp with the instruction sets it was compiled for."""
+        from edgeinfer.bundle.gguf.library import llama_library
+        from edgeinfer.runtime.backends.llamacpp.features import features
+
+        return " ".join(("llama.cpp", *features(llama_library())))
+
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+        """Of a context."""
+        return GgufMemory(bundle)
+
+    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+        """llama.cpp has the vocabulary in memory whether it is used or not."""
+        return ("model",)
+
+    def tokenizer(self, backend: Backend) -> TokenizerLike:
+        """That vocabulary."""
+        from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+        from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
+
+        assert isinstance(backend, LlamaCppBackend), "made by this kind"
+        return LlamaTokenizer(backend.vocabulary)
+
+    def make(self, order: Order) -> Backend:
+        """A context."""
+        from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+
+        plan = order.configuration
+        return LlamaCppBackend(
+            order.bundle,
+            plan.context,
+            threads=order.threads,
+            elastic=order.config.threads is None,
+            kv=plan.kv,
+            weights=plan.weights,
+            chunk=plan.prefill_chunk,
+            draft_rows=plan.draft_max + 1,
+            # As many paths as a tree can have.
+            sequences=plan.draft_max + 1,
+            expert_count=plan.expert_count,
+            progress=order.progress,
+        )

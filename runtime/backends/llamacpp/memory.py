@@ -1,0 +1,186 @@
+"""What a GGUF file takes in llama.cpp, from its header alone: upper bounds for a plan; imports no llama.cpp.
+
+Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from edgeinfer.bundle.gguf.metadata import GgufArray
+from edgeinfer.bundle.gguf.model import geometry_of
+from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
+from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
+
+__all__ = [
+    "CODE_BYTES",
+    "PADDING",
+    "SEQUENCES",
+    "cells",
+    "compute_bytes",
+    "fits_blocks",
+    "is_head_packed",
+    "kv_bytes",
+    "loading_bytes",
+    "looks_up",
+    "mapped_bytes",
+    "packed_bytes",
+    "session_bytes",
+    "vocabulary_bytes",
+]
+
+# Pages of the libraries that importing, loading and decoding touch.
+CODE_BYTES = 10 * 1024**2
+# Paths of a draft tree, for each of which llama.cpp reserves a row of logits.
+SEQUENCES = 8
+# Rows that a pass may be filled up by.
+PADDING = 3
+_CELLS = 256  # the cache is rounded up to a multiple of this
+_BLOCK = 32
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+# What is read of the file and not let go of yet while weights are copied.
+_READ_BYTES = 64 * 1024**2
+# Pages that looking rows of the embedding up leaves behind, 64 KB around each, until they are let go of.
+_LOOKED_UP_BYTES = 9 * 1024**2
+# Of the context itself: graphs, the cache's cells and the scheduler; each tensor of the model is in several tables.
+_CONTEXT_BYTES, _TENSOR_BYTES = 5 * 1024**2, 16 * 1024
+# Of a token: its spelling three times, score and type, and what leads from a spelling to it; of a merge: its halves.
+_TOKEN_BYTES, _MERGE_BYTES = 290, 160
+# By the types of matrices, the numbers their rows must be a multiple of to be packed; `ggml-cpu/repack.cpp`.
+_X86 = {"Q4_0": 8, "Q4_K": 8, "IQ4_NL": 8, "MXFP4": 8}
+_X86_512 = {"Q2_K": 8}
+_ARM = {"Q4_0": 4, "IQ4_NL": 4, "MXFP4": 4, "Q8_0": 4, "Q1_0": 4, "Q4_K": 8, "Q5_K": 8, "Q6_K": 8}
+
+
+def fits_blocks(gguf: GgufFile) -> bool:
+    """Whether the model's heads are whole blocks, which caches of q8_0 and q4_0 need."""
+    return geometry_of(gguf).head_dim % _BLOCK == 0
+
+
+def cells(capacity: int) -> int:
+    """Tokens that a cache for so many has room for."""
+    return -(-capacity // _CELLS) * _CELLS
+
+
+def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:
+    """Of the cache, all of which llama.cpp takes and clears at once."""
+    return cells(capacity) * geometry_of(gguf).kv_bytes_per_token(LLAMA_KV[kv].name)
+
+
+def packed_bytes(gguf: GgufFile, weights: str) -> int:
+    """Copies of matrices in the order the kernels like best, where weights are kept this way."""
+    return sum(tensor.nbytes for tensor in _packed(gguf, weights))
+
+
+def mapped_bytes(gguf: GgufFile, weights: str) -> int:
+    """Of what is read in place; where the embedding is only looked up, of the pages that this touches."""
+    if weights == "mapped":
+        return gguf.tensor_bytes
+    packed = {tensor.name for tensor in _packed(gguf, weights)}
+    read = sum(tensor.nbytes for tensor in gguf.tensors if tensor.name not in packed and tensor.name != _EMBEDDING)
+    embedding = gguf.by_name[_EMBEDDING].nbytes
+    return read + (min(embedding, _LOOKED_UP_BYTES) if looks_up(gguf, weights) else embedding)
+
+
+def looks_up(gguf: GgufFile, weights: str) -> bool:
+    """Whether single rows of the embedding are all that is read of it in place, and its pages may go."""
+    if weights == "mapped":
+        return False
+    return _HEAD in gguf.by_name or any(tensor.name == _EMBEDDING for tensor in _packed(gguf, weights))
+
+
+def loading_bytes(gguf: GgufFile, weights: str) -> int:
+    """Pages of the file that are in memory beside the copies while those are made."""
+    return gguf.tensor_bytes if weights == "mapped" else min(gguf.tensor_bytes, _READ_BYTES)
+
+
+def compute_bytes(gguf: GgufFile, kv: str, capacity: int, batch: int, outputs: int) -> int:
+    """Activations of a pass and its logits, which llama.cpp has twice.
+
+    Args:
+        batch: tokens of a pass at most.
+        outputs: rows of logits at most.
+    """
+    geometry = geometry_of(gguf)
+    batch, rows = min(batch, capacity), max(outputs + PADDING, SEQUENCES + 1)
+    hidden, seen, heads = geometry.hidden_size, cells(capacity), _largest(gguf, "attention.head_count")
+    wide = max(hidden, heads * geometry.head_dim)
+    scores = 0 if LLAMA_KV[kv].blocks else heads * seen
+    phases = (
+        rows * geometry.vocab_size + hidden * (batch + 2 * rows),
+        batch * (_inner(gguf) + 4 * hidden),
+        batch * (scores + 6 * wide),
+    )
+    numbers = max(phases) + batch * (seen + 256) + rows * geometry.vocab_size
+    return 4 * numbers + _CELLS * 1024
+
+
+def vocabulary_bytes(gguf: GgufFile) -> int:
+    """The tokens and merges as llama.cpp keeps them."""
+    merges = gguf.metadata.get("tokenizer.ggml.merges")
+    count = merges.count if isinstance(merges, GgufArray) else 0
+    return geometry_of(gguf).vocab_size * _TOKEN_BYTES + count * _MERGE_BYTES
+
+
+def session_bytes(gguf: GgufFile) -> int:
+    """A context, without its cache and its activations."""
+    return _CONTEXT_BYTES + len(gguf.tensors) * _TENSOR_BYTES
+
+
+def is_head_packed(gguf: GgufFile, weights: str) -> bool:
+    """Whether the matrix that gives the logits is copied."""
+    head = _HEAD if _HEAD in gguf.by_name else _EMBEDDING
+    return any(tensor.name == head for tensor in _packed(gguf, weights))
+
+
+def _packed(gguf: GgufFile, weights: str) -> list[GgufTensor]:
+    """The matrices that are copied."""
+    if weights == "mapped":
+        return []
+    head = _EMBEDDING if _HEAD not in gguf.by_name and weights == "packed" else _HEAD
+    return [tensor for tensor in gguf.tensors if _is_packed(tensor, head, weights)]
+
+
+def _is_packed(tensor: GgufTensor, head: str, weights: str) -> bool:
+    product = tensor.name == head or (tensor.name.startswith("blk.") and len(tensor.shape) >= 2)
+    if not product or (weights == "experts" and EXPERTS.fullmatch(tensor.name)):
+        return False
+    multiple = _packable().get(tensor.type.name, 0)
+    return multiple > 0 and tensor.shape[-2] % multiple == 0
+
+
+@cache
+def _packable() -> dict[str, int]:
+    """The types that are packed on this processor."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return _ARM
+    try:
+        wide = "avx512f" in Path("/proc/cpuinfo").read_text("utf-8", "replace")
+    except OSError:
+        wide = False
+    return _X86 | _X86_512 if wide else _X86
+
+
+def _largest(gguf: GgufFile, name: str) -> int:
+    """A number of the model's; where layers differ, the largest."""
+    value = gguf.metadata.get(f"{gguf.metadata.text('general.architecture')}.{name}", 0)
+    if isinstance(value, GgufArray):
+        return int(np.max(value.numbers(), initial=0))
+    assert isinstance(value, int), f"{name} was checked to be a number"
+    return value
+
+
+def _inner(gguf: GgufFile) -> int:
+    """Numbers for each token that the widest MLP computes beside its input and output."""
+    hidden, used = geometry_of(gguf).hidden_size, _largest(gguf, "expert_used_count")
+    # An MLP's matrix is (inner, D), those of experts are (E, inner, D).
+    dense = [
+        t.shape[0] for t in gguf.tensors if t.name.startswith("blk.") and ".ffn_up" in t.name and len(t.shape) == 2
+    ]
+    experts = [t.shape[-2] for t in gguf.tensors if EXPERTS.fullmatch(t.name) and "ffn_down" not in t.name]
+    return 3 * max(dense, default=0) + used * (3 * max(experts, default=0) + 3 * hidden)

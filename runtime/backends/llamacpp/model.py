@@ -1,0 +1,181 @@
+"""A GGUF file loaded by llama.cpp: which of its weights are copied and which stay in the file; knows no context."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from edgeinfer.bundle.gguf.library import llama_library, logged_error
+from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.runtime.backends.llamacpp.memory import looks_up
+from edgeinfer.runtime.backends.llamacpp.placement import packed_overrides
+from edgeinfer.runtime.system.memory import MappedFile, release_freed
+from edgeinfer.runtime.weights.weight_pages import LookedUp
+
+__all__ = ["WEIGHTS", "LlamaModel"]
+
+# How weights are kept: copies in the order the kernels like best, or read in place from the mapped file; of mixtures,
+# the experts in place and the rest as copies.
+WEIGHTS = ("packed", "mapped", "experts")
+# Pages of the file that loading may leave behind before they are let go.
+_LOADED_BYTES = 32 * 1024**2
+_EMBEDDING = "token_embd.weight"
+_Progress = Callable[[str, int, int], None]
+
+
+class LlamaModel:
+    """A model file in memory, with its vocabulary, until `close`.
+
+    Args:
+        weights: one of WEIGHTS.
+        expert_count: experts of a token in place of the number that the file says; None is the file's.
+        progress: told what is done, how much of it and of how much.
+
+    Attributes:
+        lib: llama.cpp.
+        gguf: the file's header.
+        vocab_size: tokens of the vocabulary.
+
+    Raises:
+        BundleError: llama.cpp cannot load it, or its cache cannot be cut, as that of a recurrent model.
+        UsageError: llama.cpp is not there, or weights are to be kept in no known way.
+    """
+
+    def __init__(
+        self,
+        gguf: GgufFile,
+        *,
+        weights: str = "packed",
+        expert_count: int | None = None,
+        progress: _Progress | None = None,
+    ) -> None:
+        if weights not in WEIGHTS:
+            raise UsageError(f"Weights cannot be {weights!r}.", f"Choose one of {', '.join(WEIGHTS)}.")
+        self.lib = llama_library()
+        self.gguf = gguf
+        self._paths = [split.path for split in gguf.splits]
+        self._lock = Lock()
+        self._pointer = self._load(gguf, weights, expert_count, progress)
+        self._vocabulary = self.lib.llama_model_get_vocab(self._pointer)
+        self.vocab_size = int(self.lib.llama_vocab_n_tokens(self._vocabulary))
+        self._files = [MappedFile(path) for path in self._paths]
+        if weights != "mapped":
+            self.drop_pages()
+        release_freed()
+        self._looked_up = self._watch_embedding(gguf, weights)
+        try:
+            self._check_memory(gguf.path)
+        except BundleError:
+            self.close()
+            raise
+
+    @property
+    def pointer(self) -> Any:
+        """llama.cpp's own."""
+        return self._pointer
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers see a sliding window only, whose cells llama.cpp keeps in a cache of their own."""
+        return int(self.lib.llama_model_n_swa(self._pointer)) > 0
+
+    @contextmanager
+    def vocabulary(self) -> Iterator[Any]:
+        """llama.cpp's vocabulary, which stays while this is open; None where the model was closed."""
+        with self._lock:
+            yield self._vocabulary
+
+    def _load(self, gguf: GgufFile, weights: str, expert_count: int | None, progress: _Progress | None) -> Any:
+        lib = self.lib
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
+        params.use_extra_bufts = weights == "packed"
+        kept: list[Any] = []
+        if weights == "experts":
+            kept.append(packed_overrides(lib, gguf))
+            params.tensor_buft_overrides = ctypes.cast(kept[-1], ctypes.c_void_p)
+        if expert_count is not None:
+            kept.append(_overridden(lib, gguf, expert_count))
+            params.kv_overrides = kept[-1]
+        kept.append(lib.llama_progress_callback(self._follow(weights, gguf, progress)))
+        params.progress_callback = kept[-1]
+        logged_error()
+        pointer = lib.llama_model_load_from_file(os.fsencode(gguf.path), params)
+        if not pointer:
+            reason = logged_error() or "no reason given"
+            hint = "Download the file again, or take one that this version of llama.cpp knows."
+            raise BundleError(f"llama.cpp cannot load {gguf.path}: {reason}.", hint)
+        return pointer
+
+    def _follow(self, weights: str, gguf: GgufFile, progress: _Progress | None) -> Callable[[float, Any], bool]:
+        """Reports progress, and lets go of the pages that were copied from, which would else all stay to the end."""
+        total, released = gguf.tensor_bytes, 0
+
+        def follow(share: float, _: Any) -> bool:
+            nonlocal released
+            done = int(share * total)
+            # Mapping the file has read all of it; the first call comes before anything is copied.
+            if weights != "mapped" and (done == 0 or done - released >= _LOADED_BYTES):
+                released = done
+                for path in self._paths:
+                    MappedFile(path).release()
+            if progress is not None:
+                progress("Loading", done, total)
+            return True
+
+        return follow
+
+    def _watch_embedding(self, gguf: GgufFile, weights: str) -> LookedUp | None:
+        """The embedding's pages where rows of it are only looked up."""
+        if not looks_up(gguf, weights):
+            return None
+        table = gguf.by_name[_EMBEDDING]
+        return LookedUp(self._files[table.split].part([(table.offset, table.nbytes)]))
+
+    def rows(self, count: int) -> None:
+        """So many rows of the embedding were looked up."""
+        if self._looked_up is not None:
+            self._looked_up.rows(count)
+
+    def _check_memory(self, path: Path) -> None:
+        lib = self.lib
+        kinds = {
+            "is recurrent": lib.llama_model_is_recurrent,
+            "mixes attention with recurrent layers": lib.llama_model_is_hybrid,
+            "generates by diffusion": lib.llama_model_is_diffusion,
+            "has an encoder": lib.llama_model_has_encoder,
+        }
+        for what, is_so in kinds.items():
+            if is_so(self._pointer):
+                message = f"{path} {what}, which is not supported yet: its cache cannot be cut."
+                raise BundleError(message, "Take a decoder that consists of attention layers.")
+
+    def drop_pages(self) -> None:
+        """Lets go of the file's pages, which come back when they are read."""
+        for file in self._files:
+            file.release()
+
+    def close(self) -> None:
+        """Frees it; contexts must be gone before."""
+        with self._lock:
+            if self._pointer:
+                self.lib.llama_model_free(self._pointer)
+            self._pointer = self._vocabulary = None
+            self._files = []
+
+
+def _overridden(lib: Any, gguf: GgufFile, expert_count: int) -> Any:
+    """The list of one other value for the metadata, and the empty entry that ends it."""
+    architecture = gguf.metadata.get("general.architecture")
+    entries = (lib.llama_model_kv_override * 2)()
+    entries[0].tag = lib.LLAMA_KV_OVERRIDE_TYPE_INT
+    entries[0].key = f"{architecture}.expert_used_count".encode()
+    entries[0].value.val_i64 = expert_count
+    return entries

@@ -1,0 +1,220 @@
+"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp; knows nothing of templates or passes."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, GgufNormalizer
+from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
+from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
+from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.text.byte_level import token_bytes
+from edgeinfer.runtime.text.contracts import MARK
+
+__all__ = ["LlamaTokenizer"]
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
+# llama.cpp's bits for what tokens are.
+_ATTR_UNKNOWN, _ATTR_CONTROL, _ATTR_LSTRIP, _ATTR_RSTRIP = 1 << 0, 1 << 3, 1 << 7, 1 << 8
+_WHITE = " \t\n\v\f\r"  # as C's isspace
+_BYTE_LEVEL = ("ByteLevel",)
+# Of SentencePiece's vocabularies, named as the tokenizers library names them.
+_PIECES = ("Replace", "ByteFallback", "Fuse")
+_STRIPPED = (*_PIECES, "Strip")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# What exporters call rows of the embedding that stand for no token.
+_PADDING = re.compile(rb"\[PAD\d+\]")
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_CHARACTERS = 2**28
+_KINDS = {"gpt2": _BYTE_LEVEL, "llama": _STRIPPED, "gemma4": _PIECES}
+
+
+class LlamaTokenizer:
+    """Implements `contracts.TokenizerLike` over a loaded model; of no use once that is closed.
+
+    Args:
+        model: whose vocabulary it is.
+
+    Raises:
+        TokenizerError: the vocabulary is of a kind that decoders do not have.
+        BundleError: the file has none, or its parts do not agree.
+    """
+
+    def __init__(self, model: LlamaModel) -> None:
+        vocabulary = read_vocabulary(model.gguf)
+        if vocabulary.model not in _KINDS:
+            message = f"{model.gguf.path} has a vocabulary of an unsupported kind, {vocabulary.model}."
+            raise TokenizerError(message, "Take a model with byte pairs or SentencePiece tokens.")
+        self._model, self._lib = model, model.lib
+        self._spellings = vocabulary.tokens
+        self._types = _types(vocabulary.token_types.numbers() if vocabulary.token_types else None, model.vocab_size)
+        metadata = model.gguf.metadata
+        steps = metadata.array(NORMALIZER_KEY, "string").strings() if NORMALIZER_KEY in metadata else []
+        self.decoder_types: tuple[str, ...] = _KINDS[vocabulary.model]
+        prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True) or "first_prefix" in steps
+        if vocabulary.model == "llama" and not prefixed:
+            self.decoder_types = _PIECES
+        self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist())
+        self._added = frozenset(np.flatnonzero(np.isin(self._types, (_CONTROL, _USER_DEFINED))).tolist())
+        user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
+        spelled = {id_: self.id_to_token(id_) or "" for id_ in self._added | self.special_ids} if steps else {}
+        plain = [text for id_, text in spelled.items() if id_ in user_defined]
+        self._normalizer = GgufNormalizer(steps, spelled.values(), plain)
+        self._find = lru_cache(maxsize=256)(self._scan)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's logits may have more columns."""
+        unused = np.flatnonzero(self._types == _UNUSED)
+        padding = {id_ for id_ in unused.tolist() if self._text(id_) is None}
+        size = len(self._types)
+        while size - 1 in padding:
+            size -= 1
+        return size
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text; see `text.contracts.TokenizerLike.encode`."""
+        with self._encoding(text):
+            return self._ids(self._normalizer(text, parse_special), add_special_tokens, parse_special)
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens; see `text.contracts.TokenizerLike.encode_between`."""
+        ids: list[int] = []
+        with self._encoding("".join(parts)):
+            for place, part in enumerate(parts):
+                if place % 2:
+                    ids.append(MARK)
+                    continue
+                # llama.cpp begins anew behind each special token, too.
+                run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
+                run = self._normalizer(run, parse_special=False, first=place == 0)
+                ids += self._ids(run, add_special_tokens=False, parse_special=False) if run else []
+        return ids
+
+    @contextmanager
+    def _encoding(self, text: str) -> Iterator[None]:
+        if len(text) > _MAX_CHARACTERS:
+            raise PromptError(f"The text has {len(text)} characters.", f"The limit is {_MAX_CHARACTERS}.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            message = f"The text is not valid Unicode: lone surrogate at index {error.start}."
+            raise PromptError(message, "Decode the input as UTF-8.") from error
+        with allocating("The text"):
+            yield
+
+    def _ids(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        data = text.encode("utf-8")
+        # Most texts have fewer tokens than that; of others, the first call tells how many.
+        count, ids = self._tokenize(data, len(data) // 2 + 16, add_special_tokens, parse_special)
+        if count < 0:
+            count, ids = self._tokenize(data, -count, add_special_tokens, parse_special)
+        if count < 0:
+            raise TokenizerError("llama.cpp cannot turn the text into tokens.", "Shorten it.")
+        found: list[int] = ids[:count].tolist()
+        return found
+
+    def _stripped(self, text: str, before: str, behind: str) -> str:
+        """Text between two special tokens without the white space that these take with them."""
+        if before in self._strips[1]:
+            text = text.lstrip(_WHITE)
+        return text.rstrip(_WHITE) if behind in self._strips[0] else text
+
+    @cached_property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id. llama.cpp
+        counts what is written like tokens that end a turn among them, whatever the file says of their type."""
+        ids = np.flatnonzero(self._attributes & (_ATTR_UNKNOWN | _ATTR_CONTROL)).tolist()
+        return {self._text(id_) or "": id_ for id_ in ids}
+
+    @cached_property
+    def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Special tokens that take the white space before them, and those that take what is behind."""
+        found = (np.flatnonzero(self._attributes & attribute) for attribute in (_ATTR_LSTRIP, _ATTR_RSTRIP))
+        before, behind = (frozenset(self._text(id_) or "" for id_ in ids.tolist()) - {""} for ids in found)
+        return before, behind
+
+    @cached_property
+    def _attributes(self) -> NDArray[np.int32]:  # (V,)
+        with self._model.vocabulary() as vocabulary:
+            if vocabulary is None:
+                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
+            attribute = self._lib.llama_vocab_get_attr
+            return np.array([attribute(vocabulary, id_) for id_ in range(len(self._types))], np.int32)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that the vocabulary lacks add nothing."""
+        wanted = [int(i) for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        pairs = [(i, text) for i in wanted if (text := self.id_to_token(i)) is not None]
+        if self.decoder_types == _BYTE_LEVEL:
+            return b"".join(self._bytes_of(i, text) for i, text in pairs).decode("utf-8", "replace")
+        text = _joined([text for _, text in pairs])
+        return text[1:] if self.decoder_types == _STRIPPED and text.startswith(" ") else text
+
+    def token_to_id(self, text: str) -> int | None:
+        """The id of one token as the vocabulary spells it, None where it has no such token."""
+        return self._find(text)
+
+    def id_to_token(self, id_: int) -> str | None:
+        """The vocabulary's spelling of an id, None where it has no such id."""
+        if not 0 <= id_ < len(self._types):
+            return None
+        return self._text(id_)
+
+    def rest(self) -> None:
+        """Changes nothing: the vocabulary stays with the model."""
+
+    def _tokenize(self, data: bytes, room: int, special: bool, parse: bool) -> tuple[int, NDArray[np.int32]]:
+        ids = np.empty(room, np.int32)
+        target = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        with self._model.vocabulary() as vocabulary:
+            if vocabulary is None:
+                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
+            return int(self._lib.llama_tokenize(vocabulary, data, len(data), target, room, special, parse)), ids
+
+    def _text(self, id_: int) -> str | None:
+        with self._model.vocabulary() as vocabulary:
+            if vocabulary is None:
+                raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
+            spelling = bytes(self._lib.llama_vocab_get_text(vocabulary, id_))
+        if self._types[id_] == _UNUSED and _PADDING.fullmatch(spelling):
+            return None
+        return spelling.decode("utf-8", "replace")
+
+    def _bytes_of(self, id_: int, text: str) -> bytes:
+        return text.encode("utf-8") if id_ in self._added else token_bytes(text)
+
+    def _scan(self, text: str) -> int | None:
+        wanted = text.encode("utf-8", "surrogatepass")
+        found = next((i for i, spelling in enumerate(self._spellings.spellings()) if spelling == wanted), None)
+        return None if found is None or self._text(found) is None else found
+
+
+def _types(types: NDArray[np.int32] | None, size: int) -> NDArray[np.int32]:  # (V,)
+    """Of all tokens; normal ones where the file does not say."""
+    return np.ones(size, np.int32) if types is None else types
+
+
+def _joined(spellings: list[str]) -> str:
+    """The text of SentencePiece tokens: runs of byte tokens are characters, or as many replacement characters."""
+    parts = []
+    for in_bytes, run in groupby(spellings, key=lambda spelling: _BYTE.fullmatch(spelling) is not None):
+        if not in_bytes:
+            parts.append("".join(run).replace(_SPACE, " "))
+            continue
+        data = bytes(int(spelling[3:5], 16) for spelling in run)
+        try:
+            parts.append(data.decode("utf-8"))
+        except UnicodeDecodeError:
+            parts.append(_REPLACEMENT * len(data))
+    return "".join(parts)

@@ -1,0 +1,198 @@
+"""What a model takes on onnxruntime, or on numpy, by term; knows nothing of budgets and of choosing.
+
+All terms are upper bounds. Constants were fitted to measured processes (docs/LOG.md, 2026-11-21).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.tables import stored_tensors, tensors_in
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping
+from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.text.footprint import kept_bytes, parsing_bytes, table_bytes
+from edgeinfer.runtime.weights.streaming import (
+    loading_bytes,
+    looked_up_bytes,
+    mapped_bytes,
+    packed_bytes,
+    streamed_bytes,
+)
+
+__all__ = ["OnnxMemory"]
+
+# Session and graph of onnxruntime: in all, and per layer; pages of code that running touches beyond those of importing,
+# and what loading touches besides: of code, and of raw weights while they are packed.
+_SESSION_BYTES, _SESSION_LAYER_BYTES = 3_200_000, 200_000
+_RUNNING_CODE_BYTES, _LOADING_CODE_BYTES = 2_500_000, 11_000_000
+_RAW_SHARE = 0.3
+# Anonymous memory that a session keeps of weights that are read from a file of packed ones.
+_PACKING_LEFT_BYTES = 4_000_000
+# Rows of the cache that are there from the start.
+_FIRST_ROWS = 256
+# A cache that grows by concatenation is written anew by every pass, from one copy into the other.
+_CONCAT_COPIES = 2
+# Largest set of a layer's activations alive at once, in widths of its widest linear.
+_LIVE_WIDTHS = 3
+_FLOAT_BYTES = 4
+# Copies of a weight that are there at once while it is multiplied out.
+_MAKING_FLOATS = 4
+
+
+@dataclass(frozen=True)
+class OnnxMemory:
+    """Implements `model_memory.ModelMemory`.
+
+    Attributes:
+        layout: of the weights, as it will run.
+        merge_pairs: whether the tokenizer's merges are pairs, which take more to parse.
+        packed_ready: whether the file of packed weights is there already.
+        floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
+    """
+
+    bundle: Bundle
+    layout: Layout
+    merge_pairs: bool
+    packed_ready: bool
+    floats: bool = False
+
+    def import_libraries(self) -> None:
+        """Imports what loading will import."""
+        import onnxruntime  # noqa: F401 - measured, not used
+
+    def weights(self, configuration: Configuration) -> Footprint:
+        """Copies of the weights, and pages of their file."""
+        manifest = self.bundle.manifest
+        if self.floats:
+            return _multiplied_out(manifest)
+        mode, window = configuration.weights, configuration.window_layers
+        return _weights(manifest, self.layout, mode, window, configuration.expert_bytes)
+
+    def running(self, configuration: Configuration) -> Footprint:
+        """Session, cache and passes."""
+        manifest = self.bundle.manifest
+        context, chunk = configuration.context, configuration.prefill_chunk
+        copies = 1 if manifest.decoder else _CONCAT_COPIES
+        scores = _scores(manifest, chunk, context) if self.floats else 0
+        return Footprint(
+            {
+                "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * manifest.geometry.num_layers,
+                "kv": manifest.geometry.kv_bytes_per_token(configuration.kv) * (context + 1) * copies,
+                "activations": _activations(manifest, chunk, context) + scores,
+            },
+            {"code": _RUNNING_CODE_BYTES},
+        )
+
+    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+        """What stays of it: all, or what decoding needs."""
+        size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
+        held = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
+        return Footprint({"tokenizer": held}, {})
+
+    def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
+        """While the tokenizer is parsed, which is before anything else is there; while the session is made; and while
+        a transient tokenizer is parsed for a prompt, when the pages of the weights are dropped and no pass runs."""
+        geometry = self.bundle.manifest.geometry
+        parsed = parsing_bytes(self._tokenizer_bytes, geometry.vocab_size, pairs=self.merge_pairs)
+        parsing = Footprint({"tokenizer": parsed}, {})
+        yield outside + parsing
+        rows = min(_FIRST_ROWS, configuration.context + 1)
+        packing, raw = self._packing(configuration)
+        yield (
+            outside
+            + self.tokenizer(configuration.tokenizer, used=False)
+            + Footprint(
+                {
+                    "session": running.anonymous["session"],
+                    "weights_packed": running.anonymous["weights_packed"] + packing,
+                    "kv": geometry.kv_bytes_per_token(configuration.kv) * rows,
+                },
+                {"code": _RUNNING_CODE_BYTES + _LOADING_CODE_BYTES, "weights_mapped": raw},
+            )
+        )
+        if configuration.tokenizer == "transient":
+            idle = dict(running.anonymous) | {"activations": 0}
+            yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + parsing
+
+    @property
+    def _tokenizer_bytes(self) -> int:
+        return self.bundle.manifest.files[TOKENIZER].bytes if self.bundle.has(TOKENIZER) else 0
+
+    def _packing(self, configuration: Configuration) -> tuple[int, int]:
+        """What packing the weights takes for a moment: anonymous bytes, and pages of raw weights."""
+        tensors = tensors_in(self.bundle.manifest, self.layout)
+        if self.layout == NATIVE or not tensors:
+            return 0, 0
+        if configuration.weights != "packed":
+            packed, raw = loading_bytes(tensors)
+            # Making the file holds the raw weight, its packed copy and what is written of it at once.
+            return (packed, raw) if self.packed_ready else (packed + 2 * raw, raw)
+        return 0, round(_RAW_SHARE * max(t.nbytes for t in tensors))
+
+
+def _multiplied_out(manifest: Manifest) -> Footprint:
+    """Every weight in float32, which the tied head is a second time, and what making the largest of them takes."""
+    sizes = [_FLOAT_BYTES * math.prod(t.shape) for t in manifest.tensors]
+    return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
+
+
+def _weights(manifest: Manifest, layout: Layout, mode: str, window: int, experts: int) -> Footprint:
+    """Anonymous bytes of packed weights, and file pages that are resident."""
+    if not manifest.tensors:
+        # An opaque graph: float weights are packed into a copy while the file is mapped.
+        size = manifest.weight_bytes
+        return Footprint({"weights_packed": size}, {"weights_mapped": size})
+    tensors = tensors_in(manifest, layout)
+    apart = [t for t in tensors if find_expert(t.name) is not None and t.bits < 32 and layout == NATIVE]
+    if window or not apart:
+        return _WEIGHTS[layout](tensors, mode, window)
+    others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
+    resident = experts or sum(t.nbytes for t in apart)
+    return _WEIGHTS[layout](others, mode, window) + Footprint({}, {"experts": resident})
+
+
+def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
+    """Packed into copies, all matrices but the embedding, whose rows stay mapped; or read from a file of copies."""
+    if mode == "packed":
+        packed = sum(packed_bytes(t) for t in tensors if t.name != "embed")
+        return Footprint({"weights_packed": packed}, {"weights_mapped": looked_up_bytes(tensors)})
+    mapped = streamed_bytes(tensors, window) if window else mapped_bytes(tensors)
+    return Footprint({"weights_packed": _PACKING_LEFT_BYTES}, {"weights_mapped": mapped})
+
+
+def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
+    """The file is used in place; what is not quantized is multiplied by onnxruntime, which packs a copy."""
+    packed = sum(t.nbytes for t in tensors if t.bits == 32 and t.name != "embed")
+    mapped = streamed_bytes(tensors, window) if window else sum(t.nbytes for t in stored_tensors(tensors))
+    return Footprint({"weights_packed": packed}, {"weights_mapped": mapped})
+
+
+_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, int], Footprint]] = {
+    NATIVE: _native_weights,
+    PORTABLE: _portable_weights,
+}
+
+
+def _activations(manifest: Manifest, chunk: int, context: int) -> int:
+    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits."""
+    geometry, decoder = manifest.geometry, manifest.decoder
+    hidden = geometry.hidden_size
+    if decoder is None:
+        # An opaque graph returns the logits of every row, and its attention holds the scores of every head.
+        logits = chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
+        return _FLOAT_BYTES * logits + _scores(manifest, chunk, context)
+    widest = 2 * decoder.intermediate_size + hidden
+    if (moe := decoder.moe) is not None:
+        widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
+    biases = 2 if decoder.window_size else 1
+    return _FLOAT_BYTES * (chunk * (2 * hidden + _LIVE_WIDTHS * widest + biases * context) + 2 * geometry.vocab_size)
+
+
+def _scores(manifest: Manifest, chunk: int, context: int) -> int:
+    """Bytes of attention's scores where those of every head are there at once."""
+    heads = -(-manifest.geometry.hidden_size // manifest.geometry.head_dim)
+    return _FLOAT_BYTES * _LIVE_WIDTHS * heads * chunk * context

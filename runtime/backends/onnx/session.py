@@ -1,0 +1,172 @@
+"""An ONNX Runtime session: opened for small memory, on a device, timed, can be ended; knows nothing of its graph."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeAlias
+
+import onnxruntime as ort
+
+from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
+from edgeinfer.runtime.backends.contract import PassCancelledError
+from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
+from edgeinfer.runtime.devices.providers import add_provider, device_error
+from edgeinfer.runtime.native.library import NativeKernel
+from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
+from edgeinfer.runtime.system.memory import release_code, stack_bytes
+
+__all__ = ["Binding", "OrtSession"]
+
+_TERMINATED = "terminate flag"
+
+
+class _CopiedInputs:
+    """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound.
+
+    So inputs are bound anew for each run; what lies on the device already is not copied.
+    """
+
+    def __init__(self, binding: ort.IOBinding) -> None:
+        self._binding = binding
+        self._inputs: dict[str, ort.OrtValue] = {}
+
+    def bind_ortvalue_input(self, name: str, value: ort.OrtValue) -> None:
+        """Binds an input from the next run on."""
+        self._inputs[name] = value
+
+    def bind_ortvalue_output(self, name: str, value: ort.OrtValue) -> None:
+        """Binds an output; it is copied back after a run."""
+        self._binding.bind_ortvalue_output(name, value)
+
+    def renewed(self) -> ort.IOBinding:
+        """With the inputs as they are now."""
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        return self._binding
+
+
+Binding: TypeAlias = ort.IOBinding | _CopiedInputs
+
+
+def _bound(binding: Binding) -> ort.IOBinding:
+    return binding.renewed() if isinstance(binding, _CopiedInputs) else binding
+
+
+def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
+    try:
+        options.register_custom_ops_library(str(kernel.path))
+    except Exception as error:
+        # onnxruntime raises a family of exceptions without a common base of its own.
+        reason = str(error).splitlines()[0]
+        hint = 'Install the onnxruntime that edgeinfer asks for (pip install -U "onnxruntime>=1.31,<2").'
+        raise NativeUnavailableError(f"onnxruntime does not take the native kernel: {reason}", hint) from error
+
+
+class OrtSession:
+    """A session set up for small memory, whose runs can be ended from another thread.
+
+    The arena is off because it never returns the activations of the largest pass; memory patterns are off because
+    they plan for fixed shapes.
+
+    Args:
+        path: the model file, or what would be in it.
+        threads: threads of the linear algebra.
+        kernel: whose operators the graph may use.
+        device: that runs what its provider can; the CPU runs the rest.
+        affinity: processors of the threads but the first, as onnxruntime's session.intra_op_thread_affinities has
+            them; empty leaves the threads to the system.
+
+    Attributes:
+        inputs, outputs: names in the order of the graph.
+        run_ns: nanoseconds of the last completed run.
+
+    Raises:
+        NativeUnavailableError: this onnxruntime does not take the kernel.
+        DeviceError: the device is not installed, or fails.
+        BundleError: the model file cannot be loaded.
+        BudgetError: there is not enough memory for it.
+    """
+
+    def __init__(
+        self,
+        path: str | bytes,
+        threads: int,
+        kernel: NativeKernel | None = None,
+        *,
+        device: Device = CPU,
+        affinity: str = "",
+    ) -> None:
+        self._device = device
+        # Where some of its threads start and others do not, onnxruntime waits for all of them without end.
+        require_room("Starting a session's threads", stack_bytes(threads - 1))
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
+        # Its errors come as exceptions, which are translated; the log would print them a second time.
+        options.log_severity_level = 4
+        # Threads may spin inside a pass, where the next operator follows within microseconds, but not between passes.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        if affinity:
+            options.add_session_config_entry("session.intra_op_thread_affinities", affinity)
+        if kernel is not None:
+            _register(options, kernel)
+        providers = add_provider(device, options)
+        try:
+            # Without the fallback, which would print what failed and try the same again.
+            self._session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
+        except Exception as error:
+            # onnxruntime raises a family of exceptions without a common base of its own.
+            name = path if isinstance(path, str) else "A model"
+            if is_refusal(error) and device.memory == CPU_MEMORY:
+                raise refused(f"The session of {name}", error) from error
+            if not device.on_cpu:
+                raise device_error(device, error) from error
+            reason = str(error).splitlines()[0]
+            raise BundleError(f"{name} cannot be loaded: {reason}", "Export or download the bundle again.") from error
+        if device.provider not in self._session.get_providers():
+            # A provider that cannot be made is left out, with a line in the log.
+            raise device_error(device, "onnxruntime could not make its provider")
+        # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
+        release_code()
+        self.inputs = tuple(i.name for i in self._session.get_inputs())
+        self.outputs = tuple(o.name for o in self._session.get_outputs())
+        self.run_ns = 0
+        self._run_options = ort.RunOptions()
+        # What is meant anyway. Where it is not said, the Python side of 1.32 has an exception tell it so at every run,
+        # which took 57 microseconds.
+        self._run_options.add_run_config_entry("gpu_graph_id", "0")
+
+    def binding(self) -> Binding:
+        """A new, empty binding of inputs and outputs, which are read and written where they lie."""
+        binding = self._session.io_binding()
+        return binding if self._device.memory == CPU_MEMORY else _CopiedInputs(binding)
+
+    def run(self, binding: Binding) -> None:
+        """One run over what is bound.
+
+        Raises:
+            PassCancelledError: `cancel` ended it.
+            BudgetError: there is not enough memory for what the pass computes.
+            DeviceError: the device failed.
+            BackendError: onnxruntime failed.
+        """
+        self._run_options.terminate = False
+        begun = time.perf_counter_ns()
+        try:
+            self._session.run_with_iobinding(_bound(binding), self._run_options)
+        except Exception as error:
+            # onnxruntime raises a family of exceptions without a common base of its own.
+            if _TERMINATED in str(error):
+                raise PassCancelledError("The pass was cancelled.") from error
+            if is_refusal(error):
+                raise refused("This pass", error) from error
+            if not self._device.on_cpu:
+                raise device_error(self._device, error) from error
+            raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
+        self.run_ns = time.perf_counter_ns() - begun
+
+    def cancel(self) -> None:
+        """Ends the running run; safe from any thread."""
+        self._run_options.terminate = True

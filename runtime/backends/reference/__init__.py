@@ -1,0 +1,1 @@
+"""The plain numpy backend."""

@@ -1,0 +1,282 @@
+"""The reference backend: a decoder in plain numpy, slow and obvious, the oracle of the tests.
+
+Reads weights through the bundle's tensor table; knows nothing of the ONNX graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
+from edgeinfer.bundle.arithmetic import attend, rms_norm, route, silu
+from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.rope import rope_tables, rotate
+from edgeinfer.errors import BundleError
+from edgeinfer.runtime.backends.contract import (
+    CacheSnapshot,
+    Edit,
+    ExpertChoice,
+    Floats,
+    Ints,
+    StepOutput,
+    Visibility,
+    ancestors,
+    check_pass,
+    in_window,
+)
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend:
+    """Implements `contracts.Backend` for every bundle with a decoder description.
+
+    Args:
+        bundle: an opened bundle with a tensor table.
+        capacity: tokens the cache may hold.
+        kv: type of the cache, one of edgeinfer.bundle.kv_types; it needs no graph of its own here.
+        kv_scales: that a quantized cache needs.
+
+    Raises:
+        BundleError: the bundle's weights are opaque.
+        UsageError: there are no scales for this type of cache.
+    """
+
+    name = "reference"
+    kernel = "numpy"
+
+    def __init__(self, bundle: Bundle, capacity: int, *, kv: str = FLOAT32, kv_scales: KVScales | None = None) -> None:
+        if bundle.manifest.decoder is None or not bundle.manifest.tensors:
+            hint = "Load it with its own backend."
+            raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
+        self._spec: DecoderSpec = bundle.manifest.decoder
+        self.run_ns = 0
+        self._bundle = bundle
+        self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._weights = self._whole  # what the pass that runs reads
+        self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
+        self._kv = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
+        self.geometry: Geometry = self._spec.geometry
+        elastic = bool(_elastic(bundle))
+        counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
+        self.capabilities = Capabilities(True, True, True, elastic=elastic, expert_counts=counts, branches=True)
+        self.capacity = capacity
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+        return self._kv.length
+
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        rows: Ints,
+        *,
+        tree: Ints | None = None,
+        layer_mask: NDArray[np.bool_] | None = None,
+        hidden: Floats | None = None,
+        planes: int = 2,
+        experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
+    ) -> StepOutput:
+        """One pass; see `contracts.Backend.forward`."""
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+        begun = time.perf_counter_ns()
+        start, size = self._kv.length, len(tokens)
+        self._weights = self._whole if planes == 2 else self._halved
+        self._kv.reserve(start + size)
+        x = self._weights["embed"][tokens] if hidden is None else hidden  # (S, D)
+        visible = _visible(start, size, tree) if sees is None else sees.sees  # (S, T)
+        places = np.concatenate([np.arange(start), positions]) if sees is None else sees.places  # (T,)
+        used: dict[int, Ints] = {}
+        for layer in range(self._spec.num_layers):
+            if layer_mask is None or layer_mask[2 * layer]:
+                x = x + self._attention(layer, x, places, visible)
+            if layer_mask is None or layer_mask[2 * layer + 1]:
+                normed = rms_norm(x, self._weights[f"layers.{layer}.mlp_norm"], self._spec.norm_eps)
+                moe = self._spec.experts_of(layer)
+                if moe is None:
+                    x = x + self._mlp(f"layers.{layer}.mlp", normed)
+                else:
+                    mixed, used[layer] = self._mixture(layer, moe, normed, experts)
+                    x = x + mixed
+        self._kv.length = start + size
+        final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
+        logits = final @ self._weights["head"].T
+        self.run_ns = time.perf_counter_ns() - begun
+        return StepOutput(logits, x, self._choices(used, size, experts))
+
+    @cached_property
+    def _halved(self) -> dict[str, Floats]:
+        """The weights, those of 8 bits in the layers read by their high plane alone."""
+        return self._whole | {t.name: _high_plane(self._bundle, t) for t in _elastic(self._bundle)}
+
+    def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
+        y = x @ self._weights[name].T
+        bias = self._weights.get(f"{name}_bias")
+        return y if bias is None else y + bias
+
+    def _attention(
+        self,
+        layer: int,
+        x: Floats,  # (S, D)
+        places: Ints,  # (T,)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> Floats:  # (S, D)
+        spec, prefix = self._spec, f"layers.{layer}."
+        size, total = visible.shape
+        start = total - size
+        positions = places[start:]
+        qkv = self._linear(f"{prefix}attn.qkv", rms_norm(x, self._weights[f"{prefix}attn_norm"], spec.norm_eps))
+        q, k, v = np.split(qkv, [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+        q = self._normed(q.reshape(size, spec.num_heads, spec.head_dim), f"{prefix}attn.q_norm")
+        k = self._normed(k.reshape(size, spec.num_kv_heads, spec.head_dim), f"{prefix}attn.k_norm")
+        cos, sin = self._cos[positions], self._sin[positions]
+        v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
+        self._kv.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
+        keys, values = self._kv.read(layer, total)  # (H, T, h)
+        group = spec.num_heads // spec.num_kv_heads
+        grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
+        mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, places, visible))  # (H, g, S, h)
+        return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+
+    def _normed(self, heads: Floats, name: str) -> Floats:  # (S, H, h) -> (S, H, h)
+        """Queries or keys after their norm, of each head or of all together, where the model has one."""
+        if not self._spec.qk_norm:
+            return heads
+        vectors = heads.reshape(len(heads), -1) if self._spec.whole_norm else heads
+        return rms_norm(vectors, self._weights[name], self._spec.norm_eps).reshape(heads.shape)
+
+    def _mix(
+        self,
+        layer: int,
+        queries: Floats,  # (H, g, S, h)
+        keys: Floats,  # (H, T, h)
+        values: Floats,  # (H, T, h)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> Floats:  # (H, g, S, h)
+        """What every query head of a layer takes from the values."""
+        return attend(queries, keys, values, visible)
+
+    def _windowed(
+        self,
+        layer: int,
+        places: Ints,  # (T,)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> NDArray[np.bool_]:  # (S, T)
+        window, (size, total) = self._spec.window(layer), visible.shape
+        return visible & in_window(places[total - size :], total, window, places) if window else visible
+
+    def _mlp(self, prefix: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
+        return self._linear(f"{prefix}.down", silu(gate) * up)
+
+    def _mixture(
+        self, layer: int, moe: MoESpec, x: Floats, choice: ExpertChoice | None
+    ) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
+        """What the chosen experts of every token and the shared one make of it, and which were used."""
+        prefix = f"layers.{layer}.mlp"
+        bias = None if choice is None or choice.bias is None else choice.bias[layer]
+        scores, norm = self._linear(f"{prefix}.router", x), self._weights.get(f"{prefix}.router_norm")
+        count = None if choice is None else choice.count
+        chosen, weights = route(scores, moe, count=count, bias=bias, norm=norm, eps=self._spec.norm_eps)
+        used = np.where(weights != 0, chosen, -1)
+        mixed = np.zeros_like(x)
+        for expert in np.unique(used[used >= 0]).tolist():
+            tokens, slots = np.nonzero(used == expert)
+            mixed[tokens] += weights[tokens, slots, None] * self._expert(layer, expert, moe, x[tokens])
+        if moe.shared_size:
+            shared = self._mlp(f"{prefix}.shared", x)
+            # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
+            score = self._linear(f"{prefix}.shared.gate", x) if moe.shared_gate else None
+            mixed += shared if score is None else shared * np.float32(0.5) * (1 + np.tanh(score / 2))
+        return mixed, used
+
+    def _expert(self, layer: int, expert: int, moe: MoESpec, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        if moe.gated:
+            return self._mlp(f"layers.{layer}.mlp.experts.{expert}", x)
+        inner = silu(self._linear(expert_tensor(layer, expert, "up"), x))
+        return self._linear(expert_tensor(layer, expert, "down"), inner)
+
+    def _choices(self, used: dict[int, Ints], size: int, choice: ExpertChoice | None) -> Ints | None:  # (L, S, k)
+        """The experts used in every layer, -1 where none were."""
+        if self._spec.moe is None:
+            return None
+        nothing = np.full((size, self._spec.moe.top_k if choice is None else choice.count), -1, np.int64)
+        return np.stack([used.get(layer, nothing) for layer in range(self._spec.num_layers)])
+
+    def truncate(self, length: int) -> None:
+        """Drops all rows from `length` on."""
+        self._kv.truncate(length)
+
+    def clear(self) -> None:
+        """Drops all rows and their memory."""
+        self._kv.clear()
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps these rows of the pass that began at `start`."""
+        self._kv.keep(start, rows)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
+        return self._kv.snapshot(start, stop)
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copied cache back."""
+        self._kv.restore(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        self._kv.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        self._kv.rewrite(edit)
+
+    def cancel(self) -> None:
+        """Does nothing: a numpy pass runs to its end, which is still within one step."""
+
+    def drop_pages(self) -> None:
+        """Does nothing: the weights are copies in memory."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+        weights = sum(w.nbytes for w in self._whole.values())
+        return {"weights": weights, "kv": self._kv.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
+
+    def close(self) -> None:
+        """Drops the weights and the cache."""
+        self._whole.clear()
+        del self._kv
+
+
+def _visible(start: int, size: int, tree: Ints | None) -> NDArray[np.bool_]:  # (S, T)
+    """What the rows of a chain or a tree see: all of the cache, and of the pass themselves and those before them."""
+    new = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
+    return np.concatenate([np.ones((size, start), np.bool_), new], axis=1)
+
+
+def _elastic(bundle: Bundle) -> list[TensorEntry]:
+    """Weights that have two planes to choose from."""
+    return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
+
+
+def _high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
+    """An 8-bit matrix whose lower four bits are taken as their middle, 7.5."""
+    n, k = entry.shape
+    rows = bundle.rows(entry, 0, n)
+    below, above = (
+        dequantize(data, rows.scales, rows.zero_points, bits=8, block_size=entry.block_size, k=k)
+        for data in ((rows.data & np.uint8(0xF0)) | low for low in (np.uint8(7), np.uint8(8)))
+    )
+    middle: Floats = (below + above) / np.float32(2)
+    return middle

@@ -1,0 +1,221 @@
+"""The backend of static bundles: passes are cut into runs of graphs of fixed shapes, padded, and masked.
+
+Knows the graphs' inputs and outputs (edgeinfer.bundle.static_graph); knows nothing of sampling or text. The cache is
+the runtime's, in ordinary memory, read by all graphs; new keys and values are copied into it after a run. As a graph
+puts new rows at their places before it sums over them, drafts of any shape are verified, and rows do not depend on how
+a chain is cut into passes: bit for bit on the CPU from two rows on, and elsewhere as far as the device's own kernels
+keep to that within one graph. Sessions are made when they are first needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import WEIGHTS, Bundle
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.rope import rope_tables
+from edgeinfer.bundle.static_graph import StaticGraph
+from edgeinfer.errors import BackendError, BundleError, UsageError
+from edgeinfer.runtime.backends.contract import (
+    CacheSnapshot,
+    Edit,
+    ExpertChoice,
+    Floats,
+    Ints,
+    StepOutput,
+    Visibility,
+    check_pass,
+)
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.onnx.session import OrtSession
+from edgeinfer.runtime.backends.static.file import check_graph_file
+from edgeinfer.runtime.backends.static.passes import Run, choose_graphs, visible_rows
+from edgeinfer.runtime.backends.static.session import StaticSession
+from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.system.memory import MappedFile
+
+__all__ = ["StaticBackend", "kernel_of"]
+
+
+class StaticBackend:
+    """Implements `contracts.Backend` for static bundles.
+
+    Args:
+        bundle: an opened bundle made by the static export.
+        capacity: tokens the cache may hold, at most as many as the graphs' caches have rows.
+        threads: threads of each session.
+        device: that runs the graphs.
+        affinity: of threads, as `OrtSession` takes it.
+        exact: use such graphs only whose rows are bit-identical, as `static_passes.choose_graphs` says.
+        rows: of the widest pass that is no prompt; None for any.
+        chunk: prompt tokens per pass; None for as many as the graph for prompts takes.
+        kv: type of the cache, of which only float32 is possible.
+
+    Raises:
+        BundleError: the bundle is damaged, is not static, or its graphs are not as it describes.
+        UsageError: another type of cache, or more capacity, is asked for.
+        DeviceError: the device fails.
+    """
+
+    name = "onnx-static"
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        capacity: int,
+        *,
+        threads: int = 1,
+        device: Device = CPU,
+        affinity: str = "",
+        exact: bool = True,
+        rows: int | None = None,
+        chunk: int | None = None,
+        kv: str = FLOAT32,
+    ) -> None:
+        static, decoder = bundle.manifest.static, bundle.manifest.decoder
+        if static is None or decoder is None:
+            message = f"{bundle.path} has no static graphs."
+            raise BundleError(message, "Leave the backend out, or export the model with --static.")
+        if find_kv_type(kv).name != FLOAT32:
+            raise UsageError(f"A static bundle cannot keep its cache in {kv}.", "Load it with a float32 cache.")
+        if capacity > static.context:
+            message = f"{capacity} tokens do not fit the static graphs of {bundle.path}, which hold {static.context}."
+            raise UsageError(message, f"Use a context of at most {static.context} (-c {static.context}).")
+        self.geometry = decoder.geometry
+        self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact, branches=True)
+        self.capacity = capacity
+        self.kernel = kernel_of(bundle)
+        self._bundle, self._spec, self._device = bundle, decoder, device
+        self._threads, self._affinity = threads, affinity
+        wanted, most = rows or static.widths[-1], chunk or static.chunk
+        self.graphs = choose_graphs(static, exact=exact, on_cpu=device.on_cpu, rows=wanted, chunk=most)
+        self._paths = {graph: check_graph_file(bundle, graph, decoder) for graph in self.graphs.all}
+        self._kv = KVBuffers(self.geometry, capacity, spare=static.context - capacity)
+        self._kv.reserve(static.context)
+        self._tables = rope_tables(decoder.rope, capacity, capacity)
+        self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
+        self._sessions: dict[StaticGraph, StaticSession] = {}
+        self._running: StaticSession | None = None
+        self.run_ns = 0
+        # Here, where a caller expects a device to fail, and not in the first pass.
+        self._session(self.graphs.narrow[0])
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+        return self._kv.length
+
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        rows: Ints,
+        *,
+        tree: Ints | None = None,
+        layer_mask: NDArray[np.bool_] | None = None,
+        hidden: Floats | None = None,
+        planes: int = 2,
+        experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
+    ) -> StepOutput:
+        """One pass; see `contracts.Backend.forward`."""
+        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+        if not 0 <= int(positions.min()) <= int(positions.max()) < self.capacity:
+            raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.capacity} tokens.")
+        start, size = self._kv.length, len(tokens)
+        seen = visible_rows(start, positions, tree, self._spec.window_size, sees)
+        if len(rows) > len(self._logits):
+            self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
+        logits, spent = self._logits[: len(rows)], 0
+        for run in self.graphs.runs(size, rows):
+            session = self._running = self._session(run.graph)
+            new, end = slice(run.start, run.stop), start + run.stop
+            places = positions[new]
+            here = np.flatnonzero((run.start <= rows) & (rows < run.stop))
+            wanted = rows[here] - run.start
+            spent += session.run(
+                tokens[new],
+                (self._tables[0][places], self._tables[1][places]),
+                (seen[0][new, :end], seen[1][new, :end]),
+                start + run.start,
+                int(wanted[0]) if len(wanted) else 0,
+            )
+            self._take(session, run, start)
+            logits[here] = session.logits[:1] if run.graph.prompts else session.logits[wanted]
+        self._kv.length, self.run_ns = start + size, spent
+        return StepOutput(logits, None)
+
+    def _take(self, session: StaticSession, run: Run, start: int) -> None:
+        """Copies what a run computed into the cache."""
+        count = run.stop - run.start
+        for layer in range(self.geometry.num_layers):
+            keys, values = session.new(layer)
+            self._kv.write(layer, start + run.start, keys[:, :count], values[:, :count])
+
+    def _session(self, graph: StaticGraph) -> StaticSession:
+        if graph not in self._sessions:
+            path = self._paths[graph]
+            session = OrtSession(path, self._threads, device=self._device, affinity=self._affinity)
+            made = StaticSession(session, graph, self._spec)
+            made.bind_cache(self._kv.keys, self._kv.values)
+            self._sessions[graph] = made
+            # Weights are packed into copies; the pages they were read from have done their work.
+            MappedFile(self._bundle.path / WEIGHTS).release()
+        return self._sessions[graph]
+
+    def truncate(self, length: int) -> None:
+        """Drops all rows from `length` on."""
+        self._kv.truncate(length)
+
+    def clear(self) -> None:
+        """Drops all rows. Their memory stays: every graph is bound to it."""
+        self._kv.truncate(0)
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps these rows of the pass that began at `start`."""
+        self._kv.keep(start, rows)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
+        return self._kv.snapshot(start, stop)
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copied cache back."""
+        self._kv.restore(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        self._kv.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        self._kv.rewrite(edit)
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread."""
+        running = self._running
+        if running is not None:
+            running.cancel()
+
+    def drop_pages(self) -> None:
+        """Lets go of pages of the weights' file."""
+        MappedFile(self._bundle.path / WEIGHTS).release()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+        buffers = sum(session.nbytes for session in self._sessions.values())
+        return {"kv": self._kv.nbytes, "buffers": buffers + sum(t.nbytes for t in self._tables) + self._logits.nbytes}
+
+    def close(self) -> None:
+        """Drops the sessions and all buffers."""
+        self._running = None
+        del self._sessions, self._kv, self._tables, self._logits
+
+
+def kernel_of(bundle: Bundle) -> str:
+    """What multiplies: operators of whatever provider runs them."""
+    return "DequantizeLinear" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"

@@ -1,0 +1,75 @@
+"""The kind of the backend that runs static bundles; knows nothing of how it runs them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import BundleError
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.factory import BackendKind, Order
+from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
+from edgeinfer.runtime.backends.static.memory import StaticMemory
+from edgeinfer.runtime.devices.contract import Graphs
+from edgeinfer.runtime.planning.configuration import TOKENIZER
+from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.text.transient import tokenizer_facts
+
+__all__ = ["StaticKind"]
+
+
+class StaticKind(BackendKind):
+    """Graphs of fixed shapes."""
+
+    tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "prefill_chunk")
+    graphs: ClassVar[Graphs] = "static"
+
+    def engine(self) -> str:
+        """onnxruntime."""
+        import onnxruntime
+
+        return f"onnxruntime {onnxruntime.__version__}"
+
+    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
+        """The one that there is.
+
+        Raises:
+            BundleError: the bundle is not static.
+        """
+        if bundle.manifest.static is None:
+            message = f"{bundle.path} has no static graphs."
+            raise BundleError(message, "Leave the backend out, or export the model with --static.")
+        return bundle.manifest.layout
+
+    def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+        """Floats."""
+        return (FLOAT32,)
+
+    def kernel(self, bundle: Bundle, layout: Layout) -> str:
+        """Operators of whatever provider runs them."""
+        from edgeinfer.runtime.backends.static.backend import kernel_of
+
+        return kernel_of(bundle)
+
+    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+        """Of all sessions."""
+        ordinary = OnnxMemory(bundle, layout, tokenizer_facts(bundle.path / TOKENIZER).merge_pairs, packed_ready=True)
+        return StaticMemory(bundle, ordinary, config.exact, self.device(config).on_cpu)
+
+    def make(self, order: Order) -> Backend:
+        """As many sessions as passes need, made when they do."""
+        from edgeinfer.runtime.backends.static.backend import StaticBackend
+
+        plan = order.configuration
+        return StaticBackend(
+            order.bundle,
+            plan.context,
+            threads=order.threads,
+            device=order.device,
+            affinity=order.affinity,
+            exact=order.config.exact,
+            rows=plan.draft_max + 1,
+            chunk=plan.prefill_chunk,
+        )

@@ -1,0 +1,133 @@
+"""What a static bundle takes on onnxruntime, by term; knows nothing of budgets and of choosing.
+
+Every graph has a session with packed copies of all weights, and all sessions that a way of running may make are
+counted. All terms are upper bounds; constants were fitted to measured processes (docs/LOG.md, 2026-11-22).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgeinfer.bundle import Bundle, DecoderSpec, TensorEntry
+from edgeinfer.bundle.static_graph import StaticGraph
+from edgeinfer.errors import BundleError
+from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
+from edgeinfer.runtime.backends.static.passes import GraphSet, choose_graphs
+from edgeinfer.runtime.planning.configuration import Configuration, Keeping
+from edgeinfer.runtime.planning.footprint import Footprint
+
+__all__ = ["StaticMemory"]
+
+# Session and graph of onnxruntime: in all, and per layer; code that running and loading touch.
+_SESSION_BYTES, _SESSION_LAYER_BYTES = 3_200_000, 250_000
+_RUNNING_CODE_BYTES, _LOADING_CODE_BYTES = 2_500_000, 12_000_000
+# Packed values keep their scales and two sums per block that are as large.
+_SUMS = 2
+# The largest matrix while it is turned and packed: as it is read, and turned.
+_TURNING_COPIES = 2
+# Largest set of a layer's activations alive at once, in widths of its widest linear, and copies of attention's scores.
+_LIVE_WIDTHS, _LIVE_SCORES = 3, 3
+# Keys and values with the new rows in place, and one of them turned.
+_LIVE_CACHES = 3
+_FLOAT_BYTES, _ID_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Implements `model_memory.ModelMemory`.
+
+    Attributes:
+        ordinary: of the same bundle, which has the tokenizer's terms.
+        exact, on_cpu: as `static_passes.choose_graphs` takes them.
+    """
+
+    bundle: Bundle
+    ordinary: OnnxMemory
+    exact: bool
+    on_cpu: bool
+
+    def import_libraries(self) -> None:
+        """Imports what loading will import."""
+        self.ordinary.import_libraries()
+
+    def weights(self, configuration: Configuration) -> Footprint:
+        """A copy for every session; the embedding, of which rows are looked up, stays mapped."""
+        copies = len(self._graphs(configuration).all) * sum(_packed(tensor) for tensor in self._matrices())
+        return Footprint({"weights_packed": copies}, {"weights_mapped": self.bundle.manifest.tensor("embed").nbytes})
+
+    def running(self, configuration: Configuration) -> Footprint:
+        """Sessions, the whole cache whatever the context, and the largest run."""
+        spec, geometry = self._spec, self.bundle.manifest.geometry
+        graphs = self._graphs(configuration).all
+        sessions = len(graphs) * (_SESSION_BYTES + _SESSION_LAYER_BYTES * geometry.num_layers)
+        buffers = sum(_buffers(graph, spec) for graph in graphs)
+        context = graphs[0].context
+        tables = _FLOAT_BYTES * (configuration.context * spec.rope.dim + configuration.draft_max * geometry.vocab_size)
+        return Footprint(
+            {
+                "session": sessions,
+                "kv": geometry.kv_bytes_per_token(configuration.kv) * context,
+                "activations": max(_activations(graph, spec) for graph in graphs) + buffers + tables,
+            },
+            {"code": _RUNNING_CODE_BYTES},
+        )
+
+    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+        """As of any bundle."""
+        return self.ordinary.tokenizer(keeping, used=used)
+
+    def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
+        """While the tokenizer is parsed, while the last session is made, and while a transient tokenizer is parsed."""
+        yield next(iter(self.ordinary.phases(outside, running, configuration)))
+        held = dict(running.anonymous) | {"activations": _TURNING_COPIES * max(map(_packed, self._matrices()))}
+        yield Footprint(held, dict(running.file) | {"loading_code": _LOADING_CODE_BYTES})
+        if configuration.tokenizer == "transient":
+            *_, parsing = self.ordinary.phases(outside, running, configuration)
+            yield parsing
+
+    @property
+    def _spec(self) -> DecoderSpec:
+        decoder = self.bundle.manifest.decoder
+        if decoder is None:
+            raise BundleError(f"{self.bundle.path} has no model description.", "Export it again.")
+        return decoder
+
+    def _graphs(self, configuration: Configuration) -> GraphSet:
+        static = self.bundle.manifest.static
+        if static is None:
+            raise BundleError(f"{self.bundle.path} has no static graphs.", "Export the model with --static.")
+        return choose_graphs(
+            static,
+            exact=self.exact,
+            on_cpu=self.on_cpu,
+            rows=configuration.draft_max + 1,
+            chunk=configuration.prefill_chunk,
+        )
+
+    def _matrices(self) -> list[TensorEntry]:
+        return [tensor for tensor in self.bundle.manifest.tensors if tensor.name != "embed"]
+
+
+def _packed(tensor: TensorEntry) -> int:
+    """Most bytes of the copy of a weight in a session."""
+    return tensor.nbytes + (0 if tensor.scales is None else _SUMS * tensor.scales.nbytes)
+
+
+def _buffers(graph: StaticGraph, spec: DecoderSpec) -> int:
+    """Inputs and outputs of a session, but the cache."""
+    biases = 2 if spec.window_size else 1
+    new = 2 * spec.num_layers * graph.rows * spec.kv_size
+    logits = graph.logit_rows * spec.vocab_size
+    tables = graph.rows * spec.rope.dim
+    ids = graph.rows * (1 + 3 * spec.num_kv_heads) + 1
+    return _FLOAT_BYTES * (biases * graph.rows * graph.context + new + logits + tables) + _ID_BYTES * ids
+
+
+def _activations(graph: StaticGraph, spec: DecoderSpec) -> int:
+    """Bytes alive in a run: a layer's widest values, attention's scores with the bias of each, the cache in order."""
+    rows, context = graph.rows, graph.context
+    widest = max(2 * spec.intermediate_size, spec.q_size + 2 * spec.kv_size) + spec.hidden_size
+    scores = (_LIVE_SCORES * spec.num_heads + spec.num_heads // spec.num_kv_heads) * rows * context
+    caches = _LIVE_CACHES * spec.kv_size * (context + rows)
+    return _FLOAT_BYTES * (_LIVE_WIDTHS * rows * widest + scores + caches + graph.logit_rows * spec.vocab_size)

@@ -1,0 +1,244 @@
+"""What backends that run another one in some way share: what they leave to it, and passes cut into windows of layers.
+
+Knows nothing of what they add.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.runtime.backends.contract import (
+    Backend,
+    CacheSnapshot,
+    Edit,
+    ExpertChoice,
+    Floats,
+    Ints,
+    PassCancelledError,
+    StepOutput,
+    Visibility,
+    check_pass,
+)
+
+__all__ = ["Asked", "Window", "WindowedBackend", "WrappedBackend"]
+
+B = TypeVar("B", bound=Backend)
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `Backend.forward` was asked; fields as its arguments."""
+
+    tokens: Ints
+    positions: Ints
+    rows: Ints
+    tree: Ints | None
+    layer_mask: NDArray[np.bool_] | None
+    hidden: Floats | None
+    planes: int
+    experts: ExpertChoice | None
+    sees: Visibility | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers of a pass that run together.
+
+    Attributes:
+        layers: attention and MLP of each layer, true where they are in the window. (2 L,)
+        before: called before it runs.
+        after: called with what came of it.
+    """
+
+    layers: NDArray[np.bool_]
+    before: Callable[[], None]
+    after: Callable[[StepOutput], None]
+
+
+class WrappedBackend(Generic[B]):
+    """Implements `contracts.Backend` but for `forward`, which takes a turn of its own.
+
+    Args:
+        inner: that runs the passes; this closes it.
+    """
+
+    def __init__(self, inner: B) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return self._inner.name
+
+    @property
+    def kernel(self) -> str:
+        """What multiplies."""
+        return self._inner.kernel
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the model."""
+        return self._inner.geometry
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What may be asked of `forward`."""
+        return self._inner.capabilities
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the cache may hold."""
+        return self._inner.capacity
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+        return self._inner.length
+
+    @property
+    def run_ns(self) -> int:
+        """Nanoseconds of the last pass inside the execution engine."""
+        return self._inner.run_ns
+
+    def forward(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        rows: Ints,
+        *,
+        tree: Ints | None = None,
+        layer_mask: NDArray[np.bool_] | None = None,
+        hidden: Floats | None = None,
+        planes: int = 2,
+        experts: ExpertChoice | None = None,
+        sees: Visibility | None = None,
+    ) -> StepOutput:
+        """One pass; see `contracts.Backend.forward`."""
+        return self._forward(Asked(tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees))
+
+    @abstractmethod
+    def _forward(self, asked: Asked) -> StepOutput:
+        """The pass, however it is made."""
+
+    def _run(self, asked: Asked) -> StepOutput:
+        """The pass as the backend inside makes it."""
+        return self._inner.forward(
+            asked.tokens,
+            asked.positions,
+            asked.rows,
+            tree=asked.tree,
+            layer_mask=asked.layer_mask,
+            hidden=asked.hidden,
+            planes=asked.planes,
+            experts=asked.experts,
+            sees=asked.sees,
+        )
+
+    def truncate(self, length: int) -> None:
+        """Drops all rows from `length` on."""
+        self._inner.truncate(length)
+
+    def clear(self) -> None:
+        """Drops all rows and their memory."""
+        self._inner.clear()
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps these rows of the pass that began at `start`."""
+        self._inner.keep(start, rows)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies the cache, or its rows start..stop-1."""
+        return self._inner.snapshot(start, stop)
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copied cache back."""
+        self._inner.restore(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        self._inner.append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        self._inner.rewrite(edit)
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread."""
+        self._inner.cancel()
+
+    def drop_pages(self) -> None:
+        """Lets go of pages of the weights' file."""
+        self._inner.drop_pages()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+        return self._inner.nbytes()
+
+    def close(self) -> None:
+        """Closes the backend inside."""
+        self._inner.close()
+
+
+class WindowedBackend(WrappedBackend[B]):
+    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
+    states of one enter the next. Every row of the result is the same bits as without."""
+
+    def __init__(self, inner: B) -> None:
+        super().__init__(inner)
+        self._cancelled = False
+        self._run_ns = 0
+
+    @property
+    def run_ns(self) -> int:
+        """Nanoseconds of the last pass inside the execution engine, which fetches the weights there."""
+        return self._run_ns
+
+    @abstractmethod
+    def _windows(self, asked: Asked) -> Sequence[Window]:
+        """The windows of a pass, at least one, which together run its layers in order."""
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread, between two windows or in one."""
+        self._cancelled = True
+        self._inner.cancel()
+
+    def _forward(self, asked: Asked) -> StepOutput:
+        check_pass(self, **vars(asked))
+        self._cancelled = False
+        start, run_ns = self.length, 0
+        windows, hidden = self._windows(asked), asked.hidden
+        used: Ints | None = None  # (L, S, k)
+        try:
+            for window in windows:
+                if self._cancelled:
+                    raise PassCancelledError("The pass was cancelled.")
+                # Each window writes the same rows of the cache, in its own layers.
+                self._inner.truncate(start)
+                window.before()
+                mask = window.layers if asked.layer_mask is None else window.layers & asked.layer_mask
+                wanted = asked.rows if window is windows[-1] else _NO_ROWS
+                output = self._run(replace(asked, rows=wanted, layer_mask=mask, hidden=hidden))
+                used = _merged(used, output.experts)
+                window.after(output)
+                hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
+        except BaseException:
+            self._inner.truncate(start)
+            raise
+        self._run_ns = run_ns
+        return replace(output, experts=used)
+
+
+def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, k) each
+    """The experts that the windows of a pass used so far: -1 but in the layers that ran in one of them."""
+    if before is None or window is None:
+        return None if window is None else window.copy()
+    merged: Ints = np.maximum(before, window, out=before)
+    return merged

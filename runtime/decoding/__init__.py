@@ -1,0 +1,1 @@
+"""From a prompt to tokens: the engine and the strategies it drives."""

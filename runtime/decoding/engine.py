@@ -1,0 +1,395 @@
+"""The decoding loop: a prompt and a way to choose tokens become tokens, with what the cache already holds reused.
+
+Knows backends through their contract only; knows nothing of text, templates or files.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, PassCancelledError
+from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
+
+__all__ = ["Chooser", "Engine", "Multistep", "Prefill", "Step"]
+
+
+class Chooser(Protocol):
+    """Chooses the token of an absolute position from its logits."""
+
+    def token(self, logits: Floats, position: int) -> int:  # (V,)
+        """The token at `position`."""
+
+    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+        """The token joins the reply, whose place these logits predicted."""
+
+
+class Multistep(Protocol):
+    """A way of decoding other than token by token, as `speculation.rounds.Rounds` is.
+
+    The rows of the backend's cache must be those that the whole model gives to the text's tokens. A way that leaves
+    some out, or feeds them later, cuts the cache to those that are by the time its generation ends.
+    """
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """Starts after a prompt, all of which was fed: one to `room` tokens that follow it, accepted by the chooser.
+
+        Args:
+            logits: after the prompt's last token; a view that the next pass overwrites.
+        """
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """One to `room` further tokens, accepted by the chooser. Of all tokens the last, at least, is not fed then.
+
+        Args:
+            lost: tokens of the text less rows that the cache needs to hold it, the last token included.
+        """
+
+    def leave(self) -> None:
+        """The generation pauses or ends: what was fed for it alone is dropped."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How a prompt was taken in: tokens reused from the cache, tokens evaluated, milliseconds."""
+
+    cached: int
+    evaluated: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
+
+    Attributes:
+        last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
+    """
+
+    token: int
+    ms: float
+    last: bool = True
+
+
+_ONE_ROW = np.zeros(1, np.int64)
+# Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
+_FEW = 16
+
+
+class _Plain:
+    """One token per pass."""
+
+    def __init__(self, backend: Backend, chooser: Chooser) -> None:
+        self._backend = backend
+        self._chooser = chooser
+        self._root = 0
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:
+        self._root = self._chooser.token(logits, len(prompt))
+        self._chooser.accept(self._root, logits)
+        return (self._root,)
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        start = self._backend.length
+        output = self._backend.forward(np.array([self._root]), np.array([start]), _ONE_ROW)
+        self._root = self._chooser.token(output.logits[0], start + lost + 1)
+        self._chooser.accept(self._root, output.logits[0])
+        return (self._root,)
+
+    def leave(self) -> None:
+        pass
+
+
+class Engine:
+    """One conversation's worth of state over a backend.
+
+    Args:
+        backend: evaluates passes; its cache belongs to this engine alone.
+        chunk: prompt tokens per pass.
+        overflow: makes room where a text outgrows the cache; None is not at all, the text ends there.
+        prefix_bytes: kept at most of other conversations, to go back to them cheaply.
+
+    Raises:
+        CapabilityError: other conversations are to be kept, and the backend's cache cannot be copied.
+    """
+
+    def __init__(
+        self, backend: Backend, chunk: int, overflow: OverflowPolicy | None = None, prefix_bytes: int = 0
+    ) -> None:
+        if prefix_bytes and not backend.capabilities.copies:
+            message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
+            raise CapabilityError(message, "Load it without a prefix cache.")
+        self.backend = backend
+        self.overflow = overflow
+        self.prefill = Prefill(0, 0, 0.0)
+        self.lost = Lost()
+        self.chunk = chunk
+        self._tokens: list[int] = []
+        self._prefixes = PrefixCache(prefix_bytes)
+        self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the last generation was cancelled."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Stops the running generation within the current pass. Safe from any thread."""
+        self._cancelled.set()
+        self.backend.cancel()
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        chooser: Chooser,
+        *,
+        max_tokens: int | None,
+        stop_ids: frozenset[int],
+        rounds: Multistep | None = None,
+    ) -> Generator[Step]:
+        """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
+
+        Where an overflow policy makes room, no context is ever full; a reply without `max_tokens` then ends after as
+        many tokens as the context holds.
+
+        Args:
+            rounds: decodes what follows the first token, by the same chooser; None is one token per pass.
+
+        Raises:
+            PromptError: the prompt is empty, or holds an id that is no token.
+            ContextLengthError: the prompt leaves no room for a token.
+        """
+        self.check(prompt)
+        # Here, not when iteration begins: a `cancel` in between counts.
+        self._cancelled.clear()
+        self.prefill = Prefill(0, 0, 0.0)
+        left = self.allowance(len(prompt), max_tokens)
+        return self._steps(prompt, chooser, left, stop_ids, rounds or _Plain(self.backend, chooser))
+
+    def allowance(self, prompt: int, max_tokens: int | None) -> int:
+        """Tokens that the reply to a prompt of so many tokens may have."""
+        room = self.backend.capacity - prompt + 1 if self.overflow is None else self.backend.capacity
+        return room if max_tokens is None else max_tokens if self.overflow is not None else min(max_tokens, room)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what the cache holds can be put aside for another text and come back."""
+        return self._prefixes.cap > 0 and self.overflow is None
+
+    def prepare(self, prompt: Sequence[int], most: int) -> bool:
+        """Evaluates up to so many tokens of a prompt that will be continued; whether only its last one is left.
+
+        Raises:
+            PromptError, ContextLengthError: as `generate`.
+        """
+        self.check(prompt)
+        self._cancelled.clear()
+        try:
+            # Fewer are not kept when another text comes in between, and would be evaluated again and again.
+            self._evaluate(prompt, len(prompt) - 1, max(most, _FEW + 1))
+        except PassCancelledError:
+            return False
+        return len(self._tokens) == len(prompt) - 1
+
+    def _steps(
+        self, prompt: Sequence[int], chooser: Chooser, left: int, stop_ids: frozenset[int], rounds: Multistep
+    ) -> Generator[Step]:
+        now = time.perf_counter()
+        try:
+            logits = self._take_in(prompt)
+            # Drafters take in the prompt too, which belongs to the first token's time.
+            tokens = _until(rounds.first(prompt, logits, left), stop_ids)
+            ahead = list(tokens)  # of what the cache holds
+            while True:
+                begun, now = now, time.perf_counter()
+                for place, token in enumerate(tokens):
+                    if place and self._cancelled.is_set():
+                        return
+                    yield Step(token, 0.0 if place else (now - begun) * 1e3, place == len(tokens) - 1)
+                left -= len(tokens)
+                if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
+                    return
+                self._make_room()
+                tokens = _until(rounds.next(left, self.lost.tokens), stop_ids)
+                ahead += tokens
+                fed = self.backend.length + self.lost.tokens - len(self._tokens)
+                self._tokens += ahead[:fed]
+                del ahead[:fed]
+        except PassCancelledError:
+            return
+        except (BudgetError, MemoryError):
+            # What did not fit would stand in the way of what does.
+            self.evict_prefixes()
+            self.forget()
+            self.backend.clear()
+            raise
+        finally:
+            rounds.leave()
+            # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
+            self._truncate(min(self.backend.length + self.lost.tokens, len(self._tokens)))
+
+    def forget(self) -> None:
+        """Empties the cache."""
+        self._tokens.clear()
+        self.lost = Lost()
+        if self.overflow is not None:
+            self.overflow.forget()
+        self.backend.truncate(0)
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Refuses a prompt that cannot be continued.
+
+        Raises:
+            PromptError, ContextLengthError: as `generate`.
+        """
+        if not prompt:
+            raise PromptError("The prompt is empty.", "Give at least one token of text.")
+        if len(prompt) > self.backend.capacity and self.overflow is None:
+            message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.capacity}."
+            hint = "Shorten it, load the model with a larger context (-c), or let it forget (--overflow window)."
+            raise ContextLengthError(message, hint)
+        vocabulary = self.backend.geometry.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            message = f"The prompt holds a token id outside the model's vocabulary of {vocabulary}."
+            raise PromptError(message, f"Ids go from 0 to {vocabulary - 1}.")
+
+    def _take_in(self, prompt: Sequence[int]) -> Floats:  # (V,)
+        """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
+        logits = self._evaluate(prompt, len(prompt), len(prompt))
+        chosen: Floats = logits[0]
+        return chosen
+
+    def _evaluate(self, prompt: Sequence[int], stop: int, most: int) -> Floats:  # (1, V) of the prompt's end, or (0, V)
+        """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most."""
+        begun = time.perf_counter()
+        done = cached = self._reuse(prompt)
+        stop = min(stop, cached + most)
+        logits: Floats = np.zeros((0, self.backend.geometry.vocab_size), np.float32)
+        try:
+            while done < stop:
+                if self._cancelled.is_set():
+                    raise PassCancelledError("Cancelled between two chunks of the prompt.")
+                chunk = prompt[done : done + min(self.chunk, stop - done, self.room())]
+                done += len(chunk)
+                rows = np.array([len(chunk) - 1] if done == len(prompt) else [], np.int64)
+                logits = self.feed(chunk, rows)
+        finally:
+            self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - begun) * 1e3)
+        return logits
+
+    def room(self) -> int:
+        """Tokens that can be fed before the context is full; where it is, after the overflow policy has made room."""
+        self._make_room()
+        return self.backend.capacity - self.backend.length
+
+    def feed(self, tokens: Sequence[int], rows: Ints) -> Floats:  # (R,) -> (R, V)
+        """Feeds the next tokens of a text, no more than there is room for, and gives the logits of these rows of them.
+
+        Logits are a view that the next pass overwrites.
+
+        Raises:
+            BackendError: the pass failed, was cancelled or does not fit; nothing was fed.
+        """
+        start = self.backend.length
+        positions = np.arange(start, start + len(tokens))
+        logits = self.backend.forward(np.array(tokens, np.int64), positions, rows).logits
+        self._tokens.extend(tokens)
+        return logits
+
+    def _make_room(self) -> None:
+        """Has the overflow policy shorten a full cache."""
+        if self.overflow is None or self.backend.length < self.backend.capacity:
+            return
+        try:
+            removed = self.overflow.make_room(self._tokens)
+        except PassCancelledError:
+            del self._tokens[self.backend.length + self.lost.tokens :]
+            raise
+        except BaseException:
+            # Some layers may be shortened and others not.
+            self.forget()
+            raise
+        self.lost = self.lost.after(removed, len(self._tokens))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tokens whose rows the cache holds, one for one; none where an overflow policy has changed the rows."""
+        return () if self.lost.tokens else tuple(self._tokens)
+
+    def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
+        """Takes rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
+
+        Raises:
+            BackendError: they are another model's, or too many; the cache is then empty.
+        """
+        self._keep(0, tokens)
+        self.forget()
+        try:
+            self._append(tokens, pieces)
+        except BaseException:
+            self.forget()
+            raise
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes kept of other conversations."""
+        return self._prefixes.nbytes
+
+    def evict_prefixes(self, keep_bytes: int = 0) -> None:
+        """Drops other conversations, those used longest ago first, until no more than this is kept."""
+        self._prefixes.evict(keep_bytes)
+
+    def _reuse(self, prompt: Sequence[int]) -> int:
+        """Cuts the cache to what the prompt shares with it, or puts back more that was kept; the tokens that remain."""
+        most = min(len(prompt) - 1, self.backend.capacity)
+        cached = min(self.shared(prompt), len(prompt) - 1)
+        if cached < self.lost.since:
+            cached = 0
+        self._keep(cached, prompt)
+        kept = min(self._prefixes.match(prompt), most)
+        if cached == 0:
+            self.forget()
+        self._truncate(cached)
+        if kept > cached and not self.lost.tokens:
+            self._append(prompt, self._prefixes.take(prompt, cached, kept))
+        return len(self._tokens)
+
+    def _keep(self, cached: int, prompt: Sequence[int]) -> None:
+        """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
+        held = self.held
+        if len(held) - cached > _FEW and self.backend.capabilities.copies:
+            self._prefixes.offer(held, self.backend.snapshot, wanted=prompt)
+
+    def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
+        """Adds rows of the tokens that follow those held."""
+        for piece in pieces:
+            self.backend.append(piece)
+            self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens are those that were fed."""
+        shared = 0
+        for mine, theirs in zip(self._tokens, tokens, strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        return shared
+
+    def _truncate(self, length: int) -> None:
+        del self._tokens[length:]
+        self.backend.truncate(length - self.lost.tokens)
+
+
+def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
+    """The tokens up to and with the first stop id."""
+    for place, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: place + 1]
+    return tokens

@@ -1,0 +1,120 @@
+"""Merges neighbours that are alike, chunk by chunk and head by head; knows nothing of attention or text.
+
+Chelsea: within a chunk of rows every second one is matched to the most similar of the others, and the most similar
+pairs of all chunks are merged, weighted by how many tokens each row stands for. A merged row gets the share of
+attention of one token: to give it that of all its tokens, its scores would need the logarithm of their number added,
+which differs by head and layer, and the graph's attention bias is one for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
+from edgeinfer.runtime.kv_cache.context_shift.merging import Indices, cosines, merge_rows
+from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
+from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
+
+__all__ = ["ClusterOptions", "ClusterPolicy"]
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What is merged. Defaults were chosen among some ten, by apps/bench/overflow_quality.py.
+
+    Attributes:
+        sinks: first rows, which stay as they are.
+        freed: share of the context that each overflow frees.
+        recent: share of the context, its latest tokens, that stays as it is.
+        chunk: rows among which alike ones are looked for.
+    """
+
+    sinks: int = SINKS
+    freed: float = 0.125
+    recent: float = 0.25
+    chunk: int = 64
+
+
+class ClusterPolicy:
+    """Implements `contracts.OverflowPolicy`.
+
+    Args:
+        spec: of the model.
+        backend: whose cache is shortened.
+        options: what is merged.
+    """
+
+    name = "cluster"
+
+    def __init__(self, spec: DecoderSpec, backend: Backend, options: ClusterOptions | None = None) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._options = options or ClusterOptions()
+        self._freed, self._recent = _sizes(self._options, backend.capacity)
+        self._counts: dict[int, Floats] = {}  # by layer: tokens that its rows stood for after the last overflow
+
+    @staticmethod
+    def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
+        """What is remembered between overflows, and what one takes while it runs."""
+        freed, _ = _sizes(ClusterOptions(), capacity)
+        counts = spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
+        rows = 8 * capacity * spec.kv_size * 4
+        return counts + Rotation.planned_bytes(spec.rope, capacity) + rows
+
+    def make_room(self, tokens: Sequence[int]) -> Removed:
+        """Merges rows of every head."""
+        rows = self._backend.length
+        rotation = Rotation(self._spec.rope, self._backend.capacity)
+        old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
+        remembered: dict[int, Floats] = {}
+
+        def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:  # (H, n, h) each
+            counts = np.ones(keys.shape[:2], np.float32)
+            if (known := self._counts.get(layer)) is not None:
+                counts[:, : known.shape[1]] = known
+            both = np.concatenate([rotation.moved(keys, old, zero), values], axis=-1)  # (H, n, 2 h)
+            kept = np.stack([self._merge(b, c) for b, c in zip(both, counts, strict=True)])  # (H, n')
+            heads = np.arange(len(kept))[:, None]
+            remembered[layer], both = counts[heads, kept], both[heads, kept]
+            size = keys.shape[-1]
+            return rotation.moved(both[..., :size], zero, new), both[..., size:]
+
+        self._backend.rewrite(edit)
+        self._counts = remembered
+        return Removed(self._freed, self._freed)
+
+    def _merge(self, rows: Floats, counts: Floats) -> Indices:  # (n, 2 h), (n,) -> (n',)
+        """Merges a head's most similar pairs, in place, and gives the rows that stay, in order."""
+        options, size = self._options, rows.shape[1] // 2
+        middle = np.arange(options.sinks, len(rows) - self._recent)
+        sources, targets, likeness = [], [], []
+        for start in range(0, len(middle), options.chunk):
+            chunk = middle[start : start + options.chunk]
+            a, b = chunk[1::2], chunk[::2]
+            if not len(a):
+                continue
+            similar = cosines(rows[a, :size], rows[b, :size])
+            best = similar.argmax(axis=1)
+            sources.append(a)
+            targets.append(b[best])
+            likeness.append(similar[np.arange(len(a)), best])
+        most = np.argsort(-np.concatenate(likeness), kind="stable")[: self._freed]
+        leaving, into = np.concatenate(sources)[most], np.concatenate(targets)[most]
+        merge_rows(rows, counts, leaving, into)
+        return np.delete(np.arange(len(rows)), leaving)
+
+    def forget(self) -> None:
+        """Forgets what rows stand for."""
+        self._counts.clear()
+
+
+def _sizes(options: ClusterOptions, capacity: int) -> tuple[int, int]:
+    """Rows that an overflow frees and latest rows that stay, in a cache of so many tokens."""
+    freed, recent = max(1, int(options.freed * capacity)), int(options.recent * capacity)
+    # Every second row between sinks and recent ones can leave.
+    return min(freed, (capacity - recent - options.sinks) // 2), recent

@@ -1,0 +1,73 @@
+"""Which policy makes room in a full cache, by name, and what it needs; knows nothing of how they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgeinfer.bundle import Bundle, DecoderSpec
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
+from edgeinfer.runtime.kv_cache.context_shift.contracts import OverflowPolicy
+from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
+from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
+
+__all__ = ["POLICIES", "make_overflow", "planned_bytes"]
+
+# Contexts smaller than this have no room for sinks, latest tokens and something between them.
+_LEAST_CONTEXT = 32
+_STOP = "Choose --overflow stop"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a policy is made, what it takes, and what it needs: layers that can be run one by one, full attention."""
+
+    make: Callable[[Bundle, DecoderSpec, Backend], OverflowPolicy]
+    planned_bytes: Callable[[DecoderSpec, int], int]
+    observes: bool
+    reorders: bool
+
+
+# All but "stop", which makes no room: a text then ends where the context does.
+POLICIES: dict[str, _Kind] = {
+    "window": _Kind(lambda b, spec, backend: WindowPolicy(spec, backend), WindowPolicy.planned_bytes, False, False),
+    "merge": _Kind(lambda bundle, s, backend: MergePolicy(bundle, backend), MergePolicy.planned_bytes, True, True),
+    "cluster": _Kind(lambda b, spec, backend: ClusterPolicy(spec, backend), ClusterPolicy.planned_bytes, False, True),
+}
+
+
+def make_overflow(name: str, bundle: Bundle, backend: Backend) -> OverflowPolicy | None:
+    """The policy of this name for a backend's cache; None for "stop".
+
+    Args:
+        name: one of config.OVERFLOWS.
+        bundle: of the backend.
+
+    Raises:
+        UsageError: the model, its backend or its context is not one that the policy can work with.
+    """
+    if name not in POLICIES:
+        return None
+    kind, spec = POLICIES[name], bundle.manifest.decoder
+    if spec is None:
+        message = f"{bundle.path} does not describe how its keys are rotated, which overflow {name!r} needs to know."
+        raise UsageError(message, f"{_STOP}, or use a natively exported bundle.")
+    if backend.capacity < _LEAST_CONTEXT:
+        message = f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.capacity}."
+        raise UsageError(message, f"{_STOP}, or a larger context.")
+    if kind.reorders and spec.window_size:
+        # Rows that are left stand closer together, so a layer's window would reach tokens that it must not see.
+        message = f"Layers of {bundle.path} attend to the last {spec.window_size} tokens, which {name!r} would mix up."
+        raise UsageError(message, f"{_STOP} or window.")
+    can = backend.capabilities
+    if kind.observes and not (can.layer_skip and can.hidden):
+        message = f"The {backend.name} backend cannot run single layers, by which {name!r} observes attention."
+        raise UsageError(message, f"{_STOP}, window or cluster.")
+    return kind.make(bundle, spec, backend)
+
+
+def planned_bytes(name: str, spec: DecoderSpec | None, capacity: int) -> int:
+    """What a policy takes at most in a cache of so many tokens, an overflow's own arrays included."""
+    return POLICIES[name].planned_bytes(spec, capacity) if name in POLICIES and spec is not None else 0

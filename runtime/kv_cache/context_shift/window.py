@@ -1,0 +1,65 @@
+"""Forgets the middle: keeps the first tokens and the latest ones; knows nothing of text.
+
+StreamingLLM (Xiao et al. 2024): attention rests on the first tokens whatever they are, so these stay as sinks. Layers
+with a sliding window of their own lose nothing as long as it is no longer than what is kept of the latest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
+from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
+
+__all__ = ["SINKS", "WindowPolicy"]
+
+# StreamingLLM's: one may do, four always did.
+SINKS = 4
+# Share of the context that an overflow frees. What is freed at once is missing from then on: with twice as much,
+# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (apps/bench/overflow_quality.py). Half as
+# much would turn all keys twice as often.
+_FREED = 0.125
+
+
+class WindowPolicy:
+    """Implements `contracts.OverflowPolicy`.
+
+    Args:
+        spec: of the model.
+        backend: whose cache is shortened.
+        sinks: first tokens that stay.
+        freed: share of the context that each overflow frees.
+    """
+
+    name = "window"
+
+    def __init__(self, spec: DecoderSpec, backend: Backend, sinks: int = SINKS, freed: float = _FREED) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._sinks = sinks
+        self._freed = max(1, int(freed * backend.capacity))
+
+    @staticmethod
+    def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
+        """What an overflow takes while it runs: the keys of a layer before, while and after they are turned."""
+        return Rotation.planned_bytes(spec.rope, capacity) + 7 * capacity * spec.kv_size * 4
+
+    def make_room(self, tokens: Sequence[int]) -> Removed:
+        """Drops the rows after the sinks."""
+        rows = self._backend.length
+        kept = np.delete(np.arange(rows), slice(self._sinks, self._sinks + self._freed))
+        now = np.arange(len(kept))
+        rotation = Rotation(self._spec.rope, self._backend.capacity)
+
+        def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:  # (H, n, h) each
+            return rotation.moved(keys[:, kept], kept, now), values[:, kept]
+
+        self._backend.rewrite(edit)
+        return Removed(self._freed)
+
+    def forget(self) -> None:
+        """Nothing is remembered."""

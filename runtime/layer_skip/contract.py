@@ -1,0 +1,98 @@
+"""What ways of computing less promise: sets of layers decided after the prompt, and models that take turns.
+
+Knows nothing of any one policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+
+__all__ = ["Chooser", "Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
+
+Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
+
+
+class Chooser(Protocol):
+    """Chooses the reply's tokens, as `engine.Chooser`."""
+
+    def token(self, logits: Floats, position: int) -> int:  # (V,)
+        """The token at `position`."""
+
+    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+        """The token joins the reply, whose place these logits predicted."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a set of layers is chosen for.
+
+    Attributes:
+        speedup: of a pass, over the whole model's.
+        costs: of the blocks here.
+    """
+
+    speedup: float
+    costs: BlockCosts
+
+    def reached(self, mask: Mask) -> bool:
+        """Whether passes of these blocks are that fast."""
+        whole = self.costs.ms(np.ones_like(mask))
+        # Sums of floats: what is equal on paper counts as reached.
+        return self.costs.ms(mask) * self.speedup <= whole * (1 + 1e-9)
+
+
+class Prompt(Protocol):
+    """A prompt that was taken in by the whole model, as policies may look at it."""
+
+    @property
+    def layers(self) -> int:
+        """L."""
+
+    def states(self) -> Floats:
+        """Hidden states of its last tokens: those entering each layer, then those leaving the last. (L + 1, S, D)"""
+
+
+class SkipPolicy(Protocol):
+    """Decides once per reply what runs for its tokens."""
+
+    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+        """The blocks that run."""
+
+
+class SwitchPolicy(Protocol):
+    """Decides token by token which of two models makes it."""
+
+    def seen(self, entropy: float) -> None:
+        """A token was predicted with so many bits of entropy, by whichever model made it."""
+
+    def large(self) -> bool:
+        """Whether the large model makes the next token."""
+
+
+def feed(
+    run: Callable[[Ints, Ints, Ints], Floats], tokens: Sequence[int], start: int, wanted: Sequence[int], chunk: int
+) -> Iterator[tuple[int, Floats]]:
+    """Feeds tokens from row `start` on, chunk by chunk, and yields the logits (V,) after those of these indices.
+
+    Args:
+        run: a pass: tokens (S,), positions (S,), rows (R,) -> logits (R, V).
+        wanted: indices into the tokens, ascending.
+    """
+    for at in range(0, len(tokens), chunk):
+        size = min(chunk, len(tokens) - at)
+        rows = [index - at for index in wanted if at <= index < at + size]
+        logits = run(np.array(tokens[at : at + size], np.int64), start + at + np.arange(size), np.array(rows, np.int64))
+        yield from ((at + row, each) for row, each in zip(rows, logits, strict=True))
+
+
+def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
+    """Passes of the whole model, as `feed` takes them."""
+    return lambda tokens, positions, rows: backend.forward(tokens, positions, rows).logits

@@ -1,0 +1,158 @@
+"""A reply whose tokens leave the model early where its first layers are sure; knows nothing of where exits pay.
+
+CALM's confidence (Schuster et al. 2022) with FREE's synchronised layers (Bae et al. 2023): first layers run for every
+token, and their hidden states are kept. When a token needs depth, or too many have left, the deeper layers run for all
+that wait in one pass, so that keys and values are those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.adaptive import ComputeUse
+from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.layer_skip.contract import feed
+from edgeinfer.runtime.layer_skip.predictions import likeliest
+from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.speculation.drafters.self_drafter import require
+from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+
+__all__ = ["Exiting", "fill_below"]
+
+_ONE_ROW = np.zeros(1, np.int64)
+# Tokens that may wait for the deeper layers.
+_MOST_WAITING = 8
+
+
+class Exiting(Steps):
+    """Implements `engine.Multistep`.
+
+    Args:
+        given: what it works with.
+        exit_layer: E, layers that run for every token.
+        costs: of blocks here.
+
+    Raises:
+        CapabilityError: the backend cannot leave a pass and resume it, or cannot copy its cache where that is to be
+            filled from below.
+        UsageError: there is no such exit.
+    """
+
+    def __init__(self, given: Surroundings, exit_layer: int, costs: BlockCosts) -> None:
+        backend, layers = given.backend, given.backend.geometry.num_layers
+        can, hint = backend.capabilities, "Use a natively exported bundle, or compute in full."
+        require(can.layer_skip and can.hidden, backend, "leave a pass early and resume it", hint)
+        if not 0 < exit_layer < layers:
+            message = f"A model of {layers} layers has no exit after layer {exit_layer}."
+            raise UsageError(message, f"Choose one from 1 to {layers - 1}." if layers > 1 else "Compute in full.")
+        super().__init__(given)
+        self._below = given.options.skip_cache == "below"
+        require(can.copies or not self._below, backend, "copy this model's cache", "Leave skip_cache out.")
+        self._exit = exit_layer
+        self._costs = costs
+        self._first = np.arange(2 * layers) < 2 * exit_layer  # (2 L,)
+        self._most = min(_MOST_WAITING, given.chunk, backend.capacity)
+        self._waiting: list[int] = []  # tokens of the cache's last rows, which lack deeper layers
+        self._hidden = np.empty((self._most, backend.geometry.hidden_size), np.float32)  # after the first layers
+        self._kept: dict[int, Floats] = {}  # what the exit said behind waiting tokens
+        self._whole = backend.capacity  # rows that nothing was filled into
+
+    def _begin(self, logits: Floats) -> None:
+        self._whole = self._backend.capacity
+        if not self._books.tokens:
+            self._try(1.0)
+
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
+            return self._backend.forward(ids, places, rows, layer_mask=self._first).logits
+
+        said = feed(run, tokens, start, wanted, self._chunk)
+        return {index: logits.copy() for index, logits in said if self._sure(logits)}
+
+    def _sure(self, logits: Floats) -> bool:  # (V,)
+        return likeliest(logits)[1] >= self._options.exit_confidence
+
+    def _logits(self, lost: int) -> Floats:  # (V,)
+        place = self._backend.length
+        root = np.array(self._tokens[-1:])
+        output = self._backend.forward(root, np.array([place]), _ONE_ROW, layer_mask=self._first)
+        assert output.hidden is not None, "a backend that resumes gives hidden states"
+        self._waiting.append(self._tokens[-1])
+        self._hidden[len(self._waiting) - 1] = output.hidden[0]
+        full = len(self._waiting) == self._most or self._backend.length == self._backend.capacity
+        if not (full or self._floor.stopped) and self._sure(output.logits[0]):
+            if self._floor.watching and len(self._kept) < self._samples:
+                self._kept[len(self._waiting) - 1] = output.logits[0].copy()
+            self._books.reduced += 1
+            self._books.blocks_skipped += int((~self._first).sum())
+            said: Floats = output.logits[0]
+            return said
+        return self._deepen()
+
+    def _deepen(self) -> Floats:  # (V,)
+        """Runs the deeper layers for all that wait, the last of which needs them."""
+        size = len(self._waiting)
+        start, skipped = self._backend.length - size, 0
+        if self._below and size > 1:
+            # Of a whole row the last token needs nothing, of those before it keys and values.
+            fill_below(self._backend, start, start + size - 1, ~self._first)
+            self._whole = min(self._whole, start)
+            skipped = size - 1
+        else:
+            self._backend.truncate(start)
+            self._books.caught_up += size - 1
+        rows = np.array([*(() if skipped else self._kept), size - 1 - skipped])
+        output = self._backend.forward(
+            np.array(self._waiting[skipped:]),
+            start + np.arange(skipped, size),
+            rows,
+            layer_mask=~self._first,
+            hidden=self._hidden[skipped:size],
+        )
+        if not skipped:
+            for whole, reduced in zip(output.logits, self._kept.values(), strict=False):
+                self._floor.add(whole, reduced)
+            self._floor.check(self._books.reduced, self._books.tokens)
+        self._waiting.clear()
+        self._kept.clear()
+        said: Floats = output.logits[-1]
+        return said
+
+    def _chosen(self, logits: Floats) -> None:
+        """What waits goes deeper when a token needs it."""
+
+    def leave(self) -> None:
+        """Drops rows that lack deeper layers, or rest on others that did."""
+        self._backend.truncate(min(self._whole, self._backend.length - len(self._waiting)))
+        self._waiting.clear()
+        self._kept.clear()
+
+    def use(self) -> ComputeUse:
+        """What happened so far."""
+        return self._predicted(self._first, self._costs)
+
+
+def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+    """Gives rows start..stop-1 keys and values of the nearest lower layer where attention did not run (`missing`, 2 L),
+    and drops what comes after them.
+
+    Raises:
+        CapabilityError: the cache is quantized: each layer has scales of its own.
+    """
+    held = backend.snapshot(start, stop)
+    if held.kv != FLOAT32:
+        message = f"A cache of {held.kv} cannot be filled from the layer below."
+        raise CapabilityError(message, "Leave skip_cache out, or load with kv='float32'.")
+    source = 0
+    keys, values = list(held.keys), list(held.values)
+    for layer in range(len(keys)):
+        if missing[2 * layer]:
+            keys[layer], values[layer] = held.keys[source], held.values[source]
+        else:
+            source = layer
+    backend.truncate(start)
+    backend.append(CacheSnapshot(held.length, tuple(keys), tuple(values), held.kv, held.scales))

@@ -1,0 +1,141 @@
+"""What a loaded model really takes, watched while it works: gives up what it can spare before the budget is exceeded.
+
+Knows the plan and who can give memory back; knows nothing of what they hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from edgeinfer.config import format_size
+from edgeinfer.errors import BudgetError
+from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
+
+__all__ = ["Ledger", "Relief"]
+
+_log = logging.getLogger("edgeinfer")
+
+# Seconds between two looks: one takes some 30 microseconds.
+_INTERVAL = 0.02
+# Bytes below the budget from which memory is given up, and the share of the budget that must be free to take it again.
+_MARGIN_BYTES = 1_000_000
+_AMPLE = 0.1
+
+
+@dataclass(frozen=True)
+class Relief:
+    """A way to take less.
+
+    Attributes:
+        name: what is given up, for people; "" where nobody will miss it.
+        give: gives some of it up; false where there was nothing left to give, sooner or later.
+        take: takes it again at the beginning of a turn with ample room; None where nothing has to be undone.
+    """
+
+    name: str
+    give: Callable[[], bool]
+    take: Callable[[], None] | None = None
+
+
+class Ledger:
+    """Keeps a process within the budget of its plan.
+
+    Args:
+        plan: in force when the model was loaded; without a budget nothing is ever given up.
+        terms: bytes that the model's parts hold now, by the plan's terms.
+        reliefs: in the order in which they are tried.
+        replan: makes another plan of the one in force, the process and the terms held.
+        apply: has the model work by a plan.
+
+    Attributes:
+        plan: in force.
+        given: names of what was given up and not taken again, in order.
+        peak: the largest total of counted pages that was seen.
+    """
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        terms: Callable[[], Mapping[str, int]],
+        reliefs: Sequence[Relief],
+        replan: Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan],
+        apply: Callable[[MemoryPlan], None],
+    ) -> None:
+        self.plan = plan
+        self._terms = terms
+        self._reliefs = reliefs
+        self._replan = replan
+        self._apply = apply
+        self._looked = 0.0
+        self.given: list[str] = []
+        self.peak = 0
+
+    def terms(self) -> dict[str, int]:
+        """Bytes held now, by term; the process in all is "process"."""
+        return dict(self._terms()) | {"process": self.counted(process_memory())}
+
+    def counted(self, memory: ProcessMemory) -> int:
+        """Bytes of the pages that count against the budget."""
+        return memory.rss if self.plan.counted == "resident" else memory.anonymous
+
+    def begin_turn(self) -> None:
+        """A request begins: plans again if the program around the model has changed, and takes back what was given up
+        where there is ample room.
+
+        Raises:
+            BudgetError: as `check`.
+        """
+        budget = self.plan.budget_bytes
+        if budget is None:
+            return
+        memory = process_memory()
+        plan = self._replan(self.plan, memory, self._terms())
+        if plan.configuration != self.plan.configuration:
+            _log.info("Planned again: %s.", "; ".join(plan.given_up) or "nothing given up")
+            self._apply(plan)
+        self.plan = plan
+        if self.given and self.counted(memory) < (1 - _AMPLE) * budget:
+            for relief in self._reliefs:
+                if relief.name in self.given and relief.take is not None:
+                    relief.take()
+            self.given.clear()
+        self.check(now=True)
+
+    def check(self, *, now: bool = False) -> None:
+        """Looks whether the budget is kept, and gives up what is needed to keep it.
+
+        Args:
+            now: look even if the last time is a moment ago.
+
+        Raises:
+            BudgetError: nothing is left to give up, and the budget is exceeded.
+        """
+        budget = self.plan.budget_bytes
+        clock = time.monotonic()
+        if budget is None or (not now and clock - self._looked < _INTERVAL):
+            return
+        self._looked = clock
+        used = self._look()
+        for relief in self._reliefs:
+            while used > budget - _MARGIN_BYTES and relief.give():
+                used = self._look()
+                if relief.name and relief.name not in self.given:
+                    self.given.append(relief.name)
+                    _log.info("Memory is short: gave up %s.", relief.name)
+        if used > budget:
+            raise BudgetError(
+                f"The process holds {format_size(used)}, the budget is {format_size(budget)}, and nothing is left to "
+                "give up.",
+                "Free memory elsewhere in this program, give a larger budget, or load a smaller context.",
+                terms=self.terms(),
+                minimum_bytes=used,
+            )
+
+    def _look(self) -> int:
+        used = self.counted(process_memory())
+        self.peak = max(self.peak, used)
+        return used

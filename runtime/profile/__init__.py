@@ -1,0 +1,1 @@
+"""What was measured or tuned on this device, kept between sessions."""

@@ -1,0 +1,259 @@
+"""Measures passes: what they have to do, what they cost, the engine's share, how well they predict; knows no text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.errors import UsageError
+from edgeinfer.results import PassWork
+from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.decoding.engine import Engine
+
+__all__ = [
+    "DecodeTimes",
+    "TokenScores",
+    "TurnTimes",
+    "WorkTimes",
+    "decode_times",
+    "pass_times",
+    "pass_work",
+    "prefill_times",
+    "score_tokens",
+    "token_logits",
+    "turn_times",
+    "work_times",
+]
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Per decoded token: milliseconds inside the backend's session call, and of the whole engine step."""
+
+    session_ms: tuple[float, ...]
+    total_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """How a model predicts a given text.
+
+    Attributes:
+        logprobs: natural log-probability of each token but the first. (S - 1,)
+        best: the most likely token after each token. (S,)
+    """
+
+    logprobs: NDArray[np.float64]
+    best: NDArray[np.int64]
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean negative log-probability."""
+        return float(np.exp(-self.logprobs.mean()))
+
+
+class _Greedy:
+    """Takes the most likely token and notes how long the session call before it took."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.session_ns: list[int] = []
+
+    def token(self, logits: Floats, position: int) -> int:  # (V,)
+        """The most likely token."""
+        self.session_ns.append(self._backend.run_ns)
+        return int(logits.argmax())
+
+    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+        """Nothing depends on the tokens before."""
+
+
+def _filler(engine: Engine, count: int) -> list[int]:
+    """Distinct-looking token ids; their values do not change what a pass costs."""
+    return [int(i) for i in (np.arange(count) * 7919 + 11) % engine.backend.geometry.vocab_size]
+
+
+def _require_room(engine: Engine, tokens: int) -> None:
+    capacity = engine.backend.capacity
+    if tokens > capacity:
+        message = f"Measuring needs {tokens} tokens of context, there are {capacity}."
+        raise UsageError(message, "Load with a larger context.")
+
+
+def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWork:
+    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the table of a bundle's weights.
+
+    Raises:
+        UsageError: the bundle has no such table.
+    """
+    # The embedding is looked up by rows; a head that shares its bytes is listed by its own name.
+    through = [(tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if tensor.name != "embed"]
+    if not through:
+        raise UsageError("The bundle does not list its weights.", "Use one exported natively.")
+    read = sum(tensor.nbytes for tensor, count in through if count)
+    return PassWork(read, sum(tensor.size * count for tensor, count in through if len(tensor.shape) == 2))
+
+
+def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
+    """Milliseconds of passes over each number of tokens, all logit rows, after `past` tokens; sizes take turns.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, past + max(sizes))
+    backend = engine.backend
+    engine.forget()
+    if past:
+        backend.forward(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64))
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(repeats + 1):
+        for size in sizes:
+            tokens, rows = np.array(_filler(engine, size)), np.arange(size)
+            begun = time.perf_counter()
+            backend.forward(tokens, rows + past, rows)
+            if repeat:  # the first round warms up
+                times[size].append((time.perf_counter() - begun) * 1e3)
+            backend.truncate(past)
+    engine.forget()
+    return times
+
+
+def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
+    """Milliseconds of taking in a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    times = [work_times(engine, tokens, 0, past=0).ms for _ in range(repeats)]
+    engine.forget()
+    return times
+
+
+def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
+    """Decodes greedily after `past` tokens and times every step.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, past + tokens)
+    engine.forget()
+    chooser = _Greedy(engine.backend)
+    steps = engine.generate(_filler(engine, past), chooser, max_tokens=tokens + 1, stop_ids=frozenset())
+    total = tuple(step.ms for step in steps)
+    engine.forget()
+    # The first token carries the prompt.
+    return DecodeTimes(tuple(ns / 1e6 for ns in chooser.session_ns[1:]), total[1:])
+
+
+@dataclass(frozen=True)
+class WorkTimes:
+    """A prompt taken in and tokens decoded: milliseconds of both together, and the tokens."""
+
+    ms: float
+    token_ids: tuple[int, ...]
+
+
+def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTimes:
+    """Takes in a prompt of so many tokens behind `past` others, which are not timed, then decodes greedily in as many
+    passes as `reply` says.
+
+    Raises:
+        UsageError: there is nothing to do, or the context is too small.
+    """
+    if prompt < 0 or reply < 0 or past < 0 or prompt + reply == 0:
+        raise UsageError("There is nothing to time.", "Give a prompt or a reply of at least one token.")
+    _require_room(engine, past + prompt + reply)
+    # Decoding needs a token to begin with; a prompt's last one gives the reply's first without a pass of its own.
+    tokens = _filler(engine, max(past + prompt, 1))
+    ready = past if prompt else len(tokens) - 1
+    if ready:
+        engine.prepare(tokens[: ready + 1], ready)
+    else:
+        engine.forget()
+    count = reply + 1 if prompt else reply
+    steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=count, stop_ids=frozenset()))
+    ms = sum(step.ms for step in steps) if reply else engine.prefill.ms
+    return WorkTimes(ms, tuple(step.token for step in steps))
+
+
+@dataclass(frozen=True)
+class TurnTimes:
+    """A prompt taken in, then tokens decoded: milliseconds of each of the two."""
+
+    prompt_ms: float
+    reply_ms: float
+
+
+def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
+    """Takes in a prompt of so many tokens, then decodes greedily in as many passes as `reply` says; empties the cache.
+
+    Raises:
+        UsageError: the context is too small.
+    """
+    _require_room(engine, prompt + reply)
+    engine.forget()
+    tokens = _filler(engine, prompt)
+    # The prompt's last row gives the first token.
+    steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=reply + 1, stop_ids=frozenset()))
+    prompt_ms = engine.prefill.ms
+    engine.forget()
+    return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))
+
+
+# Logit rows held at once: 16 rows of a 152k vocabulary are 10 MB.
+_LOGIT_ROWS = 16
+
+
+def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
+    """Feeds a text and yields the logits after each of its tokens, a few rows (R, V) at a time; empties the cache.
+
+    Rows are views that the next ones overwrite.
+
+    Raises:
+        UsageError: no token, or more than a context holds that makes no room; or the model was used for something else
+            in between.
+    """
+    if not tokens:
+        raise UsageError("Nothing was given to measure.", "Give at least one token.")
+    if engine.overflow is None:
+        _require_room(engine, len(tokens))
+    engine.forget()
+    return _logit_chunks(engine, np.array(tokens, np.int64))
+
+
+def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
+    fed = 0
+    while fed < len(ids):
+        if engine.backend.length + engine.lost.tokens != fed:
+            raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
+        chunk = ids[fed : fed + min(_LOGIT_ROWS, engine.room())]
+        yield engine.feed(chunk.tolist(), np.arange(len(chunk)))
+        fed += len(chunk)
+    engine.forget()
+
+
+def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
+    """Feeds a text and scores every token under the model; empties the cache.
+
+    Raises:
+        UsageError: fewer than two tokens, or more than a context holds that makes no room.
+    """
+    if len(tokens) < 2:
+        raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")
+    ids = np.array(tokens, np.int64)
+    logprobs, best = np.empty(len(ids) - 1), np.empty(len(ids), np.int64)
+    start = 0
+    for logits in token_logits(engine, tokens):  # (R, V)
+        best[start : start + len(logits)] = logits.argmax(axis=1)
+        targets = ids[start + 1 : start + 1 + len(logits)]
+        shifted = logits[: len(targets)].astype(np.float64)
+        shifted -= shifted.max(axis=1, keepdims=True)
+        chosen = shifted[np.arange(len(targets)), targets]
+        logprobs[start : start + len(targets)] = chosen - np.log(np.exp(shifted).sum(axis=1))
+        start += len(logits)
+    return TokenScores(logprobs, best)

@@ -1,0 +1,177 @@
+"""Which layout of a bundle's weights runs here, and where it lies: converted once where it is not the stored one.
+
+Knows nothing of what runs it. A converted file is kept in the user's cache, named by what it was made of, so that it
+serves every bundle with the same weights and is never taken for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, write_file
+from edgeinfer.bundle.conversion import convert_weights, is_converted
+from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
+from edgeinfer.bundle.store import storage_errors
+from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
+from edgeinfer.runtime.native.library import native_kernel, switched_off
+from edgeinfer.runtime.system.user_cache import user_cache
+from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
+from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+
+__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare"]
+
+Progress = Callable[[str, int, int], None]
+
+_log = logging.getLogger("edgeinfer")
+
+
+@dataclass(frozen=True)
+class RunnableGraph:
+    """A graph with the weights it reads beside it.
+
+    Attributes:
+        folder: a folder that only this process uses; None where nothing has to be removed.
+        reads: offset and length of the runs of bytes of `weights` that running reads, by weight, where that is not all.
+    """
+
+    layout: Layout
+    model: Path
+    weights: Path
+    folder: Path | None = None
+    reads: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+    _remove: Callable[[], object] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            object.__setattr__(self, "_remove", finalizer)
+
+    def close(self) -> None:
+        """Removes what was made for this process alone; else the end of the process does."""
+        if self._remove is not None:
+            self._remove()
+
+
+def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
+    """The layout that will run: the stored one where it can.
+
+    Args:
+        native: None uses the native kernel where it works and the bundle stores its layout, False never, True always.
+
+    Raises:
+        NativeUnavailableError: the kernel is required and not there.
+        UsageError: the kernel is required and the bundle has no weights for it.
+        BundleError: the bundle has no graph for the layout that can run.
+    """
+    stored = bundle.manifest.layout
+    if stored == STATIC:
+        message = f"{bundle.path} has static graphs, which only their own backend runs."
+        raise BundleError(message, "Leave the backend out, or export the model without --static.")
+    if native:
+        if NATIVE not in bundle.layouts:
+            message = f"{bundle.path} has no quantized weights, which the native kernel is for."
+            raise UsageError(message, "Load it without native, or export it with 2, 4 or 8 bits.")
+        native_kernel()
+        return NATIVE
+    wanted = native is None and not switched_off()
+    if stored == PORTABLE or (wanted and _kernel_works(bundle)):
+        return stored
+    if PORTABLE not in bundle.layouts:
+        hint = "Export it again, or run it where the native kernel works."
+        raise BundleError(f"{bundle.path} has no graph for the portable layout.", hint)
+    return PORTABLE
+
+
+def kernel_of(bundle: Bundle, layout: Layout) -> str:
+    """What multiplies where a layout runs: an instruction set of the native kernel, else the operator.
+
+    Raises:
+        NativeUnavailableError: the native layout runs, and there is no native kernel.
+    """
+    if layout == NATIVE:
+        return native_kernel().isa
+    return "MatMulNBits" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"
+
+
+def _kernel_works(bundle: Bundle) -> bool:
+    try:
+        native_kernel()
+    except NativeUnavailableError as error:
+        _log.warning("%s %s runs on onnxruntime's own operators.", error.message, bundle.manifest.name)
+        return False
+    return True
+
+
+def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv: str = FLOAT32) -> RunnableGraph:
+    """The graph of a layout with its weights, which are converted if they are not there yet.
+
+    Args:
+        layout: one of the bundle's.
+        progress: called during the conversion with a tensor's name, how many are done and how many there are.
+        kv: type of the cache.
+
+    Raises:
+        BundleError: a file of the bundle is damaged.
+        StorageError: there is no place for the converted weights.
+    """
+    model, weights = bundle.model_file(layout, kv), bundle.weights_file(layout)
+    if layout == bundle.manifest.layout or _is_sound(bundle, layout, weights):
+        return RunnableGraph(layout, model, weights)
+    try:
+        folder = _cache_folder(bundle, layout)
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return _convert(bundle, layout, folder, progress, kv)
+    except StorageError as error:
+        _log.warning("%s The weights are converted for this run only.", error.message)
+    with storage_errors(Path(tempfile.gettempdir())):
+        temporary = Path(tempfile.mkdtemp(prefix="edgeinfer-"))
+    try:
+        graph = _convert(bundle, layout, temporary, progress, kv)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return RunnableGraph(layout, graph.model, graph.weights, temporary)
+
+
+def _is_sound(bundle: Bundle, layout: Layout, weights: Path) -> bool:
+    """Whether converted weights are there and still what they were when they were made."""
+    if not is_converted(bundle, layout, weights):
+        return False
+    try:
+        check_file(_as_made(weights), VerifiedFiles())
+    except BundleError:
+        _log.warning("%s is damaged and is made again.", weights)
+        return False
+    return True
+
+
+def _as_made(weights: Path) -> FileCheck:
+    return FileCheck(weights, weights.name, weights.stat().st_size, None, plain=True)
+
+
+def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None, kv: str) -> RunnableGraph:
+    """Puts weights and graph into the folder, unless they are there."""
+    stored = bundle.manifest.layout
+    model, weights = folder / model_name(stored, layout, kv), folder / weights_name(stored, layout)
+    if not _is_sound(bundle, layout, weights):
+        _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
+        convert_weights(bundle, layout, weights, progress)
+        accept_file(_as_made(weights), VerifiedFiles())
+    # The graph must lie beside its weights. It is small, and another export of the same weights may have another.
+    graph = bundle.model_file(layout, kv).read_bytes()
+    if not model.is_file() or model.read_bytes() != graph:
+        write_file(model, graph)
+    return RunnableGraph(layout, model, weights)
+
+
+def _cache_folder(bundle: Bundle, layout: Layout) -> Path:
+    digest = bundle.manifest.files[WEIGHTS].sha256
+    return user_cache() / "edgeinfer" / "weights" / f"{digest}-{layout}-v{LAYOUT_VERSIONS[layout]}"

@@ -1,0 +1,271 @@
+"""Compares the files of bundles with their digests beside the loading of what they hold; knows nothing of that.
+
+Small files are read every time. Of large ones it is noted what they were when they were found whole, and they are read
+again when that has changed. A plain GGUF file comes without a digest, unless it lies in a hub's cache under it: the one
+that it had when it was first used takes its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.digests import FileIdentity, hash_file, published_digest
+from edgeinfer.errors import BundleError, EdgeInferError, InternalError, UsageError
+from edgeinfer.runtime.system.memory import has_room
+from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+
+__all__ = ["SMALL_BYTES", "FileCheck", "Outcome", "Verification", "accept_file", "check_file", "files_of"]
+
+# Up to this size files are read at every load: it takes some 10 to 40 ms.
+SMALL_BYTES = 16_000_000
+# Seconds in which a reply that is cancelled while it waits ends.
+_PATIENCE = 0.05
+# Of addresses, for a thread: its stack, and the heap that the C library reserves for it.
+_THREAD_BYTES = 160 * 1024**2
+
+# "first": taken as the right one now. "before": a large file is what it was when it was found whole.
+Outcome = Literal["now", "before", "first"]
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """A file and what it should be.
+
+    Attributes:
+        sha256: None where nobody said.
+        plain: it is a model by itself, without a manifest.
+        tail: bytes behind all that the file says it holds.
+    """
+
+    path: Path
+    name: str
+    bytes: int
+    sha256: str | None
+    plain: bool = False
+    tail: int = 0
+
+    @property
+    def small(self) -> bool:
+        """Whether it is read every time."""
+        return self.bytes <= SMALL_BYTES
+
+
+def files_of(bundles: Sequence[Bundle]) -> tuple[FileCheck, ...]:
+    """All files of some bundles, each once, the smallest first."""
+    found = {check.path.resolve(): check for bundle in bundles for check in _checks(bundle)}
+    return tuple(sorted(found.values(), key=lambda check: check.bytes))
+
+
+def _checks(bundle: Bundle) -> Iterator[FileCheck]:
+    if bundle.digests:
+        for name, entry in bundle.manifest.files.items():
+            yield FileCheck(bundle.path / name, name, entry.bytes, entry.sha256)
+        return
+    for split in bundle.gguf.splits:
+        end = max((tensor.offset + tensor.nbytes for tensor in split.tensors), default=split.data_offset)
+        tail = max(0, split.size - -(-end // split.alignment) * split.alignment)
+        digest = published_digest(split.path)
+        yield FileCheck(split.path, split.path.name, split.size, digest, plain=True, tail=tail)
+
+
+class _StoppedError(Exception):
+    """Reading was stopped."""
+
+
+def check_file(
+    check: FileCheck,
+    notes: VerifiedFiles,
+    begun: FileIdentity | None = None,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    anew: bool = False,
+) -> Outcome:
+    """Compares a file with its digest, or with what it was when it was last found whole.
+
+    Args:
+        begun: what the file was when loading began; None takes what it is now.
+        anew: reads it also where it has not changed since.
+
+    Raises:
+        BundleError: it is another one, or cannot be read.
+    """
+    with _reading(check.path):
+        now = begun or FileIdentity.of(check.path)
+        if now.size != check.bytes:
+            raise BundleError(f"{check.name} has {now.size} bytes, not {check.bytes}.", _again(check))
+        note = None if check.small and check.sha256 else notes.find(check.path)
+        wanted = check.sha256
+        if wanted is None and note is not None and (note.identity.size == now.size or check.tail):
+            wanted = note.sha256
+        unread = not (check.small or anew) and note is not None and note.settled
+        if unread and note is not None and (note.identity, note.sha256) == (now, wanted):
+            return "before"
+        digest, opened = _hash(check.path, stopped)
+        if opened != now:
+            raise _changed(check)
+        if wanted is not None and digest != wanted:
+            raise _damaged(check)
+        if not check.small or check.sha256 is None:
+            notes.keep(check.path, digest, opened)
+        return "first" if wanted is None else "now"
+
+
+def accept_file(check: FileCheck, notes: VerifiedFiles) -> Outcome:
+    """Takes a file without a digest as the right one from now on.
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    with _reading(check.path):
+        notes.keep(check.path, *_hash(check.path, lambda: False))
+        return "first"
+
+
+def _hash(path: Path, stopped: Callable[[], bool]) -> tuple[str, FileIdentity]:
+    hashed = hash_file(path, stopped)
+    if hashed is None:
+        raise _StoppedError
+    return hashed
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "Check the file and its permissions."
+        raise BundleError(f"Cannot read {path}: {error.strerror}.", hint) from error
+
+
+def _changed(check: FileCheck) -> BundleError:
+    return BundleError(f"{check.path} was changed while it was loaded.", "Load the model again.")
+
+
+def _damaged(check: FileCheck) -> BundleError:
+    if not check.plain:
+        return BundleError(f"{check.name} does not match its sha256 in the manifest.", _again(check))
+    if check.sha256 is not None:
+        return BundleError(f"{check.path} does not match the sha256 that it was published with.", _again(check))
+    message = f"{check.path} is not the file that was first used here: its sha256 is another."
+    hint = f"Download it again; if you replaced it on purpose: edgeinfer inspect {check.path} --accept"
+    return BundleError(message, hint)
+
+
+def _again(check: FileCheck) -> str:
+    target = check.path.resolve()
+    if target.parent.name == "blobs":
+        return f"Remove {target} and pull the model again."
+    return "Download it again." if check.plain else "Export or download the bundle again."
+
+
+class Verification:
+    """A check of all files of some bundles, which runs by itself from the beginning.
+
+    Args:
+        keeps: notes what was found.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], *, keeps: bool = True) -> None:
+        self._files = files_of(bundles)
+        self._begun = {check: _identity(check.path) for check in self._files}
+        self._notes = VerifiedFiles(keeps=keeps)
+        self._stopped, self._small_done, self._done = threading.Event(), threading.Event(), threading.Event()
+        self._error: EdgeInferError | None = None
+        self._outcomes: list[Outcome] = []
+        thread = threading.Thread(target=self._run, name="edgeinfer-verification", daemon=True)
+        try:
+            if not has_room(_THREAD_BYTES):
+                raise RuntimeError("no room for a thread")
+            thread.start()
+        except RuntimeError:
+            self._run()
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is verified."""
+        return self._done.is_set() and self._error is None and not self._stopped.is_set()
+
+    @property
+    def outcome(self) -> str:
+        """When the files were verified: an `Outcome`, "pending", or "failed"."""
+        if not self.passed:
+            return "failed" if self._error is not None else "pending"
+        large = [each for each, check in zip(self._outcomes, self._files, strict=True) if not check.small]
+        for word in ("first", "now", "before"):
+            if word in self._outcomes if word == "first" else word in large:
+                return word
+        return "now"
+
+    def settle(self) -> None:
+        """Waits for the small files, and looks whether any file was changed or replaced since the beginning.
+
+        Raises:
+            BundleError: one was, or is damaged.
+        """
+        self._small_done.wait()
+        self._raise()
+        for check, begun in self._begun.items():
+            if _identity(check.path) != begun:
+                raise _changed(check)
+
+    def require(self) -> None:
+        """Waits for all files.
+
+        Raises:
+            BundleError: one is damaged.
+            UsageError: the model was closed meanwhile.
+        """
+        self._done.wait()
+        self._raise()
+        if self._stopped.is_set():
+            raise UsageError("The model is closed.", "Load it again.")
+
+    def await_verdict(self, cancelled: Callable[[], bool]) -> float | None:
+        """Milliseconds that `require` waited, whose errors it raises; None where it was cancelled first."""
+        begun = time.perf_counter()
+        while not self._done.wait(_PATIENCE):
+            if cancelled():
+                return None
+        self.require()
+        return (time.perf_counter() - begun) * 1e3
+
+    def stop(self) -> None:
+        """Reads no further."""
+        if not self._done.is_set():
+            self._stopped.set()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            # A new one each time: several threads may be told, and each adds its own traceback.
+            raise type(self._error)(self._error.message, self._error.hint) from self._error
+
+    def _run(self) -> None:
+        try:
+            for check in self._files:
+                if not check.small:
+                    self._small_done.set()
+                found = check_file(check, self._notes, self._begun[check], stopped=self._stopped.is_set)
+                self._outcomes.append(found)
+        except _StoppedError:
+            pass
+        except EdgeInferError as error:
+            self._error = error
+        except Exception as error:
+            self._error = InternalError(f"The model's files could not be verified: {error}.")
+        finally:
+            self._small_done.set()
+            self._done.set()
+
+
+def _identity(path: Path) -> FileIdentity | None:
+    try:
+        return FileIdentity.of(path)
+    except OSError:
+        return None

@@ -1,0 +1,144 @@
+"""The pages of a weights file that a running model reads, layer by layer; knows nothing of what runs.
+
+A page that is dropped comes back from the system's cache of the file, or from the disk, when it is touched again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.runtime.system.memory import MappedFile
+from edgeinfer.runtime.weights.layouts import RunnableGraph
+
+__all__ = ["LookedUp", "Run", "WeightPages", "WeightPart"]
+
+# Offset and length of bytes in a file.
+Run = tuple[int, int]
+
+# Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them are resident.
+_LOOKUPS = 64
+
+
+def _blob_runs(tensors: Iterable[TensorEntry]) -> dict[str, tuple[Run, ...]]:
+    """The runs of bytes of each tensor in the file that the tensor table describes."""
+    return {tensor.name: tuple((blob.offset, blob.nbytes) for blob in tensor.blobs) for tensor in tensors}
+
+
+class WeightPart:
+    """Some of the weights: pages that can be dropped, and fetched into the system's cache before they are needed."""
+
+    def __init__(self, file: MappedFile, runs: list[Run], handle: int) -> None:
+        self.runs = runs
+        self._pages = file.part(runs)
+        self._handle = handle
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that hold any of it."""
+        page = mmap.PAGESIZE
+        return sum(-(-(offset + length) // page) * page - offset // page * page for offset, length in self.runs)
+
+    def release(self) -> None:
+        """Drops the resident pages."""
+        self._pages.release()
+
+    def prefetch(self) -> None:
+        """Asks the system to read what it does not have of these bytes; returns at once."""
+        if self._handle >= 0:
+            for offset, length in self.runs:
+                os.posix_fadvise(self._handle, offset, length, os.POSIX_FADV_WILLNEED)
+
+
+class WeightPages:
+    """The weights file of a running model that is read in place.
+
+    Args:
+        path: of the file, which must be mapped by now.
+        runs: the runs of bytes that running reads, by weight; canonical names, or those with a suffix.
+    """
+
+    def __init__(self, path: Path, runs: Mapping[str, tuple[Run, ...]]) -> None:
+        self._runs = runs
+        self._file = MappedFile(path)
+        self._handle = os.open(path, os.O_RDONLY) if hasattr(os, "posix_fadvise") else -1
+        self._close = weakref.finalize(self, os.close, self._handle) if self._handle >= 0 else None
+
+    @classmethod
+    def of(cls, graph: RunnableGraph, tensors: Iterable[TensorEntry]) -> WeightPages:
+        """The weights of a graph that is loaded: what it says is read, else all of the tensor table."""
+        return cls(graph.weights, graph.reads if graph.reads is not None else _blob_runs(tensors))
+
+    def layers(self, first: int, stop: int) -> WeightPart:
+        """The weights of layers first..stop-1."""
+        return self._part(*(f"layers.{layer}" for layer in range(first, stop)))
+
+    def embedding(self) -> WeightPart:
+        """The table that tokens are looked up in."""
+        return self._part("embed")
+
+    def head(self) -> WeightPart:
+        """What follows the last layer."""
+        return self._part("final_norm", "head")
+
+    def experts(self) -> dict[tuple[int, int], WeightPart]:
+        """The weights of each expert by layer and expert, in the order of the file."""
+        runs: dict[tuple[int, int], list[Run]] = {}
+        for name, own in self._runs.items():
+            expert = find_expert(name)
+            if expert is not None:
+                runs.setdefault((expert.layer, expert.expert), []).extend(own)
+        ordered = sorted(runs, key=lambda each: min(runs[each]))
+        return {each: WeightPart(self._file, _merged(runs[each]), self._handle) for each in ordered}
+
+    def small_pages(self) -> None:
+        """Has the system map pages one by one where it would map pieces of 2 MB, more than what is touched."""
+        self._file.small_pages()
+
+    def release(self) -> None:
+        """Drops every resident page of the file, read while running or not."""
+        self._file.release()
+
+    def close(self) -> None:
+        """Closes the file; none of its parts may be used afterwards."""
+        if self._close is not None:
+            self._close()
+
+    def _part(self, *names: str) -> WeightPart:
+        ours = [runs for name, runs in self._runs.items() if any(name == n or name.startswith(f"{n}.") for n in names)]
+        return WeightPart(self._file, _merged(run for runs in ours for run in runs), self._handle)
+
+
+def _merged(runs: Iterable[Run]) -> list[Run]:
+    """The same bytes in as few runs as possible, in order; what lies between two in one page is taken along."""
+    found: list[Run] = []
+    for offset, length in sorted(runs):
+        if found and offset <= sum(found[-1]) + mmap.PAGESIZE:
+            begin, size = found.pop()
+            found.append((begin, max(size, offset + length - begin)))
+        else:
+            found.append((offset, length))
+    return found
+
+
+class LookedUp:
+    """Drops the pages of an embedding table whenever many of its rows were looked up.
+
+    The system maps 64 KB around each row; fetching a page again costs about a microsecond.
+    """
+
+    def __init__(self, table: MappedFile | WeightPart) -> None:
+        self._table = table
+        self._count = 0
+
+    def rows(self, count: int) -> None:
+        """Counts rows, and drops their pages before they become the whole table."""
+        self._count += count
+        if self._count >= _LOOKUPS:
+            self._table.release()
+            self._count = 0

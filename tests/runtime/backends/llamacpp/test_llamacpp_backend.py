@@ -1,0 +1,387 @@
+"""llama.cpp's backend against itself and against numpy: passes, cuts, trees, copies, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.runtime.backends.contract import Floats, PassCancelledError
+from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
+from tests.runtime.backends.llamacpp.models import Shape
+from tests.runtime.interrupts import elsewhere
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="the gguf package is not installed")
+pytestmark = pytest.mark.gguf
+
+Make = Callable[..., LlamaCppBackend]
+each_kv = pytest.mark.parametrize("kv", list(LLAMA_KV))
+# Logits deviate by 1. A quantized number that rounding tips over changes them far more than the rounding itself.
+NEAR = {"float32": 1e-5, "float16": 1e-3, "q8_0": 0.02, "q4_0": 0.3}
+TEXT = np.random.default_rng(1).integers(0, 250, CAPACITY)
+
+
+def feed(
+    backend: LlamaCppBackend, tokens: Sequence[int] | NDArray[Any], rows: Sequence[int] | None = None
+) -> Floats:  # (R, V)
+    size = len(tokens)
+    positions = np.arange(backend.length, backend.length + size)
+    wanted = np.arange(size) if rows is None else np.array(rows, np.int64)
+    return backend.forward(np.array(tokens), positions, wanted).logits.copy()
+
+
+def close(got: NDArray[Any], wanted: NDArray[Any], near: float) -> bool:
+    return got.shape == wanted.shape and bool(np.allclose(got, wanted, atol=near))
+
+
+@each_kv
+def test_any_division_into_passes(make_backend: Make, kv: str) -> None:
+    backend = make_backend(kv=kv)
+    whole = feed(backend, TEXT[:40])
+    for sizes in ([1] * 40, [7, 7, 7, 7, 7, 5], [2, 3, 1, 14, 20]):
+        backend.truncate(0)
+        ends = np.cumsum(sizes)
+        parts = [feed(backend, TEXT[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        assert close(np.concatenate(parts), whole, NEAR[kv])
+
+
+@pytest.fixture
+def two(make_backend: Make) -> tuple[LlamaCppBackend, LlamaCppBackend]:
+    return make_backend(kv="float32"), make_backend(kv="float32")
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chain=st.lists(st.tuples(st.integers(1, 9), st.integers(0, CAPACITY)), max_size=8))
+def test_any_chain_of_passes_and_cuts(
+    two: tuple[LlamaCppBackend, LlamaCppBackend], chain: list[tuple[int, int]]
+) -> None:
+    backend, straight = two
+    backend.truncate(0)
+    held = list[int]()
+    for step, (size, cut) in enumerate(chain):
+        if len(held) + size > CAPACITY:
+            backend.truncate(0)
+            held.clear()
+        tokens = np.roll(TEXT, step)[:size].tolist()
+        held += tokens
+        got = feed(backend, tokens)
+        straight.truncate(0)
+        assert close(got, feed(straight, held)[-size:], NEAR["float32"])
+        if cut <= len(held):
+            backend.truncate(cut)
+            del held[cut:]
+        assert backend.length == len(held)
+
+
+@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
+def test_wanted_rows(make_backend: Make, rows: list[int]) -> None:
+    backend = make_backend(kv="float32")
+    whole = feed(backend, TEXT[:3])
+    backend.truncate(0)
+    assert close(feed(backend, TEXT[:3], rows), whole[rows].reshape(-1, whole.shape[1]), NEAR["float32"])
+
+
+def test_more_rows_than_fit_a_pass_run_in_parts(make_backend: Make) -> None:
+    whole = feed(make_backend(kv="float32", chunk=CAPACITY, draft_rows=CAPACITY), TEXT)
+    backend = make_backend(kv="float32", chunk=10, draft_rows=4)
+    assert close(feed(backend, TEXT), whole, NEAR["float32"])
+    backend.truncate(0)
+    assert close(feed(backend, TEXT, [47, 0, 20, 20]), whole[[47, 0, 20, 20]], NEAR["float32"])
+    backend.truncate(0)
+    feed(backend, TEXT[:5], [])
+    assert close(feed(backend, TEXT[5:], [42]), whole[[47]], NEAR["float32"])
+    assert backend.run_ns > 0
+
+
+@pytest.mark.parametrize("shape", [Shape(head_dim=64), Shape(experts=4, used=2)], ids=["dense", "experts"])
+@pytest.mark.parametrize("weights", ["packed", "mapped", "experts"])
+def test_ways_of_keeping_weights_agree(make_backend: Make, shape: Shape, weights: str) -> None:
+    wanted = feed(make_backend(shape, weights="mapped", kv="float32", file_type=Q4_0), TEXT)
+    backend = make_backend(shape, weights=weights, kv="float32", threads=2, file_type=Q4_0)
+    # Activations are rounded to eight bits either way, but not in the same blocks; that costs 1.8 at most.
+    assert close(feed(backend, TEXT), wanted, 0.1)
+    backend.drop_pages()
+    backend.clear()
+    assert close(feed(backend, TEXT), wanted, 0.1)
+
+
+def test_rows_that_fill_up_a_pass_leave_nothing_behind(make_backend: Make) -> None:
+    backend = make_backend(kv="float32", file_type=Q4_0)
+    whole = feed(backend, TEXT)
+    backend.truncate(0)
+    parts = [feed(backend, TEXT[:5])]
+    for size in (2, 3, 1, 6, 7, 10, 11, 3):
+        parts.append(feed(backend, TEXT[backend.length : backend.length + size]))
+    assert close(np.concatenate(parts), whole, 0.02)
+    tree, places = np.array([-1, 0, 0]), np.array([5, 6, 6])
+    backend.truncate(5)
+    got = backend.forward(np.array([TEXT[5], 1, TEXT[6]]), places, np.arange(3), tree=tree).logits.copy()
+    assert close(got[[0, 2]], whole[5:7], 0.02)
+    backend.keep(5, [0, 2])
+    assert close(feed(backend, TEXT[7:9]), whole[7:9], 0.02)
+
+
+TREES = {
+    "two-leaves": [-1, 0, 0],
+    "bushy": [-1, 0, 1, 0, 3, 3, 4],
+    "two-roots": [-1, -1, 0, 1],
+    "chain": [-1, 0, 1],
+}
+
+
+def paths_of(tree: list[int]) -> list[list[int]]:
+    paths = []
+    for row in range(len(tree)):
+        path = [row]
+        while tree[path[0]] >= 0:
+            path.insert(0, tree[path[0]])
+        paths.append(path)
+    return paths
+
+
+@each_kv
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_trees_are_their_paths(make_backend: Make, tree: list[int], kv: str) -> None:
+    start = 11
+    backend, straight = make_backend(kv=kv), make_backend(kv=kv)
+    tokens, paths = TEXT[20 : 20 + len(tree)], paths_of(tree)
+    places = np.array([start + len(path) - 1 for path in paths])
+    for path in paths:
+        backend.truncate(0)
+        feed(backend, TEXT[:start], [])
+        got = backend.forward(tokens, places, np.arange(len(tree)), tree=np.array(tree)).logits.copy()
+        assert backend.length == start + len(tree)
+        straight.truncate(0)
+        feed(straight, TEXT[:start], [])
+        assert close(got[path], feed(straight, tokens[path]), NEAR[kv])
+        backend.keep(start, path)
+        assert backend.length == start + len(path)
+        assert close(feed(backend, TEXT[:5]), feed(straight, TEXT[:5]), NEAR[kv])
+
+
+def test_what_is_left_of_a_tree(make_backend: Make) -> None:
+    backend = make_backend(kv="float32", sequences=3)
+    feed(backend, TEXT[:4], [])
+    wanted = feed(backend, TEXT[4:8])
+    backend.truncate(4)
+    tree, places = np.array([-1, 0, 0]), np.array([4, 5, 5])
+    backend.forward(TEXT[4:7], places, np.arange(3), tree=tree)
+    for refused in (lambda: feed(backend, [1]), lambda: backend.snapshot(), lambda: backend.keep(4, [0, 1, 2])):
+        with pytest.raises(BackendError):
+            refused()
+    backend.truncate(6)
+    assert close(feed(backend, TEXT[6:8]), wanted[2:], NEAR["float32"])
+    backend.truncate(4)
+    with pytest.raises(BackendError, match="4 paths, 3 were planned"):
+        backend.forward(TEXT[:5], np.array([4, 5, 5, 5, 5]), np.arange(5), tree=np.array([-1, 0, 0, 0, 0]))
+    assert close(feed(backend, TEXT[4:8]), wanted, NEAR["float32"])
+    with pytest.raises(BackendError, match="do not follow each other"):
+        backend.keep(4, [0, 2])
+    backend.keep(4, [0, 1])
+    assert backend.length == 6
+    with pytest.raises(BackendError, match="larger than"):
+        wide = make_backend(chunk=4, draft_rows=4)
+        feed(wide, [1], [])
+        wide.forward(TEXT[:9], 1 + np.arange(9), np.arange(9), tree=np.arange(9) - 1)
+
+
+@each_kv
+def test_copies_come_back(make_backend: Make, kv: str) -> None:
+    backend = make_backend(kv=kv)
+    feed(backend, TEXT[:21], [])
+    wanted = feed(backend, TEXT[21:24])
+    backend.truncate(21)
+    whole, pieces = backend.snapshot(), [backend.snapshot(0, 5), backend.snapshot(5, 21), backend.snapshot(7, 7)]
+    kind, geometry = LLAMA_KV[kv], backend.geometry
+    assert whole.keys[0].shape == (geometry.num_kv_heads, 21, kind.width(geometry.head_dim))
+    assert np.array_equal(np.concatenate([p.keys[1] for p in pieces], axis=1), whole.keys[1])
+    assert np.array_equal(np.concatenate([p.values[0] for p in pieces], axis=1), whole.values[0])
+    other = make_backend(kv=kv)
+    for copies in ([whole], pieces):
+        other.restore(copies[0])
+        for piece in copies[1:]:
+            other.append(piece)
+        assert other.length == 21
+        assert close(feed(other, TEXT[21:24]), wanted, NEAR[kv])
+    with pytest.raises(BackendError, match="do not fit"):
+        for _ in range(CAPACITY):
+            other.append(whole)
+    with pytest.raises(BackendError, match="another model"):
+        other.restore(replace(whole, keys=whole.keys[:1]))
+    with pytest.raises(BackendError, match="copy"):
+        backend.snapshot(3, 22)
+
+
+def test_copies_after_a_tree_are_in_order(make_backend: Make) -> None:
+    backend, straight = make_backend(kv="float32"), make_backend(kv="float32")
+    feed(backend, TEXT[:3], [])
+    backend.forward(TEXT[3:7], np.array([3, 4, 4, 5]), np.arange(1), tree=np.array([-1, 0, 0, 2]))
+    backend.keep(3, [0, 2, 3])
+    feed(backend, TEXT[7:10], [])
+    feed(straight, [*TEXT[:4], *TEXT[5:10]], [])
+    for mine, theirs in zip(backend.snapshot().values, straight.snapshot().values, strict=True):
+        assert np.allclose(mine, theirs, atol=1e-5)
+
+
+@each_kv
+def test_rows_are_rewritten(make_backend: Make, kv: str) -> None:
+    backend = make_backend(kv=kv)
+    feed(backend, TEXT[:12], [])
+    wanted = feed(backend, TEXT[12:14])
+    backend.truncate(12)
+    before = backend.snapshot()
+    backend.rewrite(lambda _, keys, values: (keys, values))
+    # Rounding a second time changes the last bit of some values at most.
+    assert close(feed(backend, TEXT[12:14]), wanted, 0.02 if LLAMA_KV[kv].blocks else NEAR[kv])
+    backend.restore(before)
+    seen = []
+
+    def shorten(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        seen.append((layer, keys.shape, str(keys.dtype)))
+        return keys[:, 2:], values[:, 2:]
+
+    backend.rewrite(shorten)
+    shape = (backend.geometry.num_kv_heads, 12, backend.geometry.head_dim)
+    assert seen == [(layer, shape, "float32") for layer in range(backend.geometry.num_layers)]
+    assert backend.length == 10
+    feed(backend, [1], [0])
+    with pytest.raises(BackendError, match="An edit of 11 rows"):
+        backend.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
+    assert backend.length == 0
+
+
+@pytest.mark.parametrize("kv", ["float32", "q8_0"])
+def test_edits_see_the_same_numbers_whatever_the_type(make_backend: Make, kv: str) -> None:
+    """Quantized caches hold turned rows; an edit gets them as they were."""
+    seen: list[Floats] = []
+
+    def look(_: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        seen.append(np.stack([keys, values]))
+        return keys, values
+
+    for kind in ("float32", kv):
+        backend = make_backend(kv=kind)
+        feed(backend, TEXT[:5], [])
+        backend.rewrite(look)
+    first, second = seen[0], seen[2]
+    assert np.abs(first - second).max() < 0.03 * np.abs(first).max()
+
+
+class Interrupted:
+    """llama.cpp, which is told to stop after it was asked for a pass and before it looks whether to go on."""
+
+    def __init__(self, lib: Any, act: Callable[[], None]) -> None:
+        self._lib, self._act = lib, act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lib, name)
+
+    def llama_decode(self, *arguments: Any) -> Any:
+        elsewhere(self._act)
+        return self._lib.llama_decode(*arguments)
+
+
+def test_a_cancelled_pass_leaves_the_cache(make_backend: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(kv="float32", shape=Shape(head_dim=64, ffn=512))
+    feed(backend, TEXT[:2], [])
+    wanted = feed(backend, TEXT[2:5])
+    backend.truncate(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._context, "_lib", Interrupted(backend._context._lib, backend.cancel))
+        for _ in range(2):
+            with pytest.raises(PassCancelledError):
+                feed(backend, TEXT[2:40], [])
+            assert backend.length == 2
+            tree, places = np.array([-1, 0, 0, 1]), np.array([2, 3, 3, 4])
+            with pytest.raises(PassCancelledError):
+                backend.forward(TEXT[2:6], places, np.arange(1), tree=tree)
+            assert backend.length == 2
+    assert close(feed(backend, TEXT[2:5]), wanted, NEAR["float32"])
+
+
+def test_what_a_pass_may_not_ask_for(make_backend: Make) -> None:
+    backend = make_backend()
+    refused: list[dict[str, Any]] = [
+        {"layer_mask": np.ones(4, np.bool_)},
+        {"hidden": np.zeros((2, backend.geometry.hidden_size), np.float32)},
+        {"planes": 1},
+    ]
+    for extra in refused:
+        with pytest.raises(CapabilityError):
+            backend.forward(np.array([1, 2]), np.arange(2), np.array([1]), **extra)
+    with pytest.raises(BackendError, match="do not follow"):
+        backend.forward(np.array([1, 2]), np.array([0, 5]), np.array([1]))
+    with pytest.raises(BackendError, match="outside the vocabulary"):
+        feed(backend, [backend.geometry.vocab_size])
+    feed(backend, TEXT, [])
+    with pytest.raises(BackendError, match="does not fit"):
+        feed(backend, [1])
+    with pytest.raises(BackendError, match="truncate"):
+        backend.truncate(CAPACITY + 1)
+    assert backend.length == CAPACITY
+
+
+def test_options_that_cannot_be(gguf_bundle: Callable[..., Bundle]) -> None:
+    bundle = gguf_bundle()
+    with pytest.raises(UsageError, match="cannot cache in int8"):
+        LlamaCppBackend(bundle, 8, kv="int8")
+    with pytest.raises(UsageError, match="Weights cannot be 'folded'"):
+        LlamaCppBackend(bundle, 8, weights="folded")
+    narrow = gguf_bundle(Shape(head_dim=16))
+    with pytest.raises(UsageError, match="Heads of 16"):
+        LlamaCppBackend(narrow, 8, kv="q8_0")
+
+
+def test_a_file_that_llama_cannot_load(gguf_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+    bundle = gguf_bundle()
+    data = bundle.gguf.path.read_bytes()
+    broken = tmp_path / "model.gguf"
+    broken.write_bytes(data.replace(b"blk.0.attn_q.", b"blk.0.attn_x."))
+    from edgeinfer.bundle import open_bundle
+
+    with pytest.raises(BundleError, match=r"llama.cpp cannot load .*attn_q"):
+        LlamaCppBackend(open_bundle(broken), 8)
+
+
+def test_fewer_experts(make_backend: Make) -> None:
+    shape = Shape(experts=4, used=2)
+    whole, fewer = make_backend(shape), make_backend(shape, expert_count=1)
+    assert not close(feed(fewer, TEXT[:4]), feed(whole, TEXT[:4]), 1e-2)
+    assert close(feed(make_backend(shape, expert_count=2, weights="experts"), TEXT[:4]), feed_again(whole), 1e-3)
+
+
+def feed_again(backend: LlamaCppBackend) -> Floats:
+    backend.truncate(0)
+    return feed(backend, TEXT[:4])
+
+
+def test_sliding_windows_cannot_be_copied(make_backend: Make) -> None:
+    backend = make_backend(Shape(window=8))
+    feed(backend, TEXT[:20], [])
+    wanted = feed(backend, TEXT[20:24])
+    backend.truncate(12)
+    feed(backend, TEXT[12:20], [])
+    assert close(feed(backend, TEXT[20:24]), wanted, 2e-3)
+    with pytest.raises(CapabilityError, match="sliding windows"):
+        backend.snapshot()
+
+
+def test_closed_twice_and_told_by_name(make_backend: Make) -> None:
+    backend = make_backend()
+    assert backend.name == "llamacpp" and backend.kernel.startswith("llama.cpp ")
+    sizes = backend.nbytes()
+    assert sizes["kv"] == 256 * backend.geometry.kv_bytes_per_token("float16") and sizes["buffers"] > 0
+    backend.close()
+    backend.close()

@@ -1,0 +1,74 @@
+"""What is said of a file's memory against what llama.cpp says it allocates, and which rows are filled up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.gguf.library import listening
+from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.runtime.backends.llamacpp import memory
+from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+from edgeinfer.runtime.backends.llamacpp.stairs import Stairs
+from tests.runtime.backends.llamacpp.conftest import Q4_0, Q8_0
+from tests.runtime.backends.llamacpp.models import Shape
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="the gguf package is not installed")
+pytestmark = pytest.mark.gguf
+
+MIB = 1024**2
+DENSE, SPARSE = Shape(head_dim=64, ffn=512, vocab=2048), Shape(head_dim=64, experts=8, used=2, ffn=256)
+Make = Callable[..., Bundle]
+
+
+def allocated(bundle: Bundle, **options: Any) -> dict[str, float]:
+    """MiB of the buffers that llama.cpp names while a backend is made."""
+    lines: list[str] = []
+    with listening(lines.append):
+        LlamaCppBackend(bundle, 256, **options).close()
+    found = re.findall(r"(\S+) +(model|KV|compute|output) +buffer size = +([\d.]+) MiB", "".join(lines))
+    return {f"{kind} {what}": float(size) for kind, what, size in found}
+
+
+@pytest.mark.parametrize("weights", ["packed", "mapped", "experts"])
+@pytest.mark.parametrize("file_type", [Q4_0, Q8_0], ids=["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "experts"])
+def test_packed_copies(gguf_bundle: Make, shape: Shape, file_type: int, weights: str) -> None:
+    bundle = gguf_bundle(shape, file_type=file_type)
+    found = allocated(bundle, weights=weights)
+    packed = sum(size for name, size in found.items() if name.endswith("model") and "Mapped" not in name)
+    # Printed with two digits, each tensor aligned.
+    assert abs(memory.packed_bytes(bundle.gguf, weights) / MIB - packed) < 0.03
+    total = memory.packed_bytes(bundle.gguf, weights) + memory.mapped_bytes(bundle.gguf, weights)
+    assert total >= bundle.gguf.tensor_bytes - bundle.gguf.by_name["token_embd.weight"].nbytes
+
+
+@pytest.mark.parametrize("kv", list(LLAMA_KV))
+@pytest.mark.parametrize("shape", [DENSE, SPARSE, Shape(head_dim=128, heads=2, kv_heads=1)], ids=str)
+def test_buffers_are_as_large_as_said(gguf_bundle: Make, shape: Shape, kv: str) -> None:
+    bundle = gguf_bundle(shape)
+    for capacity, chunk, rows in ((40, 16, 9), (700, 64, 4), (1500, 128, 16)):
+        backend = LlamaCppBackend(bundle, capacity, kv=kv, chunk=chunk, draft_rows=rows)
+        sizes = backend.nbytes()
+        backend.close()
+        assert memory.kv_bytes(bundle.gguf, kv, capacity) == pytest.approx(sizes["kv"], abs=0.02 * MIB)
+        said = memory.compute_bytes(bundle.gguf, kv, capacity, max(chunk, rows + memory.PADDING), rows)
+        assert sizes["buffers"] <= said <= 2 * sizes["buffers"] + MIB
+
+
+def test_rows_are_filled_up_where_weights_are_packed(gguf_bundle: Make) -> None:
+    gguf = gguf_bundle(DENSE, file_type=Q4_0).gguf
+    assert Stairs.of(gguf, "mapped") == Stairs(0, 0) == Stairs.of(gguf_bundle(SPARSE, file_type=Q4_0).gguf, "packed")
+    # The head of a file of this type is Q6_K, which is not packed everywhere.
+    assert 0.5 < Stairs.of(gguf, "packed").layers <= 1
+    sizes, added = range(1, 9), {1.0: (0, 2, 1, 0, 0, 2, 1, 0), 0.5: (0, 0, 1, 0, 0, 0, 1, 0), 0.1: (0,) * 8}
+    for share, wanted in added.items():
+        assert tuple(Stairs(share, 0).padding(size, size)[0] for size in sizes) == wanted
+    assert [Stairs(1, 1).padding(6, outputs)[1] for outputs in range(7)] == [0, 0, 2, 1, 0, 0, 2]
+    assert Stairs(1, 1).padding(13, 13) == (memory.PADDING, memory.PADDING)
+    assert Stairs(1, 0).padding(6, 6) == (2, 0) and Stairs(1, 1).padding(7, 2) == (1, 1)

@@ -1,0 +1,145 @@
+"""What the latest tokens attend to, against a pass that shows it; and that looking changes nothing."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import arithmetic, open_bundle
+from edgeinfer.config import OVERFLOWS
+from edgeinfer.errors import UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.kv_cache.context_shift.observation import Observer, attention
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow, planned_bytes
+from tests.cache import made
+from tests.factories import make_bigram_bundle, make_checkpoint
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Family
+
+TOKENS = (np.arange(40) * 37 + 11) % 320
+LATEST = 7
+
+
+def test_observes_what_a_pass_attends_to(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = family.bundle.manifest.decoder
+    assert spec is not None
+    if spec.window_size:
+        pytest.skip("policies that observe refuse layers with windows")
+    backend = ReferenceBackend(family.bundle, 40)
+    seen: list[Floats] = []
+    whole = arithmetic.softmax
+
+    def watched(scores: Floats) -> Floats:
+        seen.append(whole(scores))
+        return seen[-1]
+
+    monkeypatch.setattr(arithmetic, "softmax", watched)
+    backend.forward(TOKENS, np.arange(40), np.zeros(0, np.int64))
+    shown = [weights[:, :, -LATEST:] for weights in seen]  # L x (H, g, w, n)
+    monkeypatch.undo()
+    before = backend.snapshot()
+    queries = Observer(family.bundle, backend).queries(TOKENS[-LATEST:].tolist())
+    for query, keys, weights in zip(queries, before.keys, shown, strict=True):
+        may_see = np.minimum(40 - np.arange(40), LATEST)
+        expected = weights.sum(axis=(1, 2)) / (weights.shape[1] * may_see)
+        np.testing.assert_allclose(attention(query, keys), expected, atol=1e-5)
+    after = backend.snapshot()
+    assert after.length == before.length
+    for mine, theirs in zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def make_quantized(folder: Path) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+    }
+    make_checkpoint(folder / "checkpoint", "qwen2", **sizes)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4, 128, keep_small=False))
+
+
+@pytest.fixture(scope="module")
+def quantized() -> Path:
+    return made(make_quantized) / "bundle"
+
+
+def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
+    bundle = open_bundle(quantized)
+    backend = OnnxBackend(bundle, 40)
+    # In several passes, as a text comes.
+    for start, stop in ((0, 13), (13, 14), (14, 40)):
+        backend.forward(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64))
+    before = backend.snapshot()
+    for size in (2, 7, 16):
+        Observer(bundle, backend).queries(TOKENS[-size:].tolist())
+        after = backend.snapshot()
+        assert after.length == before.length == 40
+        pairs = zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True)
+        assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+    backend.close()
+
+
+@pytest.mark.parametrize("capacity", [64, 512])
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capacity: int) -> None:
+    bundle = open_bundle(quantized)
+    backend = OnnxBackend(bundle, capacity)
+    policy = make_overflow(name, bundle, backend)
+    assert policy is not None
+    tokens = np.arange(capacity) % 320
+    peaks = []
+    for _ in range(3):
+        start = backend.length
+        backend.forward(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64))
+        tracemalloc.start()
+        policy.make_room(tokens.tolist())
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    planned = planned_bytes(name, bundle.manifest.decoder, capacity)
+    # Fixed costs of a few small arrays and of onnxruntime's values are in the process's own share.
+    assert max(peaks) <= planned + 64 * 1024
+    if capacity == 512:
+        assert planned <= 3 * max(peaks)
+    backend.close()
+
+
+def test_one_policy_for_each_name() -> None:
+    assert ("stop", *POLICIES) == OVERFLOWS
+
+
+def test_refuses_what_it_cannot_work_with(make_family: Callable[..., Family], tmp_path: Path) -> None:
+    full, windowed = make_family("llama"), make_family("mistral")
+    assert make_overflow("stop", full.bundle, ReferenceBackend(full.bundle, 8)) is None
+    with pytest.raises(UsageError, match="context of at least 32 tokens, not 8"):
+        make_overflow("window", full.bundle, ReferenceBackend(full.bundle, 8))
+    backend = ReferenceBackend(windowed.bundle, 40)
+    assert make_overflow("window", windowed.bundle, backend) is not None
+    for name in ("merge", "cluster"):
+        with pytest.raises(UsageError, match="last 6 tokens"):
+            make_overflow(name, windowed.bundle, backend)
+    opaque = open_bundle(make_bigram_bundle(tmp_path / "bigrams"))
+    for name in POLICIES:
+        with pytest.raises(UsageError, match="does not describe"):
+            make_overflow(name, opaque, ConcatBackend(opaque, 40))
+    assert planned_bytes("merge", None, 100) == planned_bytes("stop", full.bundle.manifest.decoder, 100) == 0
+
+
+def test_observing_needs_single_layers(make_family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch) -> None:
+    family = make_family("llama")
+    backend = ReferenceBackend(family.bundle, 40)
+    monkeypatch.setattr(backend, "capabilities", type(backend.capabilities)(False, True, True))
+    assert make_overflow("cluster", family.bundle, backend) is not None
+    with pytest.raises(UsageError, match="single layers"):
+        make_overflow("merge", family.bundle, backend)

@@ -1,0 +1,274 @@
+"""Texts that outgrow the context: the same however they were drafted, cut into passes or taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import Bundle, Layout, open_bundle
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import BackendError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.backends.contract import Backend, Floats, PassCancelledError
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
+from edgeinfer.runtime.profile.layer_drafting import Tuning
+from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
+from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.verification import find_verification
+from tests.cache import made
+from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
+from tests.runtime.speculation.prices import FLAT, Prices
+from tests.speculation import BUILTIN, needs_builtin
+
+CAPACITY = 48
+CYCLE = [40, 51, 62, 73, 84, 95]
+FEW = dict.fromkeys((40, 51, 62), 50.0)
+GREEDY = GenerationConfig(logit_bias=FEW)
+SAMPLED = GenerationConfig(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
+ALL = ("copy", "recycle", "exit", "bits")
+DRAFTED: list[tuple[str, tuple[str, ...]]] = [
+    ("window", (name,)) for name in ("copy", "ngram", "recycle", "exit", "bits", "skip")
+]
+DRAFTED += [(policy, names) for policy in POLICIES for names in (("exit",), ALL)][1:]
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+# Once the text is longer than its own context it has nothing to say.
+DRAFTED += [("window", ("model",))]
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+each_config = pytest.mark.parametrize("config", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+
+
+class Witness:
+    """A chooser that keeps the logits and the positions that tokens were chosen from."""
+
+    def __init__(self, config: GenerationConfig, vocabulary: int, prompt: Sequence[int]) -> None:
+        self.inner = TokenChooser(Sampler(config, vocabulary, config.seed or 0), prompt, None)
+        self.logits: dict[int, Floats] = {}
+
+    def token(self, logits: Floats, position: int, path: Sequence[int] = ()) -> int:
+        self.logits[position] = logits.copy()
+        return self.inner.token(logits, position, path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Writer:
+    """A model whose context is small, and its engine."""
+
+    def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
+        self.bundle = bundle
+        self.backend: Backend = OnnxBackend(bundle, capacity)
+        self.engine = Engine(self.backend, chunk, make_overflow(policy, bundle, self.backend))
+
+    def write(
+        self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()
+    ) -> tuple[list[int], Witness, Rounds | None]:
+        """Tokens of a reply."""
+        chooser = Witness(config, self.backend.geometry.vocab_size, prompt)
+        rounds = self._rounds(chooser, config, drafters) if drafters else None
+        steps = self.engine.generate(prompt, chooser, max_tokens=count, stop_ids=frozenset(), rounds=rounds)
+        return [step.token for step in steps], chooser, rounds
+
+    def _rounds(self, chooser: Witness, config: GenerationConfig, names: Sequence[str]) -> Rounds:
+        small = OnnxBackend(self.bundle, self.backend.capacity) if "model" in names else None
+        parts = DrafterParts(self.backend, small, 8, Tuning())
+        if not self.backend.capabilities.elastic:
+            names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
+        made = [make_drafter(name, parts) for name in names]
+        acceptance = Acceptance()
+        for drafter in made:
+            acceptance.add(drafter.name, [0.9] * len(drafter.priors))
+        governor = Governor(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
+        verification = find_verification(config.verification)
+        return Rounds(self.backend, chooser, made, governor, verification, timed=lambda ms: None)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("8-bit", "native"), ("4-bit", "portable")],
+    ids="-".join,
+)
+def bundle(request: pytest.FixtureRequest) -> Bundle:
+    width, layout = request.param
+    if layout == "native":
+        require_kernel()
+    return open_bundle(made(make_bundle, 8 if width == "8-bit" else 4, layout) / "bundle")
+
+
+def make_bundle(folder: Path, bits: Any, layout: Layout) -> None:
+    make_checkpoint(folder / "checkpoint", "qwen2", **SIZES)
+    config = ExportConfig(bits, 64, keep_small=False, layout=layout)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", config)
+
+
+@pytest.fixture(scope="module")
+def writer(bundle: Bundle) -> Iterator[Callable[..., Writer]]:
+    made: dict[tuple[str, int], Writer] = {}
+
+    def make(policy: str, chunk: int = 8) -> Writer:
+        if (policy, chunk) not in made:
+            made[policy, chunk] = Writer(bundle, policy, chunk=chunk)
+        made[policy, chunk].engine.forget()
+        return made[policy, chunk]
+
+    yield make
+    for each in made.values():
+        each.backend.close()
+
+
+def assert_same(mine: tuple[list[int], Witness, Any], theirs: tuple[list[int], Witness, Any]) -> None:
+    assert mine[0] == theirs[0]
+    for position, logits in theirs[1].logits.items():
+        assert np.array_equal(mine[1].logits[position], logits), f"logits of position {position}"
+
+
+@each_config
+@pytest.mark.parametrize(("policy", "drafters"), DRAFTED, ids=lambda p: p if isinstance(p, str) else "+".join(p))
+def test_drafting_gives_the_text_of_plain_decoding_bit_for_bit(
+    writer: Callable[..., Writer], drafters: tuple[str, ...], policy: str, config: GenerationConfig
+) -> None:
+    prompt = CYCLE * 3
+    plain = writer(policy).write(prompt, config, 70)
+    lost = writer(policy).engine.lost
+    assert lost == Lost(), "forgotten"
+    subject = writer(policy)
+    drafted = subject.write(prompt, config, 70, drafters)
+    assert subject.engine.lost.events >= 3
+    assert drafted[2] is not None
+    assert drafted[2].tally.drafted > 10
+    assert_same(drafted, plain)
+
+
+@needs_builtin
+@each_policy
+@pytest.mark.parametrize("drafters", [("copy", "recycle"), ("exit",)], ids="+".join)
+def test_the_built_in_model_too(policy: str, drafters: tuple[str, ...]) -> None:
+    require_kernel()
+    subject = Writer(open_bundle(BUILTIN), policy, capacity=64)
+    prompt = [(7 * i) % 23 + 300 for i in range(90)]
+    config = GenerationConfig(temperature=0.7, seed=3)
+    plain = subject.write(prompt, config, 60)
+    subject.engine.forget()
+    drafted = subject.write(prompt, config, 60, drafters)
+    assert drafted[2] is not None
+    assert drafted[2].tally.drafted > 0
+    assert_same(drafted, plain)
+    subject.backend.close()
+
+
+@each_policy
+@pytest.mark.parametrize("size", [47, 48, 49, 54, 55, 130])
+def test_a_long_prompt_is_taken_in_as_if_it_had_been_written(
+    writer: Callable[..., Writer], policy: str, size: int
+) -> None:
+    whole = [*CYCLE, *writer(policy).write(CYCLE, SAMPLED, 160)[0]]
+    for chunk in (8, 5, 64):
+        subject = writer(policy, chunk)
+        reply, _, _ = subject.write(whole[:size], SAMPLED, 12)
+        assert reply == whole[size : size + 12]
+        assert subject.engine.prefill.evaluated == size
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_came_before_never_changes_a_reply(writer: Callable[..., Writer], data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from([*POLICIES]))
+    subject, expected = writer(policy), {}
+    text: list[int] = CYCLE * 2
+    for _ in range(4):
+        shared = data.draw(st.integers(1, len(text)))
+        added = data.draw(st.lists(st.sampled_from(CYCLE), min_size=1, max_size=60))
+        prompt = [*text[:shared], *added]
+        since = subject.engine.lost.since
+        reply, _, _ = subject.write(prompt, GREEDY, 6)
+        assert subject.engine.prefill.cached + subject.engine.prefill.evaluated == len(prompt)
+        if shared < since and prompt[: since + 1] != text[: since + 1]:
+            assert subject.engine.prefill.cached == 0
+        expected[tuple(prompt)] = reply
+        text = [*prompt, *reply]
+    for prompt_, reply_ in expected.items():
+        assert writer(policy).write(prompt_, GREEDY, 6)[0] == reply_
+
+
+@each_policy
+def test_a_continued_conversation_goes_on_from_the_shortened_cache(writer: Callable[..., Writer], policy: str) -> None:
+    subject = writer(policy)
+    text = [*CYCLE, *subject.write(CYCLE, SAMPLED, 70)[0]]
+    longer = [*text, 51, 62]
+    reply = subject.write(longer, SAMPLED, 9)[0]
+    assert subject.engine.prefill.cached == len(text) - 1
+    text = [*longer, *reply]
+    # It parts after the last overflow.
+    since = subject.engine.lost.since
+    assert since + 2 < len(text)
+    subject.write([*text[: since + 2], 73, 73, 73], SAMPLED, 2)
+    assert subject.engine.prefill.cached >= since
+    # It parts before.
+    subject.write([*text[:20], 73, 73], SAMPLED, 2)
+    assert subject.engine.prefill.cached == 0
+
+
+@each_policy
+def test_without_a_limit_a_reply_is_as_long_as_the_context(writer: Callable[..., Writer], policy: str) -> None:
+    subject = writer(policy)
+    chooser = Witness(GREEDY, 320, CYCLE)
+    steps = subject.engine.generate(CYCLE, chooser, max_tokens=None, stop_ids=frozenset())
+    assert len(list(steps)) == CAPACITY
+
+
+@each_policy
+def test_a_failed_overflow_is_never_continued_from(
+    writer: Callable[..., Writer], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = writer(policy).write(CYCLE, SAMPLED, 60)[0]
+    subject = writer(policy)
+    whole = subject.backend.rewrite
+
+    def fails(edit: Any) -> None:
+        def second(layer: int, keys: Floats, values: Floats) -> Any:
+            if layer == 1:
+                raise BackendError("broken")
+            return edit(layer, keys, values)
+
+        whole(second)
+
+    monkeypatch.setattr(subject.backend, "rewrite", fails)
+    with pytest.raises(BackendError, match="broken"):
+        subject.write(CYCLE, SAMPLED, 60)
+    monkeypatch.undo()
+    assert subject.backend.length == 0
+    assert subject.write(CYCLE, SAMPLED, 60)[0] == expected
+
+
+def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = writer("merge").write(CYCLE, SAMPLED, 60)[0]
+    subject = writer("merge")
+    whole, runs = subject.backend.forward, []
+
+    def cancels(*args: Any, layer_mask: Any = None, **options: Any) -> Any:
+        if layer_mask is not None:
+            runs.append(1)
+            if len(runs) == 3:
+                raise PassCancelledError("cancelled")
+        return whole(*args, layer_mask=layer_mask, **options)
+
+    monkeypatch.setattr(subject.backend, "forward", cancels)
+    reply = subject.write(CYCLE, SAMPLED, 60)[0]
+    monkeypatch.undo()
+    assert reply == expected[: len(reply)]
+    assert len(reply) == CAPACITY - len(CYCLE) + 1
+    prompt = [*CYCLE, *reply]
+    assert subject.write(prompt, SAMPLED, 60 - len(reply))[0] == expected[len(reply) :]

@@ -1,0 +1,159 @@
+"""Which tokens stay where: what each policy keeps, that nothing is lost in merging, and that rows stay in order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.results import Overflow
+from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
+from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy, Removed, overflow_summary
+from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy
+from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
+from tests.runtime.kv_cache.context_shift.store import HEAD, SPEC, Store, raw_keys
+
+TEXT = 300
+capacities = st.integers(32, 100)
+texts = st.integers(1, TEXT)
+
+
+def fill(store: Store, policy: OverflowPolicy, count: int) -> Lost:
+    """Feeds a text as the engine does."""
+    lost = Lost()
+    for place in range(count):
+        if store.length == store.capacity:
+            lost = lost.after(policy.make_room(range(place)), place)
+            assert store.length == place - lost.tokens < store.capacity
+        store.feed(place)
+    return lost
+
+
+def merge_policy(store: Store, **options: Any) -> MergePolicy:
+    """One that observes random attention, a function of the cache's length alone."""
+    bundle = SimpleNamespace(manifest=SimpleNamespace(decoder=SPEC, tensors=()))
+    policy = MergePolicy(bundle, store, MergeOptions(**options))  # type: ignore[arg-type]
+
+    def queries(tokens: Any) -> list[Floats]:
+        chance = np.random.default_rng(len(tokens))
+        group = SPEC.num_heads // SPEC.num_kv_heads
+        shape = (SPEC.num_layers, SPEC.num_kv_heads, group, len(tokens), HEAD)
+        return list(chance.normal(size=shape).astype(np.float32))
+
+    policy._observer.queries = queries  # type: ignore[method-assign]
+    return policy
+
+
+@given(capacity=capacities, count=texts, sinks=st.integers(0, 4), freed=st.sampled_from([0.01, 0.125, 0.5]))
+@settings(deadline=None, max_examples=20)
+def test_window_holds_the_first_and_the_latest(capacity: int, count: int, sinks: int, freed: float) -> None:
+    store = Store(capacity, TEXT)
+    lost = fill(store, WindowPolicy(SPEC, store, sinks, freed), count)  # type: ignore[arg-type]
+    assert lost.tokens == max(0, count - store.length)
+    assert lost.events == -(-max(0, count - capacity) // max(1, int(freed * capacity)))
+    first = min(count, sinks)
+    expected = [*range(first), *range(first + lost.tokens, count)]
+    assert np.array_equal(store.places, np.broadcast_to(expected, store.places.shape))
+    np.testing.assert_allclose(store.unrotated(), raw_keys(TEXT)[:, :, expected], atol=1e-4)
+
+
+@given(capacity=capacities, count=texts, recent=st.sampled_from([0.1, 0.25, 0.5]))
+@settings(deadline=None, max_examples=20)
+def test_eviction_without_merging_keeps_rows_whole_and_in_order(capacity: int, count: int, recent: float) -> None:
+    store = Store(capacity, TEXT)
+    lost = fill(store, merge_policy(store, similar=2.0, recent=recent), count)
+    places = store.places
+    assert np.all(np.diff(places, axis=-1) > 0)
+    latest = min(count, int(recent * capacity))
+    assert np.array_equal(places[..., :4], np.broadcast_to(range(min(4, count)), places[..., :4].shape))
+    tail = places[..., store.length - latest :]
+    assert np.array_equal(tail, np.broadcast_to(range(count - latest, count), tail.shape))
+    raw = np.take_along_axis(raw_keys(TEXT), places.astype(int)[..., None], axis=2)
+    np.testing.assert_allclose(store.unrotated(), raw, atol=1e-4)
+    assert lost.merged == 0
+    if lost.events > 1:
+        assert not np.array_equal(places[0, 0], places[0, 1]), "each head keeps its own"
+
+
+@given(capacity=capacities, count=texts, chunk=st.sampled_from([2, 7, 64]), freed=st.sampled_from([0.1, 0.25]))
+@settings(deadline=None, max_examples=20)
+def test_clusters_lose_nothing_but_detail(capacity: int, count: int, chunk: int, freed: float) -> None:
+    store = Store(capacity, TEXT)
+    policy = ClusterPolicy(SPEC, store, ClusterOptions(chunk=chunk, freed=freed))  # type: ignore[arg-type]
+    lost = fill(store, policy, count)
+    assert lost.merged == lost.tokens == count - store.length
+    check_conserved(store, policy._counts, count)
+
+
+@given(capacity=capacities, count=texts)
+@settings(deadline=None, max_examples=20)
+def test_merging_everything_loses_nothing_but_detail(capacity: int, count: int) -> None:
+    store = Store(capacity, TEXT)
+    policy = merge_policy(store, similar=-2.0)
+    lost = fill(store, policy, count)
+    assert lost.merged == lost.tokens
+    check_conserved(store, {layer: past.counts for layer, past in policy._past.items()}, count)
+
+
+def check_conserved(store: Store, counted: dict[int, Floats], count: int) -> None:
+    """The weighted sum of all rows is that of the text, in keys and in values, and the sinks are untouched."""
+    weights = np.ones(store.places.shape)
+    for layer, counts in counted.items():
+        weights[layer, :, : counts.shape[1]] = counts
+    assert np.all(weights.sum(axis=-1) == count)
+    assert np.all(weights[..., :4] == 1)
+    np.testing.assert_allclose((weights * store.places).sum(axis=-1), sum(range(count)), rtol=1e-4)
+    keys = (weights[..., None] * store.unrotated()).sum(axis=2)
+    np.testing.assert_allclose(keys, raw_keys(TEXT)[:, :, :count].sum(axis=2), atol=1e-2)
+
+
+def test_what_is_attended_to_stays() -> None:
+    store = Store(64, 64)
+    for place in range(64):
+        store.feed(place)
+    policy = merge_policy(store, similar=2.0, pooled=1, observed=8, recent=0.2, freed=0.25)
+    wanted = 20
+    key = store.keys[:, :, wanted]  # (L, H, h)
+    queries = [np.broadcast_to(10 * key[layer][:, None, None], (2, 2, 8, HEAD)) for layer in range(2)]
+    policy._observer.queries = lambda tokens: queries  # type: ignore[method-assign]
+    policy.make_room(range(64))
+    assert np.all((store.places == wanted).any(axis=-1))
+
+
+def test_only_what_is_alike_is_merged() -> None:
+    store = Store(64, 64)
+    for place in range(64):
+        store.feed(place)
+    removed = merge_policy(store, similar=0.97).make_room(range(64))
+    assert 0 < removed.merged < removed.rows
+    assert store.length == 64 - removed.rows
+
+
+@pytest.mark.parametrize("make", [lambda s: ClusterPolicy(SPEC, s), merge_policy], ids=["cluster", "merge"])
+def test_forgetting_begins_anew(make: Any) -> None:
+    store, other = Store(40, 200), Store(40, 200)
+    used, fresh = make(store), make(other)
+    fill(store, used, 150)
+    used.forget()
+    store.keys, store.values, store.length = store.keys[:, :, :0], store.values[:, :, :0], 0
+    fill(store, used, 90)
+    fill(other, fresh, 90)
+    assert np.array_equal(store.keys, other.keys)
+
+
+def test_what_was_lost_adds_up() -> None:
+    lost = Lost().after(Removed(5, 2.5), 40).after(Removed(3), 45)
+    assert lost == Lost(events=2, tokens=8, merged=2.5, since=45)
+
+
+def test_a_reply_is_lossy_once_something_was_lost() -> None:
+    policy = WindowPolicy(SPEC, Store(40, 1))  # type: ignore[arg-type]
+    assert overflow_summary(None, Lost()) == Overflow("stop", 0, 0, 0, lossless=True)
+    assert overflow_summary(policy, Lost()) == Overflow("window", 0, 0, 0, lossless=True)
+    lost = Lost(events=2, tokens=8, merged=2.5, since=45)
+    assert overflow_summary(policy, lost) == Overflow("window", 2, 5.5, 2.5, lossless=False)
