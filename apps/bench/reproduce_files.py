@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.apps.bench.environment import run_header
-from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
 from edgeinfer.apps.bench.pages.sections import report_html
+from edgeinfer.apps.bench.render import common, machine_facts
 from edgeinfer.apps.bench.reproduce_runs import RUNS
 
 __all__ = ["finished", "keep", "read_result", "redact", "write_index", "write_page"]

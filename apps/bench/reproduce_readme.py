@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Table
-from edgeinfer.apps.bench.pages.run_facts import machine_facts
 from edgeinfer.apps.bench.pages.sections import read_section
+from edgeinfer.apps.bench.render import Paragraph, Table, machine_facts
 from edgeinfer.apps.bench.reproduce_files import head, read_result
 
 __all__ = ["block", "fill", "names"]
@@ -52,7 +51,7 @@ def block(folder: Path, name: str) -> str:
 
 def _markdown(part: Any) -> str:
     """A table or a sentence; nothing of a chart."""
-    if isinstance(part, Note):
+    if isinstance(part, Paragraph):
         return part.text
     if not isinstance(part, Table):
         return ""

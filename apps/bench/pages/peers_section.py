@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
 from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 from edgeinfer.config import format_size
 
 __all__ = ["peers_section"]
@@ -27,7 +26,7 @@ def peers_section(data: Any) -> Section:
     return Section("Beside other engines", facts, parts, commands(data))
 
 
-def _parts(model: Row, data: Row) -> Iterator[Table | Chart | Note]:
+def _parts(model: Row, data: Row) -> Iterator[Table | Chart | Paragraph]:
     timed = [engine for engine in model["engines"] if not engine["skipped"]]
     yield _speeds(model, timed)
     budgets = sorted({int(budget) for engine in timed for budget in engine["budgets"]})
@@ -37,7 +36,7 @@ def _parts(model: Row, data: Row) -> Iterator[Table | Chart | Note]:
         lines = tuple(line for engine in timed if (line := _line(engine)).points)
         if lines:
             yield Chart(f"{model['model']}: speed within a memory limit", "limit, MB", "tokens per second", lines)
-    yield from map(Note, _notes(model, timed, data))
+    yield from map(Paragraph, _notes(model, timed, data))
 
 
 def _speeds(model: Row, timed: Sequence[Row]) -> Table:
