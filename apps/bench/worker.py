@@ -64,7 +64,6 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "edgeinfer": partial(_make, "ours", "EdgeInferEngine"),
     "llamacpp": partial(_make, "llamacpp", "LlamaCppEngine"),
     "genai": partial(_make, "genai", "GenaiEngine"),
-    "openvino": partial(_make, "openvino", "OpenVinoEngine"),
     "openvino-genai": partial(_make, "openvino_genai", "OpenVinoGenaiEngine"),
     "openvino-passes": partial(_make, "openvino_passes", "OpenVinoPassesEngine"),
     "transformers": partial(_make, "huggingface", "TransformersEngine"),

@@ -35,16 +35,3 @@ class EdgeInferEngine:
         timings = result.timings
         later = timings.per_token_ms * (len(result.token_ids) - 1)
         return {"token_ids": list(result.token_ids), "first_ms": timings.ttft_ms, "later_ms": later}
-
-    def pass_work(self, size: int) -> dict[str, Any]:
-        """Fields of a PassWork: a pass over `size` new tokens with all their logits."""
-        return dict(vars(self._model.pass_work(size, size)))
-
-    def prefill_work(self, tokens: int) -> dict[str, Any]:
-        """Fields of a PassWork: the passes that take in a prompt, of which the last computes one row of logits."""
-        chunk = self._model.plan.prefill_chunk
-        last = (tokens - 1) // chunk * chunk
-        work = self._model.pass_work(tokens - last, 1)
-        for _ in range(0, last, chunk):
-            work += self._model.pass_work(chunk, 0)
-        return dict(vars(work))

@@ -25,7 +25,7 @@ __all__ = ["ClusterOptions", "ClusterPolicy"]
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What is merged. Defaults were chosen among some ten, by apps/bench/overflow_quality.py.
+    """What is merged. Defaults were chosen among some ten, by docs/LOG.md.
 
     Attributes:
         sinks: first rows, which stay as they are.

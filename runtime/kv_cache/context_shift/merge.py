@@ -26,7 +26,7 @@ __all__ = ["MergeOptions", "MergePolicy"]
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What decides who leaves. Defaults were chosen among some twenty, by apps/bench/overflow_quality.py.
+    """What decides who leaves. Defaults were chosen among some twenty, by docs/LOG.md.
 
     Attributes:
         sinks: first rows, which stay and into which nothing is merged.

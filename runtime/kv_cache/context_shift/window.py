@@ -20,7 +20,7 @@ __all__ = ["SINKS", "WindowPolicy"]
 # StreamingLLM's: one may do, four always did.
 SINKS = 4
 # Share of the context that an overflow frees. What is freed at once is missing from then on: with twice as much,
-# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (apps/bench/overflow_quality.py). Half as
+# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (docs/LOG.md). Half as
 # much would turn all keys twice as often.
 _FREED = 0.125
 
