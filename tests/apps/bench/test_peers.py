@@ -167,7 +167,7 @@ def test_the_speed_of_a_wrong_engine_does_not_count(work: Path, monkeypatch: pyt
 
 @needs_transformers
 def test_transformers_takes_part(work: Path, tmp_path: Path) -> None:
-    from edgeinfer.apps.bench.engines.huggingface import TransformersEngine
+    from edgeinfer.apps.bench.engines.stepped import TransformersEngine
 
     engine = TransformersEngine(str(Artifacts(work, SHAPES["tiny"]).checkpoint()), threads=1, context=256)
     prompt = [5, 9, 70, 33]

@@ -41,14 +41,14 @@ class Counting(SteppedEngine):
         super().__init__()
         self.passes: list[tuple[int, int, int]] = []
 
-    def take(self, tokens: list[int], rows: int) -> None:
-        self.passes.append((len(self._taken), len(tokens), rows))
+    def evaluate(self, tokens: list[int], rows: int) -> None:
+        self.passes.append((len(self._cached), len(tokens), rows))
 
     def choices(self, rows: int) -> list[int]:
-        return [len(self._taken)]
+        return [len(self._cached)]
 
     def truncate(self, length: int) -> None:
-        assert length <= len(self._taken)
+        assert length <= len(self._cached)
 
 
 def test_every_pass_stands_where_it_should() -> None:
