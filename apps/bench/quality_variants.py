@@ -12,7 +12,7 @@ from edgeinfer.apps.bench.artifacts import LAYOUTS
 from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
 
-__all__ = ["CALIBRATION", "WIDTHS", "Candidate", "Family", "builtin_family", "checkpoint_family", "given_family"]
+__all__ = ["CALIBRATION", "WIDTHS", "Family", "Variant", "builtin_family", "checkpoint_family", "given_family"]
 
 # Names for people and options of the export command.
 WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -32,11 +32,11 @@ _BUILTIN_CACHES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Variant:
     """One way to have a model.
 
     Attributes:
-        scheme: its weights, for people; the same for candidates that differ in `layout` or `kv` alone.
+        scheme: its weights, for people; the same for variants that differ in `layout` or `kv` alone.
         source: bundle, GGUF file or hub id, None for the built-in model; with `export`, a checkpoint.
         export: options of the export command; None where `source` is loaded as it is.
         layout: of the weights; None is the best there is.
@@ -64,23 +64,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Family:
-    """Candidates that are compared with one reference.
+    """Variants that are compared with one reference.
 
     Attributes:
         reference: of floats where there are such; None is compared with nothing.
     """
 
     model: str
-    reference: Candidate
-    candidates: tuple[Candidate, ...]
+    reference: Variant
+    variants: tuple[Variant, ...]
 
 
 def builtin_family(caches: Sequence[str] = _BUILTIN_CACHES) -> Family:
     """The built-in model as it is, with quantized caches, and on onnxruntime's own operators."""
     scheme = "as built in"
-    others = [Candidate(scheme, None, kv=kv) for kv in _known_caches(caches)]
-    others.append(Candidate(scheme, None, layout="portable"))
-    return Family("tales", Candidate(scheme, None), tuple(others))
+    others = [Variant(scheme, None, kv=kv) for kv in _known_caches(caches)]
+    others.append(Variant(scheme, None, layout="portable"))
+    return Family("tales", Variant(scheme, None), tuple(others))
 
 
 def given_family(models: Sequence[str], reference: str | None, caches: Sequence[str]) -> Family:
@@ -93,9 +93,9 @@ def given_family(models: Sequence[str], reference: str | None, caches: Sequence[
     if len(set(named.values())) < len(named):
         named = {model: model for model in named}
     first = reference or models[0]
-    plain = [Candidate(named[model], model) for model in models if model != first]
-    quantized = [Candidate(named[m], m, kv=kv) for m, kv in itertools.product(models, _known_caches(caches))]
-    return Family(named[first], Candidate(named[first], first), (*plain, *quantized))
+    plain = [Variant(named[model], model) for model in models if model != first]
+    quantized = [Variant(named[m], m, kv=kv) for m, kv in itertools.product(models, _known_caches(caches))]
+    return Family(named[first], Variant(named[first], first), (*plain, *quantized))
 
 
 def checkpoint_family(
@@ -124,31 +124,31 @@ def checkpoint_family(
     path = str(checkpoint)
     exported = [*_of_widths(path, widths, group_sizes, layouts), *_of_budgets(path, budgets, layouts)]
     first = exported[0] if exported else _float32(path)
-    quantized = [Candidate(first.scheme, path, first.export, first.layout, kv) for kv in _known_caches(caches)]
+    quantized = [Variant(first.scheme, path, first.export, first.layout, kv) for kv in _known_caches(caches)]
     return Family(checkpoint.name, _float32(path), (*exported, *quantized))
 
 
-def _float32(checkpoint: str) -> Candidate:
+def _float32(checkpoint: str) -> Variant:
     scheme, options = WIDTHS["32"]
-    return Candidate(scheme, checkpoint, options)
+    return Variant(scheme, checkpoint, options)
 
 
 def _of_widths(
     checkpoint: str, widths: Sequence[str], group_sizes: Sequence[int | None], layouts: Sequence[str | None]
-) -> Iterator[Candidate]:
+) -> Iterator[Variant]:
     for width, group, layout in itertools.product(widths, group_sizes, layouts):
         scheme, options = WIDTHS[width]
         if width == "32":
             continue  # the reference
         if group:
             scheme, options = f"{scheme}, groups of {group}", (*options, "--group-size", str(group))
-        yield Candidate(scheme, checkpoint, (*options, *_portable(layout)), layout)
+        yield Variant(scheme, checkpoint, (*options, *_portable(layout)), layout)
 
 
-def _of_budgets(checkpoint: str, budgets: Sequence[float], layouts: Sequence[str | None]) -> Iterator[Candidate]:
+def _of_budgets(checkpoint: str, budgets: Sequence[float], layouts: Sequence[str | None]) -> Iterator[Variant]:
     for budget, layout in itertools.product(budgets, layouts):
         options = ("--budget-bits", f"{budget:g}", "--calibration", CALIBRATION)
-        yield Candidate(f"budget of {budget:g} bits", checkpoint, (*options, *_portable(layout)), layout)
+        yield Variant(f"budget of {budget:g} bits", checkpoint, (*options, *_portable(layout)), layout)
 
 
 def _portable(layout: str | None) -> tuple[str, ...]:

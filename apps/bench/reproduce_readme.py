@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Table
+from edgeinfer.apps.bench.pages.page import markdown
 from edgeinfer.apps.bench.pages.run_facts import machine_facts
 from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.reproduce_files import head, read_result
@@ -42,20 +41,8 @@ def block(folder: Path, name: str) -> str:
     section, _ = read_section(folder / f"{name}.json")
     shown = _SHOWN.get(name)
     parts = [part for index, part in enumerate(section.parts) if shown is None or index in shown]
-    texts = [text for part in parts if (text := _markdown(part))]
     said = head(data)
     facts = dict(machine_facts(data))
     cores = f", {facts['Cores']} cores" if "Cores" in facts else ""
     source = f"{facts['Processor']}{cores}, {said['test_time'][:10]}: `{said['command']}`"
-    return "\n\n".join([*texts, source]) + "\n"
-
-
-def _markdown(part: Any) -> str:
-    """A table or a sentence; nothing of a chart."""
-    if isinstance(part, Note):
-        return part.text
-    if not isinstance(part, Table):
-        return ""
-    ruler = ["---"] * len(part.header)
-    rows = [f"| {' | '.join(cells)} |" for cells in (part.header, ruler, *part.rows)]
-    return "\n".join([f"{part.caption}:", "", *rows])
+    return "\n\n".join([*markdown(parts), source]) + "\n"

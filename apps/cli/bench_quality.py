@@ -74,8 +74,9 @@ def _budgets(text: str) -> tuple[float, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
+    from edgeinfer.apps.bench.pages.page import section_markdown
     from edgeinfer.apps.bench.quality import QualityResults, measure_family
-    from edgeinfer.apps.bench.quality_report import quality_chart, quality_text
+    from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
 
     require_place(args.json, args.svg)
     families, (material, said) = _families(args), _material(args)
@@ -84,7 +85,7 @@ def _execute(args: argparse.Namespace) -> int:
         for family in families:
             results += measure_family(family, material, bar)
     data = results.to_dict()
-    print(quality_text(data), end="")
+    print(section_markdown(quality_section(data)), end="")
     write_results(args.json, "quality", data)
     if args.svg:
         from edgeinfer.apps.bench.plots import chart_svg
