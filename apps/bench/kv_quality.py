@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.apps.bench.stories import SEPARATOR, read_stories
+from edgeinfer.apps.bench.texts import SEPARATOR, read_stories
 from edgeinfer.config import ONNX_KV_TYPES
 from edgeinfer.errors import EdgeInferError, UsageError
 

@@ -23,7 +23,7 @@ from edgeinfer.apps.bench.artifacts import export_command
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.prompts import Message, Prompt
 from edgeinfer.apps.bench.quality_variants import CALIBRATION, Family, Variant
-from edgeinfer.apps.bench.stories import calibration_text, story_ids
+from edgeinfer.apps.bench.texts import calibration_text, story_ids
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.results import Result
 

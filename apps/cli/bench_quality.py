@@ -25,7 +25,7 @@ often the same next token is likeliest, and questions with one right answer. The
 examples:
   edgeinfer bench quality
   edgeinfer bench quality --checkpoint CHECKPOINT --bits 8,4,2 --kv int8,int4 --data DATA
-  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text STORIES
+  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text BUILTIN_STORIES
 """
 _TEXT = "tinystories/tinystories_train_part0.txt"
 
@@ -116,10 +116,9 @@ def _families(args: argparse.Namespace) -> list[Family]:
 
 def _material(args: argparse.Namespace) -> tuple[Material, str]:
     """What is read and asked, and the name of what is read."""
-    from edgeinfer.apps.bench.builtin_texts import STORIES
     from edgeinfer.apps.bench.prompts import exact_prompts
     from edgeinfer.apps.bench.quality import Material
-    from edgeinfer.apps.bench.stories import all_stories, read_stories
+    from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories, read_stories
 
     if args.stories < 1 or min(args.skip, args.questions, args.calibration) < 0:
         raise UsageError("There must be at least one story.", "Give --stories 1 or more, other numbers 0 or more.")
@@ -128,7 +127,7 @@ def _material(args: argparse.Namespace) -> tuple[Material, str]:
     if path is None:
         if args.budget_bits:
             raise UsageError("--budget-bits calibrates by a text.", "Give --text or --data.")
-        stories = tuple(story.text for story in STORIES)[: args.stories]
+        stories = tuple(story.text for story in BUILTIN_STORIES)[: args.stories]
         return Material(stories, questions=questions), f"{len(stories)} built-in stories"
     stories = tuple(read_stories(path, args.stories, args.skip))
     calibration = tuple(all_stories(path)[: args.calibration]) if args.budget_bits else ()
