@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     Backend,
     CacheSnapshot,
     Edit,
     ExpertChoice,
-    Floats,
-    Ints,
     PassCancelledError,
     StepOutput,
     Visibility,

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints, StepOutput
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, StepOutput
 from edgeinfer.runtime.speculation.contracts import (
     Context,
     Draft,

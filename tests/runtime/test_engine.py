@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
     ExpertChoice,
-    Floats,
-    Ints,
     PassCancelledError,
     StepOutput,
     Visibility,

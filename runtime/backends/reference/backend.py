@@ -19,12 +19,11 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.errors import BundleError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
     ExpertChoice,
-    Floats,
-    Ints,
     StepOutput,
     Visibility,
     ancestors,

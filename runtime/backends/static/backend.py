@@ -20,16 +20,8 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BackendError, BundleError, UsageError
-from edgeinfer.runtime.backends.contract import (
-    CacheSnapshot,
-    Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
-    StepOutput,
-    Visibility,
-    check_pass,
-)
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import CacheSnapshot, Edit, ExpertChoice, StepOutput, Visibility, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.backends.static.file import check_graph_file

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Ints, StepOutput
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, StepOutput
 from edgeinfer.runtime.profile import costs as module
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, measure_guesses, measure_passes
 from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import ChoiceConstraint
 from tests.runtime.speculation.subjects import (

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, StepOutput
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, StepOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import Sampler

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Ints, StepOutput
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import StepOutput
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
 from tests.runtime.speculation.drafters.models import export, make_backend
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.backends.contract import Backend, Ints, StepOutput
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend, StepOutput
 from edgeinfer.runtime.speculation.contracts import Context, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
