@@ -11,7 +11,8 @@ import pytest
 
 import edgeinfer.config
 import edgeinfer.device
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.devices import registry, selection
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
 

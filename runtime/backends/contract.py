@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = [
     "Backend",
     "CacheSnapshot",
     "Edit",
     "ExpertChoice",
-    "Floats",
     "ForwardInput",
     "ForwardOutput",
-    "Ints",
     "PassCancelledError",
     "Visibility",
     "ancestors",
@@ -35,8 +34,6 @@ __all__ = [
     "in_window",
 ]
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import (
     Backend,
     CacheSnapshot,
     Edit,
     ForwardInput,
     ForwardOutput,
-    Ints,
     PassCancelledError,
     check_pass,
 )

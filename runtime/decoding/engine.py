@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, ForwardInput, Ints, PassCancelledError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, PassCancelledError
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 

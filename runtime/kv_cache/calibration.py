@@ -18,7 +18,8 @@ from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, KV, QUANTIZED_KV, KVType, load, store
 from edgeinfer.bundle.rope import inverse_frequencies, rotate
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 
 __all__ = ["MOST_ROWS", "Progress", "calibrate"]
 

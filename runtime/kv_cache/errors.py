@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, KVScales
 from edgeinfer.bundle.arithmetic import attend
 from edgeinfer.bundle.kv_types import find_kv_type, load, store
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
 __all__ = ["AttentionError", "attention_errors"]

@@ -14,7 +14,8 @@ import numpy as np
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.predictions import likeliest
 from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
 from edgeinfer.runtime.layer_skip.states import PromptStates
 from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings

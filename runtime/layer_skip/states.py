@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
 
 __all__ = ["PromptStates"]

@@ -16,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context, Drafter
 
 __all__ = ["Costs", "DraftCosts", "PassCosts", "filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]

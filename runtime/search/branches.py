@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, ForwardInput, Ints, Visibility
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, Visibility
 from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
 
 __all__ = ["Branch", "Branches"]

@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
 from edgeinfer.searching import SearchUse

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, ForwardOutput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.contracts import (
     Context,
     Draft,

@@ -16,7 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.profile.costs import filler_tokens
 
 __all__ = ["ExactCheck", "check_exact", "near_edge"]

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 
 __all__ = ["Sample", "SampleTexts"]
 

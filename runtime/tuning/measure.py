@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.errors import UsageError
 from edgeinfer.results import PassWork
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 
 __all__ = [

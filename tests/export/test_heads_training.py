@@ -25,7 +25,8 @@ from edgeinfer.export.training.target import Target, load_target
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.tokens import Tokens, write_tokens
 from edgeinfer.export.training.trainer import Trainer
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
 from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter

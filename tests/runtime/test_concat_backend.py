@@ -18,7 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, concat_graph, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.registry import make_backend, subject_of
 from edgeinfer.runtime.decoding.engine import Engine

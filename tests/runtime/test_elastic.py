@@ -8,7 +8,8 @@ import pytest
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.kernel import require_kernel

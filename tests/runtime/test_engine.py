@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    Floats,
     ForwardInput,
     ForwardOutput,
     PassCancelledError,

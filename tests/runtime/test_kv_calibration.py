@@ -15,7 +15,8 @@ from edgeinfer.bundle import Bundle, KVScales, RopeSpec
 from edgeinfer.bundle.kv_scales import LayerScales, add_kv_scales
 from edgeinfer.bundle.kv_types import KV, load, store
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.calibration import MOST_ROWS, calibrate

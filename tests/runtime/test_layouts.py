@@ -18,7 +18,8 @@ import pytest
 from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle
 from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.weights import layouts

@@ -19,7 +19,8 @@ from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError, StorageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx import packed_room
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed

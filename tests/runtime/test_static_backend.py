@@ -17,7 +17,8 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.static.options import StaticOptions
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of

@@ -16,13 +16,12 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, LLAMA_KV
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    Floats,
     ForwardInput,
     ForwardOutput,
-    Ints,
     PassCancelledError,
     check_pass,
     check_snapshot,

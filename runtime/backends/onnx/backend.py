@@ -20,13 +20,12 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Capabilities, KVScales, L
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import BackendError, BundleError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    Floats,
     ForwardInput,
     ForwardOutput,
-    Ints,
     Visibility,
     check_pass,
     in_window,

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    Floats,
     ForwardInput,
     ForwardOutput,
-    Ints,
     check_pass,
     check_snapshot,
 )

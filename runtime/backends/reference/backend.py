@@ -19,14 +19,13 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.errors import BundleError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
     ExpertChoice,
-    Floats,
     ForwardInput,
     ForwardOutput,
-    Ints,
     ancestors,
     check_pass,
     in_window,

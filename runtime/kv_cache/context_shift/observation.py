@@ -13,7 +13,8 @@ import numpy as np
 from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 
 __all__ = ["Observer", "attention"]
 

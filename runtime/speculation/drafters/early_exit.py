@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context, Resumption
 from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
 

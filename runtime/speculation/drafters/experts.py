@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput
 from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
 
 __all__ = ["ExpertsDrafter", "ResidentDrafter", "fewer_experts"]

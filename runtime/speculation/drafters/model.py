@@ -12,7 +12,8 @@ import numpy as np
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.errors import ModelError
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.self_drafter import require

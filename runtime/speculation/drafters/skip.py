@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
 
 __all__ = ["SkipDrafter", "every_second"]

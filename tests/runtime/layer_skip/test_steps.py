@@ -14,7 +14,8 @@ import pytest
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, ForwardOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted, feed, whole_pass
 from edgeinfer.runtime.layer_skip.exiting import Exiting

@@ -12,13 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import (
-    CacheSnapshot,
-    Floats,
-    ForwardInput,
-    ForwardOutput,
-    check_pass,
-)
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.search.contract import Search, SearchParts

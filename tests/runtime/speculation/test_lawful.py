@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput, ForwardOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.speculation.acceptance import Acceptance

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict
 from edgeinfer.runtime.speculation.spine import settle, spine_first

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
 from tests.runtime.backends.llamacpp.models import Shape

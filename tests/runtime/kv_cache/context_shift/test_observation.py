@@ -14,7 +14,8 @@ from edgeinfer.bundle import arithmetic, open_bundle
 from edgeinfer.config import OVERFLOWS
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

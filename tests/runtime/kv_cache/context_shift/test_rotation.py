@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy

@@ -11,7 +11,8 @@ import numpy as np
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, ForwardInput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from tests.runtime.speculation.drafters.models import export, make_backend, take_in
 

@@ -11,7 +11,8 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import Floats, ForwardInput, ForwardOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser

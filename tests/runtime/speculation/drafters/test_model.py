@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.errors import BundleError, ModelError, StorageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, ForwardInput, ForwardOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.contracts import Law
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from tests.runtime.speculation.drafters.models import (
