@@ -22,12 +22,14 @@ __all__ = [
     "commands",
     "common",
     "machine_facts",
+    "markdown",
     "markdown_table",
     "page_html",
     "print_section",
     "print_table",
     "result_json",
     "run_facts",
+    "section_markdown",
 ]
 
 Facts = tuple[tuple[str, str], ...]
@@ -193,6 +195,26 @@ def print_table(table: Table) -> None:
     width = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
     Console(highlight=False, width=width).print(shown)
     console.print()
+
+
+def section_markdown(section: Section) -> str:
+    """What a terminal and a Markdown file show of a section: its facts, tables and notes."""
+    facts = ", ".join(f"{name}: {value}" for name, value in section.facts)
+    return "\n\n".join([f"## {section.title}", *([facts] if facts else []), *markdown(section.parts)]) + "\n"
+
+
+def markdown(parts: Sequence[Part]) -> list[str]:
+    """Tables and sentences as Markdown; charts have none."""
+    return [
+        part.text if isinstance(part, Paragraph) else _table_markdown(part)
+        for part in parts
+        if not isinstance(part, Chart)
+    ]
+
+
+def _table_markdown(table: Table) -> str:
+    rows = [f"| {' | '.join(cells)} |" for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+    return "\n".join([f"{table.caption}:", "", *rows])
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> str:

@@ -16,10 +16,10 @@ from edgeinfer.apps.bench.pages.memory_section import (
     smallest_section,
     spec_memory_section,
 )
-from edgeinfer.apps.bench.pages.peers_section import peers_section
-from edgeinfer.apps.bench.pages.quality_section import quality_section
 from edgeinfer.apps.bench.pages.spec_section import spec_section
 from edgeinfer.apps.bench.pages.tune_section import tune_section
+from edgeinfer.apps.bench.peers_figures import peers_section
+from edgeinfer.apps.bench.quality_report import quality_section
 from edgeinfer.apps.bench.registry import BENCHMARKS
 from edgeinfer.apps.bench.render import Facts, Section, common, machine_facts, page_html
 from edgeinfer.errors import UsageError
