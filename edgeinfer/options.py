@@ -157,7 +157,7 @@ def option(
 
 def options_of(configuration: type[Any]) -> Mapping[str, Option]:
     """The options of a configuration by name, in the order of its fields."""
-    return _options_of(configuration)
+    return _options_of(configuration)  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 @functools.cache
