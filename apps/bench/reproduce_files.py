@@ -37,6 +37,7 @@ _TEXT = "tinystories/tinystories_train_part0.txt"
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /results -->)", re.DOTALL)
 # Of sections with several parts those that the README shows; all of others.
 _SHOWN: Mapping[str, Sequence[int]] = {
+    "curve": (0, 1),
     "memory-plans": (0, 2),
     "memory-smallest": (0, 2),
     "spec": (0, 2),
