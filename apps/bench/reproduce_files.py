@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.artifacts import Artifacts, BundleKind
 from edgeinfer.apps.bench.environment import run_header
+from edgeinfer.apps.bench.model_files import Artifacts, BundleKind
 from edgeinfer.apps.bench.pages.sections import read_section, report_html
 from edgeinfer.apps.bench.render import common, machine_facts, markdown
-from edgeinfer.apps.bench.shapes import find_shape
+from edgeinfer.apps.bench.synthetic import find_shape
 
 __all__ = [
     "RUNS",

@@ -99,8 +99,7 @@ def _expanded(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
     """The bundle to load; the draft model goes into the options."""
     if args.checkpoint is None:
         return None if args.model is None else str(args.model)
-    from edgeinfer.apps.bench.artifacts import default_folder
-    from edgeinfer.apps.bench.compute_expanded import expanded_bundle
+    from edgeinfer.apps.bench.model_files import default_folder, expanded_bundle
 
     folder = args.work or default_folder()
     if args.draft_checkpoint:

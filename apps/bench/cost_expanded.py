@@ -20,7 +20,6 @@ task than real weights would give it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -32,14 +31,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.apps.bench.artifacts import Artifacts
 from edgeinfer.apps.bench.safetensors_file import encode, write_header
-from edgeinfer.apps.bench.shapes import STANDARD_DEVIATION, Shape
+from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, Shape
 from edgeinfer.apps.bench.trained import EMBEDDING, FINAL_NORM, TrainedCheckpoint, final_norms
-from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import CheckpointError, UsageError
 
-__all__ = ["COST_EXPANDED", "TrainedArtifacts", "expand_checkpoint", "expanded_shape", "write_q4_0"]
+__all__ = ["COST_EXPANDED", "expand_checkpoint", "expanded_shape", "grown"]
 
 COST_EXPANDED = "cost-expanded"
 # What a tokenizer and a chat need, besides config and weights.
@@ -264,54 +261,19 @@ class _Expansion:
         return self._generator.standard_normal(dimensions, np.float32) * np.float32(STANDARD_DEVIATION)
 
 
-class TrainedArtifacts(Artifacts):
-    """A small trained checkpoint, as it is or cost-expanded, in the formats of the engines; built once and kept.
-
-    Args:
-        folder: holds a subfolder per checkpoint, named by the hash of its weights; of the 0.5B shape each takes 3 GB.
-        source: the checkpoint.
-        shape: to expand it to; None leaves it as it is.
-        rebuild: replace bundles that are already there.
+def grown(shape: Shape, factor: int) -> Shape:
+    """So many times the width, heads and feed-forward columns, and twice the layers; the same vocabulary.
 
     Raises:
-        CheckpointError, UsageError: as `expand_checkpoint`.
+        UsageError: a factor below 2.
     """
-
-    def __init__(self, folder: Path, source: Path, shape: Shape | None, *, rebuild: bool = False) -> None:
-        small = TrainedCheckpoint(source).shape
-        with (source / "model.safetensors").open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        super().__init__(folder / digest[:8], expanded_shape(small, shape) if shape else small, rebuild=rebuild)
-        self._source, self._target = source, shape
-
-    def checkpoint(self) -> Path:
-        """The checkpoint itself, or the cost-expanded one in float32."""
-        shape = self._target
-        if shape is None:
-            return self._source
-        return self._make("checkpoint", lambda path: expand_checkpoint(self._source, path, shape))
-
-    def gguf(self) -> Path:
-        """A GGUF file of it with every matrix in Q4_0."""
-        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
-
-
-def write_q4_0(checkpoint: Path, path: Path) -> None:
-    """Writes a GGUF file with every matrix and the embedding in Q4_0, and no vocabulary: it is fed token ids.
-
-    Raises:
-        CheckpointError, UnsupportedArchitectureError: as `edgeinfer.export.gguf.writer.write_gguf`.
-        UsageError: the gguf package or llama-cpp-python is not installed.
-    """
-    # Not at the top of the file: they need the extra.
-    from edgeinfer.export.gguf.quantize import quantize_gguf
-    from edgeinfer.export.gguf.writer import write_gguf
-
-    floats = path.with_suffix(".float")
-    try:
-        write_gguf(checkpoint, floats, vocabulary=False)
-        # Otherwise llama.cpp gives some of them more bits.
-        types = {tensor.name: "Q4_0" for tensor in read_gguf(floats).tensors if len(tensor.shape) > 1}
-        quantize_gguf(floats, path, "Q4_0", tensor_types=types, threads=1)
-    finally:
-        floats.unlink(missing_ok=True)
+    if factor < 2:
+        raise UsageError(f"A model cannot be expanded by {factor}.", "Give a factor from 2 on.")
+    return replace(
+        shape,
+        name=f"x{factor}",
+        hidden=factor * shape.hidden,
+        layers=2 * shape.layers,
+        heads=factor * shape.heads,
+        ffn=factor * shape.ffn,
+    )
