@@ -64,7 +64,7 @@ def make_decoding(
     """
     if config.search != "off":
         return Decoding(search=_search(parts, chooser, config, stop_ids, continues))
-    steps = parts.saver.steps(config, chooser)
+    steps = parts.reduced.steps(config, chooser)
     if steps is not None:
         return Decoding(compute=steps)
     return Decoding(rounds=parts.speculator.rounds(chooser, config))

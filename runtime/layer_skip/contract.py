@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
 __all__ = ["Chooser", "Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
 

@@ -16,11 +16,11 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
-from edgeinfer.runtime.layer_skip.predictions import likeliest
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.layer_skip.divergence import likeliest
+from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
 __all__ = ["Exiting", "fill_below"]
 

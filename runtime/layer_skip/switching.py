@@ -14,8 +14,8 @@ from statistics import median
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import SwitchPolicy, feed, whole_pass
-from edgeinfer.runtime.layer_skip.predictions import entropy_bits
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.layer_skip.divergence import entropy_bits
+from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["Switching"]

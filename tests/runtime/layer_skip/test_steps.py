@@ -17,16 +17,15 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted, feed, whole_pass
+from edgeinfer.runtime.layer_skip.divergence import Floor
 from edgeinfer.runtime.layer_skip.exiting import Exiting
-from edgeinfer.runtime.layer_skip.floor import Floor
-from edgeinfer.runtime.layer_skip.importance import importance
-from edgeinfer.runtime.layer_skip.skipping import Skipping
-from edgeinfer.runtime.layer_skip.states import PromptStates
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.layer_skip.policies import importance
+from edgeinfer.runtime.layer_skip.skipping import PromptStates, Skipping
+from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.layer_skip.switching import Switching
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]

@@ -1,16 +1,48 @@
-"""How far a reply's predictions are from the whole model's, by samples, and whether that is too far.
-
-Knows nothing of where predictions come from.
-"""
+"""How unsure predictions are, how far a reply's are from the whole model's, and whether that is too far."""
 
 from __future__ import annotations
 
 import math
 
-from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.layer_skip.predictions import divergence
+import numpy as np
 
-__all__ = ["Floor"]
+from edgeinfer.runtime.arrays import Floats
+
+__all__ = ["Floor", "divergence", "entropy_bits", "likeliest"]
+
+_LN2 = float(np.log(2))
+
+
+def entropy_bits(logits: Floats) -> float:  # (V,)
+    """Entropy of the next token before any temperature."""
+    shifted = logits - logits.max()
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    # Tokens that are impossible are minus infinity, and add nothing.
+    shifted = np.where(weights > 0, shifted, 0)
+    return max(0.0, (float(np.log(total)) - float(weights @ shifted) / total) / _LN2)
+
+
+def likeliest(logits: Floats) -> tuple[int, float]:  # (V,)
+    """The likeliest token and its probability."""
+    best = int(logits.argmax())
+    return best, 1.0 / float(np.exp(logits - logits[best]).sum())
+
+
+def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
+    """Kullback-Leibler divergence of the reduced model's prediction from the whole model's, in nats."""
+    ours, theirs = _log_softmax(reduced), _log_softmax(whole)
+    chance = np.exp(theirs)
+    possible = chance > 0
+    return max(0.0, float((chance[possible] * (theirs[possible] - ours[possible])).sum()))
+
+
+def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]:  # (V,)
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max()
+    shifted -= np.log(np.exp(shifted).sum())
+    return shifted
+
 
 # Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
 _ENOUGH, _SPREADS = 8, 2.0

@@ -13,9 +13,9 @@ import numpy as np
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Chooser, Mask, feed, whole_pass
-from edgeinfer.runtime.layer_skip.floor import Floor
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.divergence import Floor
 
 __all__ = ["Steps", "Surroundings"]
 

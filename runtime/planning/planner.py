@@ -1,28 +1,31 @@
-"""Makes the plan of a request from what is known of bundle, process and device; knows nothing of choosing."""
+"""Plans a request by what is known of bundle, process and device, and plans again when a turn begins.
+
+While a model is loaded, only what can change under it does: who drafts, how far, and how prompts are cut.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.memory_model import MemoryModel
+from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
-from edgeinfer.runtime.planning.subject import Subject
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.profile.profile import Profile
-from edgeinfer.runtime.profile.reach import REACH, reach_of
+from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.profile.drafting import REACH, reach_of
 from edgeinfer.runtime.system.machine import machine_memory
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_ms
 
-__all__ = ["Profiles", "make_plan", "process_before_loading", "speed_model"]
+__all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
 Profiles = Callable[[str], Profile]
 
@@ -33,7 +36,7 @@ _RELEASED_PER_S = 1e10
 
 
 def make_plan(
-    subject: Subject,
+    subject: PlanInput,
     config: LoadConfig,
     speed: SpeedModel,
     *,
@@ -59,7 +62,7 @@ def make_plan(
     return search(subject, config, memory, speed, all_ways=all_ways)
 
 
-def speed_model(subject: Subject, profiles: Profiles) -> SpeedModel:
+def speed_model(subject: PlanInput, profiles: Profiles) -> SpeedModel:
     """Predicts the pace of a model from what is known of it on this device.
 
     Args:
@@ -111,7 +114,7 @@ def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
     return dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
 
 
-def process_before_loading(subject: Subject) -> ProcessMemory:
+def process_before_loading(subject: PlanInput) -> ProcessMemory:
     """Memory of the process with the libraries that loading will import."""
     for each in (subject, subject.drafter):
         if each is not None:
@@ -119,7 +122,7 @@ def process_before_loading(subject: Subject) -> ProcessMemory:
     return process_memory()
 
 
-def _pace(subject: Subject, profile: Profile, experts: ExpertBytes) -> Pace:
+def _pace(subject: PlanInput, profile: Profile, experts: ExpertBytes) -> Pace:
     costs = profile.costs()
     tokenizer = subject.manifest.files.get("tokenizer.json")
     return Pace(
@@ -129,3 +132,60 @@ def _pace(subject: Subject, profile: Profile, experts: ExpertBytes) -> Pace:
         reach=reach_of(profile.arrays(REACH)),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
     )
+
+
+Replan = Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan]
+
+# Terms that grow while the model is used, and which are not alive between two turns.
+_KNOWN = ("kv", "prefix_cache")
+_TRANSIENT = ("activations", "loading")
+# Less than this is what the allocator keeps now and then.
+_NOTICED_BYTES = 8_000_000
+
+
+def make_replanner(subject: PlanInput, config: LoadConfig, speed: SpeedModel) -> Replan:
+    """A function of the plan in force, the process now and the bytes its parts hold: the plan from now on."""
+
+    def replan(plan: MemoryPlan, process: ProcessMemory, held: Mapping[str, int]) -> MemoryPlan:
+        outside = _outside(plan, process, held)
+        mine, planned = plan.configuration, _planned_outside(plan)
+        if abs(outside.anonymous - planned.anonymous) + abs(outside.file - planned.file) < _NOTICED_BYTES:
+            return plan
+        fixed = dataclasses.replace(config, context=mine.context, kv=mine.kv, weights=mine.weights)
+
+        def changeable(other: Configuration) -> bool:
+            fixed = other.window_layers, other.expert_bytes, other.tokenizer
+            return fixed == (mine.window_layers, mine.expert_bytes, mine.tokenizer)
+
+        # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
+        memory = MemoryModel(subject, fixed, dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE)))
+        found = search(subject, fixed, memory, speed, all_ways=False, among=changeable)
+        # Where nothing fits, what is really taken decides, not what may be.
+        return found if found.fits else plan
+
+    return replan
+
+
+def _planned_outside(plan: MemoryPlan) -> ProcessMemory:
+    anonymous, file = (sum(pages.get(name, 0) for name in OUTSIDE) for pages in _pages(plan))
+    return ProcessMemory(anonymous + file, anonymous + file, anonymous, file)
+
+
+def _outside(plan: MemoryPlan, process: ProcessMemory, held: Mapping[str, int]) -> ProcessMemory:
+    """The process less the model: known terms as they are, the others as planned, so never too much is taken off."""
+    anonymous, file = (
+        sum(
+            min(held.get(name, 0), size) if name in _KNOWN else size
+            for name, size in pages.items()
+            if name not in OUTSIDE and name not in _TRANSIENT
+        )
+        for pages in _pages(plan)
+    )
+    planned = _planned_outside(plan)
+    # What the model has not touched yet was planned for it all the same: the program did not shrink by that.
+    anonymous, file = max(process.anonymous - anonymous, planned.anonymous), max(process.file - file, planned.file)
+    return ProcessMemory(anonymous + file, anonymous + file, anonymous, file)
+
+
+def _pages(plan: MemoryPlan) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    return plan.footprint.anonymous, plan.footprint.file

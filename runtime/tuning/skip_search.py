@@ -7,28 +7,26 @@ result, evenly spaced layers too: those that no other set beats in both loss and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted
-from edgeinfer.runtime.layer_skip.unified import kept_layers, layers_mask
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
-from edgeinfer.runtime.speculation.skip_samples import Sample, SampleTexts
-from edgeinfer.runtime.speculation.skip_search import skip_units
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.contract import Mask
+from edgeinfer.runtime.layer_skip.divergence import entropy_bits
+from edgeinfer.runtime.layer_skip.entropy import Entropies, rolling_means
+from edgeinfer.runtime.layer_skip.policies import Ladder, kept_layers, layers_mask
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute
 
-__all__ = ["LADDER", "Ladder", "LadderPolicy", "search_ladder"]
+__all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "search_ladder", "skip_units"]
 
 Progress = Callable[[int, int], None]
 
-# Name of its arrays in a profile.
-LADDER = "ladder"
 # Tokens of each reply that are read: logits of as many rows are held at once.
 _WINDOW = 48
 # Likeliest tokens by which predictions are compared; all others count as one.
@@ -37,66 +35,6 @@ _TOP = 256
 _TRIED, _EXCHANGED = 8, 4
 # Speed-ups of the evenly spaced sets that take part.
 _EVEN = (1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """Sets by ascending saving, each of no less loss than the one before it; the first leaves nothing out.
-
-    Attributes:
-        masks: blocks that run. (N, 2 L)
-        losses: nats from the whole model's predictions on the texts of the search, mean over tokens. (N,)
-    """
-
-    masks: NDArray[np.bool_]
-    losses: NDArray[np.float64]
-
-    def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
-        return {"masks": self.masks, "losses": self.losses}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> Ladder | None:
-        """Takes back what `state` gave, for a model of so many layers; None where nothing was kept.
-
-        Raises:
-            StorageError: it is damaged, or of another model.
-        """
-        if not state:
-            return None
-        masks, losses = state.get("masks"), state.get("losses")
-        if masks is None or losses is None or not _fit(masks, losses, layers):
-            raise StorageError("The calibrated sets are of another model.", "Run edgeinfer tune --skip again.")
-        return cls(masks, losses)
-
-    def choose(self, wanted: Wanted) -> Mask:
-        """The least harmful set that is as fast as wanted; where none is, the fastest."""
-        every = range(len(self.masks))
-        fast = [row for row in every if wanted.reached(self.masks[row])]
-        if fast:
-            chosen = min(fast, key=lambda row: float(self.losses[row]))
-        else:
-            chosen = min(every, key=lambda row: wanted.costs.ms(self.masks[row]))
-        mask: Mask = self.masks[chosen]
-        return mask
-
-
-def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
-    """Whether this is a ladder of a model of so many layers."""
-    shaped = masks.ndim == 2 and masks.shape[1] == 2 * layers and losses.shape == masks.shape[:1] != (0,)
-    typed = masks.dtype == np.bool_ and losses.dtype == np.float64
-    return shaped and typed and bool(np.isfinite(losses).all() and masks[0].all())
-
-
-@dataclass(frozen=True)
-class LadderPolicy:
-    """Implements `contract.SkipPolicy`."""
-
-    ladder: Ladder
-
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
-        """The same blocks for every prompt."""
-        return self.ladder.choose(wanted)
 
 
 def search_ladder(
@@ -127,6 +65,56 @@ def search_ladder(
     search.run()
     backend.truncate(0)
     return search.ladder()
+
+
+def calibrate_skips(
+    reduced: ReducedCompute,
+    samples: Sequence[Sample],
+    *,
+    granularity: int,
+    evaluations: int,
+    progress: Progress | None,
+) -> tuple[Ladder, BlockCosts]:
+    """Searches the sets of blocks of "calibrated", keeps and uses them; errors as `search_ladder`."""
+    costs = reduced.block_costs()
+    try:
+        levels = search_ladder(
+            reduced.engine.backend, samples, costs, granularity=granularity, evaluations=evaluations, progress=progress
+        )
+    finally:
+        reduced.engine.forget()
+    reduced.keep_levels(levels)
+    return levels, costs
+
+
+def calibrate_entropy(reduced: ReducedCompute, samples: Sequence[Sample]) -> Entropies:
+    """Has the small model read replies of the large one, keeps how unsure it is, and uses that.
+
+    Raises:
+        UsageError: there is no small model.
+    """
+    small, means = reduced.require_small(), list[float]()
+    for sample in samples:
+        text: list[int] = [*sample.prompt]
+        small.begin(text)
+        bits: list[float] = []
+        for token in sample.reply:
+            logits = small.after(text)
+            if logits is None:
+                break
+            bits.append(entropy_bits(logits))
+            text.append(token)
+        means += rolling_means(bits)
+    entropies = Entropies(means)
+    reduced.keep_entropies(entropies)
+    return entropies
+
+
+def skip_units(num_layers: int, granularity: int) -> NDArray[np.bool_]:  # (U, 2 L)
+    """What is skipped together: attention blocks of a group of layers, and its MLP blocks."""
+    layer, is_mlp = np.arange(2 * num_layers) // 2, np.arange(2 * num_layers) % 2
+    groups = range(-(-num_layers // granularity))
+    return np.array([(layer // granularity == group) & (is_mlp == kind) for group in groups for kind in (0, 1)])
 
 
 class _Scorer:
@@ -240,3 +228,61 @@ def _without(running: NDArray[np.bool_], unit: int) -> NDArray[np.bool_]:
     smaller = running.copy()
     smaller[unit] = False
     return smaller
+
+
+# Tokens of a prompt per pass.
+_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to score by: what the model was given and what it answered, or any two parts of a text; neither empty."""
+
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+
+
+class SampleTexts:
+    """Texts, each with a copy of the cache before its reply.
+
+    Args:
+        backend: must skip layers; its cache is emptied.
+        window: most tokens of each reply that are read, all in one pass.
+
+    Raises:
+        CapabilityError: the backend cannot skip layers.
+        UsageError: there is no text.
+        BackendError: a text does not fit the cache.
+    """
+
+    def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
+        if not backend.capabilities.layer_skip:
+            message = f"The {backend.name} backend cannot skip layers."
+            raise CapabilityError(message, "Use a natively exported bundle.")
+        if not samples or not all(sample.prompt and sample.reply for sample in samples):
+            raise UsageError("There is no text to score by.", "Give samples with a prompt and a reply each.")
+        self._backend = backend
+        self._texts: list[tuple[CacheSnapshot, Ints]] = []  # cache before, tokens fed (S,)
+        for sample in samples:
+            self._take_in(sample.prompt[:-1])
+            fed = np.array([sample.prompt[-1], *sample.reply[: window - 1]], np.int64)
+            self._texts.append((backend.snapshot(), fed))
+
+    @property
+    def positions(self) -> int:
+        """N, tokens that are read."""
+        return sum(len(fed) for _, fed in self._texts)
+
+    def read(self, layer_mask: NDArray[np.bool_]) -> Iterator[Floats]:  # (2 L,)
+        """Logits of the blocks that run, after each token of each text in turn; a view that the next overwrites.
+        (S, V)"""
+        for before, fed in self._texts:
+            self._backend.restore(before)
+            rows = np.arange(len(fed))
+            yield self._backend.forward(fed, rows + self._backend.length, rows, layer_mask=layer_mask).logits
+
+    def _take_in(self, tokens: Sequence[int]) -> None:
+        self._backend.truncate(0)
+        for start in range(0, len(tokens), _CHUNK):
+            ids = np.array(tokens[start : start + _CHUNK], np.int64)
+            self._backend.forward(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64))

@@ -1,14 +1,58 @@
-"""How far drafts are accepted, over all replies on this device, by which plans predict speed; knows no single reply."""
+"""What is kept of drafting on this device: how far drafts are accepted, and which of a model's own layers draft."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["REACH", "Reach", "reach_of"]
+from edgeinfer.errors import StorageError
+
+__all__ = ["REACH", "TUNING", "Reach", "Tuning", "reach_of"]
+
+# Name of its arrays in a profile.
+TUNING = "tuning"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Self-drafting that pays on this device.
+
+    Attributes:
+        exit_layer: layers of an early exit; None where none pays.
+        layer_mask: attention and MLP blocks that run; None where no set pays. (2 L,)
+    """
+
+    exit_layer: int | None = None
+    layer_mask: NDArray[np.bool_] | None = None
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """As arrays."""
+        arrays: dict[str, NDArray[Any]] = {}
+        if self.exit_layer is not None:
+            arrays["exit_layer"] = np.array([self.exit_layer])
+        if self.layer_mask is not None:
+            arrays["layer_mask"] = self.layer_mask
+        return arrays
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> Tuning:
+        """Takes back what `state` gave, for a model of so many layers.
+
+        Raises:
+            StorageError: it is of another model.
+        """
+        mask, exits = state.get("layer_mask"), state.get("exit_layer")
+        fits = mask is None or (mask.dtype == np.bool_ and mask.shape == (2 * layers,))
+        if exits is not None:
+            fits = fits and exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers
+        if not fits:
+            raise StorageError("What was tuned is of another model.", "Run edgeinfer tune again.")
+        return cls(None if exits is None else int(exits[0]), mask)
+
 
 REACH = "reach"
 # Rounds after which what was seen counts half.

@@ -1,7 +1,7 @@
-"""Where tuned settings are kept and how they are written; knows nothing of how they are found or used.
+"""Where tuned settings are kept, how they are written, and which of them a load is to use.
 
-One file of JSON for each model, in a folder of the user's cache that nobody else may read, or wherever the user wants
-it. Nothing read from it is trusted: it is small, has exactly the fields expected, and each is within bounds.
+One file of JSON for each model, in a folder of the user's cache that other users cannot read, or wherever the user
+wants it. Nothing read from it is trusted: it is small, has exactly the fields expected, and each is within bounds.
 """
 
 from __future__ import annotations
@@ -9,19 +9,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.bundle import write_file
 from edgeinfer.bundle.store import storage_errors
-from edgeinfer.errors import UsageError
-from edgeinfer.runtime.profile.fingerprint import Fingerprint
-from edgeinfer.runtime.profile.settings import TunedSettings
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
+from edgeinfer.runtime.system.machine import usable_processors
 from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
 
-__all__ = ["TunedProfile", "forget_profile", "keep_profile", "kept_profile", "read_profile", "write_profile"]
+__all__ = [
+    "OFF",
+    "TunedProfile",
+    "find_settings",
+    "forget_profile",
+    "keep_profile",
+    "kept_profile",
+    "read_profile",
+    "write_profile",
+]
 
 _FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -174,3 +187,62 @@ def _make_room(path: Path) -> None:
     for old in sorted(others, key=written)[: max(0, len(others) + 1 - _MOST_KEPT)]:
         with contextlib.suppress(OSError):
             old.unlink()
+
+
+_log = logging.getLogger("edgeinfer")
+
+# What LoadConfig.profile says to take none.
+OFF = "off"
+_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
+_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
+
+
+def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
+    """The settings to load with: of the caller's file, or those kept for this user; beside what the caller set.
+
+    A profile that cannot be used is warned of, and the model runs with the usual settings.
+
+    Args:
+        model: gives its digest, where that is needed.
+        here: gives the fingerprint of this machine, where that is needed.
+    """
+    if config.profile == OFF:
+        return UNTUNED
+    given = config.profile is not None
+    try:
+        path = Path(config.profile) if config.profile is not None else kept_profile(model())
+        if not given and not os.path.lexists(path):
+            return UNTUNED
+    except StorageError:
+        # Nobody who has no home folder tuned anything.
+        return UNTUNED
+    try:
+        profile = read_profile(path)
+        _check(profile, path, model(), here())
+    except UsageError as error:
+        hint = _FILE_HINT if given else _KEPT_HINT
+        _log.warning("%s The usual settings are used. %s", error.message, hint)
+        return UNTUNED
+    settings = profile.settings.beside(config, profile.threads)
+    if settings is UNTUNED and profile.settings != UNTUNED:
+        # Whoever gave both a file and threads wonders.
+        level = logging.WARNING if given else logging.INFO
+        text = "The settings in %s were measured with %d threads and are left out with others."
+        _log.log(level, text, path, profile.threads)
+    return settings
+
+
+def _check(profile: TunedProfile, path: Path, model: str, here: Fingerprint) -> None:
+    """Refuses a profile that is not of this model on this machine, or cannot be."""
+    if profile.model != model:
+        raise UsageError(f"The settings in {path} are of another model ({profile.name}), or of another way to run it.")
+    difference = here.difference(profile.machine)
+    if difference:
+        raise UsageError(f"The settings in {path} were measured with {difference}.")
+    processors = usable_processors()
+    if (profile.settings.threads or 0) > len(processors):
+        message = f"The settings in {path} are for {profile.threads} threads, and {len(processors)} run here at once."
+        raise UsageError(message)
+    pinned = profile.settings.affinity.replace(";", ",")
+    if pinned and not {int(each) - 1 for each in pinned.split(",")} <= set(processors):
+        raise UsageError(f"The settings in {path} name processors that are not here.")

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
+from edgeinfer.runtime.profile.drafting import Tuning
 from edgeinfer.runtime.speculation.drafters.skip import every_second
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
-from edgeinfer.runtime.speculation.skip_samples import Sample, SampleTexts
+from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
-__all__ = ["SkipSet", "best_exit", "best_skip_set", "skip_units"]
+__all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]
 
 Mask = NDArray[np.bool_]  # (2 L,)
 Progress = Callable[[int, int], None]
@@ -150,13 +151,6 @@ def best_skip_set(
     return search.result()
 
 
-def skip_units(num_layers: int, granularity: int) -> NDArray[np.bool_]:  # (U, 2 L)
-    """What is skipped together: attention blocks of a group of layers, and its MLP blocks."""
-    layer, is_mlp = np.arange(2 * num_layers) // 2, np.arange(2 * num_layers) % 2
-    groups = range(-(-num_layers // granularity))
-    return np.array([(layer // granularity == group) & (is_mlp == kind) for group in groups for kind in (0, 1)])
-
-
 class _Search:
     """One search: sets of units that were scored, and the next one to score."""
 
@@ -245,3 +239,55 @@ class _Search:
                 if self._is_new(skipped):
                     return skipped
             distance = distance % size + 1
+
+
+# A prediction that is off by this much must not make decoding slower.
+_PAYS = 1.05
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What was found.
+
+    Attributes:
+        exit: the early exit that drafts best.
+        skip: the set of skipped blocks that drafts best.
+        tuning: of these, what is predicted to pay.
+    """
+
+    exit: SkipSet
+    skip: SkipSet
+    tuning: Tuning
+
+
+def tune(
+    backend: Backend,
+    samples: Sequence[Sample],
+    *,
+    granularity: int = 1,
+    evaluations: int = 200,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> TuneResult:
+    """Measures costs and searches; empties the cache.
+
+    Args:
+        samples: texts of the model's own to score by.
+        granularity: consecutive layers that are skipped together, and after which alone a pass may end.
+        evaluations: most sets of blocks to score.
+        progress: called with sets scored and to score.
+
+    Raises:
+        CapabilityError: the backend cannot skip layers.
+        UsageError: no samples, a context that is too small, or a model of one layer.
+    """
+    costs = measure_costs(backend)
+    exits = best_exit(backend, samples, costs, granularity=granularity)
+    skip = best_skip_set(
+        backend, samples, costs, granularity=granularity, evaluations=evaluations, seed=seed, progress=progress
+    )
+    tuning = Tuning(
+        exit_layer=exits.layers if exits.speedup > _PAYS else None,
+        layer_mask=skip.layer_mask if skip.speedup > _PAYS and not skip.layer_mask.all() else None,
+    )
+    return TuneResult(exits, skip, tuning)

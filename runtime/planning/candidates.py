@@ -1,4 +1,4 @@
-"""The ways a model can be run, and which of them a caller left open; knows nothing of bytes or speeds."""
+"""The configurations that a caller left open."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, LoadConfig, drafters_in, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
-from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.planning.configuration import Configuration, Keeping
-from edgeinfer.runtime.planning.subject import Subject
+from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 
 __all__ = ["configurations", "draft_configuration", "modest_configurations", "wanted_context"]
 
@@ -43,7 +43,7 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
     return config.context or min(DEFAULT_CONTEXT, longest)
 
 
-def configurations(subject: Subject, config: LoadConfig) -> Iterator[Configuration]:
+def configurations(subject: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
     """Every way to run that the caller left open, the one without any concession first.
 
     Raises:
@@ -53,7 +53,7 @@ def configurations(subject: Subject, config: LoadConfig) -> Iterator[Configurati
     return _product(_dimensions(subject, config))
 
 
-def modest_configurations(subject: Subject, config: LoadConfig) -> Iterator[Configuration]:
+def modest_configurations(subject: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
     """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more.
 
     One of them takes the least of all; errors as `configurations`.
@@ -76,7 +76,7 @@ class _Dimensions(NamedTuple):
     tokenizers: tuple[Keeping, ...]
 
 
-def _dimensions(subject: Subject, config: LoadConfig) -> _Dimensions:
+def _dimensions(subject: PlanInput, config: LoadConfig) -> _Dimensions:
     return _Dimensions(
         _contexts(subject.manifest, config),
         _kv_types(subject, config),
@@ -92,7 +92,7 @@ def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
         yield Configuration(context, min(chunk, context), kv, weights, window, drafters, most, tokenizer, experts)
 
 
-def draft_configuration(drafter: Subject, target: Configuration, expert_count: int | None = None) -> Configuration:
+def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:
     """How a draft model runs beside its target, with which it shares the tokenizer.
 
     Args:
@@ -118,7 +118,7 @@ def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
     return (context, *(size for size in (1024, 512, _SMALLEST_CONTEXT) if size < context))
 
 
-def _kv_types(subject: Subject, config: LoadConfig) -> tuple[str, ...]:
+def _kv_types(subject: PlanInput, config: LoadConfig) -> tuple[str, ...]:
     if config.kv is not None:
         if config.kv not in subject.kv_types:
             known = ", ".join(subject.kv_types)
@@ -131,13 +131,13 @@ def _kv_types(subject: Subject, config: LoadConfig) -> tuple[str, ...]:
     return tuple(kv for kv in subject.kv_types if 8 <= find_kv_type(kv).bits <= most)
 
 
-def _chunks(subject: Subject) -> tuple[int, ...]:
+def _chunks(subject: PlanInput) -> tuple[int, ...]:
     """What was tuned, or is usual, first; less of it takes less memory."""
     tuned = subject.settings.prefill_chunk
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
 
-def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
+def _weights(subject: PlanInput, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
     """Modes, each with its layers in a window and its bytes of experts."""
     modes = subject.weights_modes
     if config.weights is not None:
@@ -167,7 +167,7 @@ def _weights(subject: Subject, config: LoadConfig) -> tuple[tuple[str, int, int]
     return tuple(found)
 
 
-def _expert_bytes(subject: Subject, config: LoadConfig) -> tuple[int, ...]:
+def _expert_bytes(subject: PlanInput, config: LoadConfig) -> tuple[int, ...]:
     """How much of the experts may stay in memory, from most to least."""
     takes = ExpertBytes.of(subject.manifest.decoder, tensors_in(subject.manifest, subject.layout))
     if config.expert_memory is not None:

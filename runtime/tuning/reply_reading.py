@@ -16,8 +16,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import Chooser
-from edgeinfer.runtime.layer_skip.predictions import divergence
-from edgeinfer.runtime.layer_skip.steps import Steps
+from edgeinfer.runtime.layer_skip.divergence import divergence
+from edgeinfer.runtime.layer_skip.strategy import Steps
 from edgeinfer.runtime.tuning.measure import token_logits
 
 __all__ = ["ReplyReading", "read_reply"]

@@ -6,7 +6,7 @@ Made once per model, as the `Speculator` is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,21 +18,18 @@ from edgeinfer.errors import CapabilityError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.contract import Chooser
-from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies, rolling_means
+from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies
 from edgeinfer.runtime.layer_skip.exiting import Exiting
-from edgeinfer.runtime.layer_skip.ladder import LADDER, Ladder, Progress, search_ladder
-from edgeinfer.runtime.layer_skip.predictions import entropy_bits
-from edgeinfer.runtime.layer_skip.registry import SKIPPING, SWITCHING, PolicyParts
+from edgeinfer.runtime.layer_skip.policies import LADDER, SKIPPING, SWITCHING, Ladder, PolicyParts
 from edgeinfer.runtime.layer_skip.skipping import Skipping
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.layer_skip.switching import Switching
-from edgeinfer.runtime.profile.profile import Profile
+from edgeinfer.runtime.profile.device_profile import Profile
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
-from edgeinfer.runtime.speculation.skip_samples import Sample
 
-__all__ = ["Saver", "SaverParts"]
+__all__ = ["ReducedCompute", "ReducedComputeParts"]
 
 T = TypeVar("T")
 
@@ -45,7 +42,7 @@ _REPEATS, _MEASURED_MS, _PAST = (3, 60), 200.0, 64
 
 
 @dataclass(frozen=True)
-class SaverParts:
+class ReducedComputeParts:
     """What computing less is made of.
 
     Attributes:
@@ -69,15 +66,19 @@ class SaverParts:
     plain_ms: Callable[[], float | None]
 
 
-class Saver:
+class ReducedCompute:
     """Makes the steps of replies that take less compute.
 
     Args:
         parts: what they are made of.
         profile: where what was calibrated is kept.
+
+    Attributes:
+        engine: of the model.
     """
 
-    def __init__(self, parts: SaverParts, profile: Profile) -> None:
+    def __init__(self, parts: ReducedComputeParts, profile: Profile) -> None:
+        self.engine = parts.engine
         self._parts = parts
         self._profile = profile
         self._costs: BlockCosts | None = None
@@ -105,27 +106,27 @@ class Saver:
         """
         if options.compute == "full":
             return None
-        parts, engine = self._parts, self._parts.engine
+        parts, engine = self._parts, self.engine
         policies = PolicyParts(self._ladder, parts.routers, self._entropies)
         if options.compute in SWITCHING:
             switch = SWITCHING[options.compute](policies, options)
-            return Switching(self._given(options, chooser), self._require_small(), switch, parts.parameters)
+            return Switching(self._given(options, chooser), self.require_small(), switch, parts.parameters)
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."
             raise CapabilityError(message, "Use a natively exported bundle, or compute in full.")
-        costs = self._block_costs()
+        costs = self.block_costs()
         given = self._given(options, chooser, costs.whole[0])
         if skip is not None:
             return Skipping(given, skip, costs)
         return Exiting(given, self._exit_layer(options), costs)
 
     def _given(self, options: ComputeOptions, chooser: Chooser, plain_ms: float | None = None) -> Surroundings:
-        engine, known = self._parts.engine, self._parts.plain_ms()
+        engine, known = self.engine, self._parts.plain_ms()
         plain = plain_ms if known is None else known
         return Surroundings(engine.backend, chooser, options, engine.chunk, self._parts.rows, plain)
 
-    def _require_small(self) -> ModelDrafter:
+    def require_small(self) -> ModelDrafter:
         if self._small is None:
             message = "Two models are to take turns, and there is one."
             raise UsageError(message, "Name a small model with the same tokenizer with --draft-model.")
@@ -133,19 +134,19 @@ class Saver:
 
     def _exit_layer(self, options: ComputeOptions) -> int:
         """What is asked for, the bundle's first exit where not every layer is one, what was tuned, or two thirds."""
-        layers = self._parts.engine.backend.geometry.num_layers
+        layers = self.engine.backend.geometry.num_layers
         trained = self._parts.exits[0] if 1 < len(self._parts.exits) < layers else None
         return options.exit_layer or trained or self._parts.exit_layer() or max(1, layers * 2 // 3)
 
-    def _block_costs(self) -> BlockCosts:
+    def block_costs(self) -> BlockCosts:
         """What blocks cost here, measured where that is not known, which empties the cache."""
         if self._costs is None:
-            state, blocks = self._profile.arrays(_COSTS) or {}, 2 * self._parts.engine.backend.geometry.num_layers
+            state, blocks = self._profile.arrays(_COSTS) or {}, 2 * self.engine.backend.geometry.num_layers
             self._costs = _costs_from(state, blocks) or self._measure()
         return self._costs
 
     def _measure(self) -> BlockCosts:
-        engine = self._parts.engine
+        engine = self.engine
         past = min(_PAST, engine.backend.capacity // 2)
         engine.forget()
         once = measure_costs(engine.backend, longest=1, repeats=1, past=past).whole[0]
@@ -155,41 +156,15 @@ class Saver:
         self._profile.save_arrays(_COSTS, {name: np.array(values, np.float64) for name, values in arrays.items()})
         return costs
 
-    def calibrate_skips(
-        self, samples: Sequence[Sample], *, granularity: int, evaluations: int, progress: Progress | None
-    ) -> tuple[Ladder, BlockCosts]:
-        """Searches the sets of blocks of "calibrated", keeps and uses them; errors as `search_ladder`."""
-        costs, engine = self._block_costs(), self._parts.engine
-        try:
-            self._ladder = search_ladder(
-                engine.backend, samples, costs, granularity=granularity, evaluations=evaluations, progress=progress
-            )
-        finally:
-            engine.forget()
-        self._profile.save_arrays(LADDER, self._ladder.state())
-        return self._ladder, costs
+    def keep_levels(self, levels: Ladder) -> None:
+        """Uses the sets of blocks of "calibrated" that a search found, and keeps them for later sessions."""
+        self._ladder = levels
+        self._profile.save_arrays(LADDER, levels.state())
 
-    def calibrate_entropy(self, samples: Sequence[Sample]) -> Entropies:
-        """Has the small model read replies of the large one, keeps how unsure it is, and uses that.
-
-        Raises:
-            UsageError: there is no small model.
-        """
-        small, means = self._require_small(), list[float]()
-        for sample in samples:
-            text: list[int] = [*sample.prompt]
-            small.begin(text)
-            bits: list[float] = []
-            for token in sample.reply:
-                logits = small.after(text)
-                if logits is None:
-                    break
-                bits.append(entropy_bits(logits))
-                text.append(token)
-            means += rolling_means(bits)
-        self._entropies = Entropies(means)
-        self._profile.save_arrays(ENTROPY, self._entropies.state())
-        return self._entropies
+    def keep_entropies(self, entropies: Entropies) -> None:
+        """Uses what was found of how unsure the small model is, and keeps it for later sessions."""
+        self._entropies = entropies
+        self._profile.save_arrays(ENTROPY, entropies.state())
 
 
 def _costs_from(state: dict[str, NDArray[Any]], blocks: int) -> BlockCosts | None:
