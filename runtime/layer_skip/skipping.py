@@ -13,7 +13,7 @@ import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
@@ -60,7 +60,7 @@ class Skipping(Steps):
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ids, places, rows, layer_mask=self._mask).logits
+            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._mask)).logits
 
         return {index: logits.copy() for index, logits in feed(run, tokens, start, wanted, self._chunk)}
 
@@ -68,7 +68,7 @@ class Skipping(Steps):
         assert self._mask is not None, "first comes first"
         root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
         whole = bool(self._mask.all()) or self._floor.stopped
-        output = self._backend.forward(root, place, _ONE_ROW, layer_mask=None if whole else self._mask)
+        output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
             self._books.reduced += 1
             self._books.blocks_skipped += int((~self._mask).sum())
@@ -165,6 +165,6 @@ class PromptStates:
             mask = np.arange(2 * self.layers) // 2 == layer
             entering = None if layer < 0 else states[layer]
             self._backend.truncate(start)
-            output = self._backend.forward(tokens, positions, nothing, layer_mask=mask, hidden=entering)
+            output = self._backend.forward(ForwardInput(tokens, positions, nothing, layer_mask=mask, hidden=entering))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states[layer + 1] = output.hidden
