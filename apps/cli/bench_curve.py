@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.bench_files import numbers, require_place, write_results, write_text
-from edgeinfer.apps.cli.loading import load_model
-from edgeinfer.apps.cli.options import add_command, add_load_options, command_line, load_options
+from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
+from edgeinfer.apps.cli.parser import add_command, command_line
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.curve import Curve
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_curve_parser"]
 

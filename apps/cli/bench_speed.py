@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.bench_files import numbers, require_place, write_text
-from edgeinfer.apps.cli.loading import load_model
-from edgeinfer.apps.cli.options import add_command, add_load_options, command_line, load_options
+from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import progress_bar
+from edgeinfer.apps.cli.parser import add_command, command_line
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.speed import SpeedConfig
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_speed_parser"]
 

@@ -1,4 +1,4 @@
-"""`edgeinfer distill drafter`: a tiny model that drafts for a target; knows nothing of how it is trained."""
+"""`edgeinfer distill drafter` and `sorted`: tiny models that draft for a target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.distilling.common import (
+from edgeinfer.apps.cli.distill_training import (
     add_training_options,
     find_model,
     given,
@@ -20,19 +20,19 @@ from edgeinfer.apps.cli.distilling.common import (
     torch_needed,
     working_folder,
 )
-from edgeinfer.apps.cli.options import add_command, add_json_option
 from edgeinfer.apps.cli.output import Progress, print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
     from edgeinfer.distilling import ModelReplier
     from edgeinfer.export.training.drafter import DrafterTraining
     from edgeinfer.export.training.sizing import StudentSize
 
-__all__ = ["add_options", "add_parser", "execute", "make", "repliers"]
+__all__ = ["add_drafter_parser", "add_sorted_parser", "repliers"]
 
-_DESCRIPTION = """\
+_DRAFTER = """\
 Make a tiny drafter for a model. Its size is what pays on this device; it reads the text you give, then learns from what
 the model itself writes. Text stays exactly the model's own: a drafter only makes it come faster.
 Needs the extra: pip install 'edgeinfer[train]'.
@@ -50,20 +50,20 @@ _NOMINAL = {1: 1.0, 4: 1.1, 8: 1.2, 16: 1.6}
 _MEASURED_PROMPTS = 12
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_drafter_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "drafter", execute, "a tiny model that drafts", _DESCRIPTION)
-    add_options(parser)
+    parser = add_command(commands, "drafter", _execute_drafter, "a tiny model that drafts", _DRAFTER)
+    _add_options(parser)
     text = "width and layers, as 128x1 (default: what pays by passes that are timed here)"
     parser.add_argument("--size", metavar="WxL", help=text)
 
 
-def add_options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     """Adds the target, how the drafter is stored and how it is trained."""
     text = "bundle directory (tales is the built-in model), checkpoint directory, or hub id of either"
     parser.add_argument("target", metavar="TARGET", help=text)
-    parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
-    text = "also make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
+    parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to _make")
+    text = "also _make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
     parser.add_argument("--into", type=Path, metavar="BUNDLE", help=text)
     parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="of a weight (default: 8)")
     text = "of the embedding, which is most of a tiny model (default: as --bits)"
@@ -76,12 +76,12 @@ def add_options(parser: Parser) -> None:
     add_json_option(parser)
 
 
-def execute(args: argparse.Namespace) -> int:
+def _execute_drafter(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    return make(args, nested=False)
+    return _make(args, nested=False)
 
 
-def make(args: argparse.Namespace, *, nested: bool) -> int:
+def _make(args: argparse.Namespace, *, nested: bool) -> int:
     """Trains, exports, measures and reports a drafter, of nested depths or not."""
     source = _checked(args)
     with torch_needed():
@@ -155,7 +155,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     if not args.json:
         size = f"{choice.size.width}x{choice.size.layers}"
         print_note(
-            f"A drafter of {size} may make it {choice.speedup:.2f} times as fast, at {choice.acceptance:.0%} accepted."
+            f"A drafter of {size} may _make it {choice.speedup:.2f} times as fast, at {choice.acceptance:.0%} accepted."
         )
     return choice.size
 
@@ -199,3 +199,25 @@ def _speed_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         ("tokens per second", f"{figures.plain_tokens_per_second:.0f} plain, {figures.tokens_per_second:.0f} drafted"),
         ("speed-up", f"{figures.speedup:.2f}"),
     ]
+
+
+_SORTED = """\
+Make a drafter of nested depths: each of its layers learns to guess, and when it drafts it goes deeper only where the
+shallower guess is unsure. It drafts for every model with the same tokenizer.
+Needs the extra: pip install 'edgeinfer[train]'.
+
+example:
+  edgeinfer distill sorted my-bundle my-drafter --size 128x3 --text texts.jsonl --minutes 30
+"""
+
+
+def add_sorted_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "sorted", _execute_sorted, "a drafter of nested depths", _SORTED)
+    _add_options(parser)
+    parser.add_argument("--size", default="128x3", metavar="WxL", help="width and layers (default: 128x3)")
+
+
+def _execute_sorted(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    return _make(args, nested=True)

@@ -1,4 +1,4 @@
-"""Endpoints that tell of the model and the server: models, props, health, metrics, tokens; generates nothing."""
+"""Endpoints that tell of the model and the server: models, props, health, metrics, tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from edgeinfer import Model
-from edgeinfer.apps.server.body import read_json
+from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.metrics import CONTENT_TYPE
 from edgeinfer.apps.server.service import Service
 from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.errors import RequestError, unknown_model
 
-__all__ = ["Facts"]
+__all__ = ["InfoEndpoints"]
 
 _HIGHEST_ID = 2**31
 # Contexts of the model that may be turned into tokens or text at once.
@@ -27,7 +27,7 @@ _MOST_CONTEXTS = 16
 _CHARACTERS = 4
 
 
-class Facts:
+class InfoEndpoints:
     """The endpoints.
 
     Args:

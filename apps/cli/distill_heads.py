@@ -1,7 +1,4 @@
-"""`edgeinfer distill heads`, `acceptance` and `routers`: what is trained beside a model and kept in its bundle.
-
-Knows nothing of how any of it is trained.
-"""
+"""`edgeinfer distill heads`, `acceptance` and `routers`: what is trained beside a model and kept in its bundle."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.cli.distilling.common import (
+from edgeinfer.apps.cli.distill_drafter import repliers
+from edgeinfer.apps.cli.distill_training import (
     add_training_options,
     find_model,
     given,
@@ -19,18 +17,17 @@ from edgeinfer.apps.cli.distilling.common import (
     torch_needed,
     working_folder,
 )
-from edgeinfer.apps.cli.distilling.drafter import repliers
-from edgeinfer.apps.cli.options import add_command, add_json_option
 from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import is_bundle
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
     from edgeinfer.bundle.heads import Heads
     from edgeinfer.export.training.heads_run import HeadsTraining
 
-__all__ = ["add_parser", "execute"]
+__all__ = ["add_heads_parsers"]
 
 _HEADS = """\
 Train small heads over a model's own states, which guess the tokens that come next: Medusa's, one for each place;
@@ -61,9 +58,9 @@ example:
 _MEASURED_PROMPTS = 12
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_heads_parsers(commands: Subparsers) -> None:
     """Adds the three subcommands."""
-    parser = add_command(commands, "heads", execute, "heads that draft from a model's own states", _HEADS)
+    parser = add_command(commands, "heads", _execute, "heads that draft from a model's own states", _HEADS)
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "what to train: medusa, hydra, or prompt (PPD)"
     parser.add_argument("--kind", choices=("medusa", "hydra", "prompt"), required=True, help=text)
@@ -71,13 +68,13 @@ def add_parser(commands: Subparsers) -> None:
     text = "tokens that may be guessed, the most frequent ones (default: 1024)"
     parser.add_argument("--tokens", type=int, metavar="N", help=text)
     _add_training(parser)
-    parser = add_command(commands, "acceptance", execute, "a head that foresees what is accepted", _ACCEPTANCE)
+    parser = add_command(commands, "acceptance", _execute, "a head that foresees what is accepted", _ACCEPTANCE)
     _add_bundles(parser, "DRAFTER", "bundle directory of the draft model")
     text = "the model that it drafts for: bundle or checkpoint directory, or hub id of either"
     parser.add_argument("--target", dest="model", metavar="MODEL", required=True, help=text)
     _add_training(parser)
     parser.set_defaults(kind="acceptance")
-    parser = add_command(commands, "routers", execute, "routers that choose layers by the prompt", _ROUTERS)
+    parser = add_command(commands, "routers", _execute, "routers that choose layers by the prompt", _ROUTERS)
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "share of the layers that replies run with on average (default: 0.75)"
     parser.add_argument("--keep", type=float, metavar="X", help=text)
@@ -98,7 +95,7 @@ def _add_training(parser: Parser) -> None:
     add_json_option(parser)
 
 
-def execute(args: argparse.Namespace) -> int:
+def _execute(args: argparse.Namespace) -> int:
     """Runs any of the three."""
     source = find_model(args.target)
     if not is_bundle(source):

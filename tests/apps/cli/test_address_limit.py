@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.apps.cli import main as cli
-from edgeinfer.apps.cli.confined import is_refused, refusal
+from edgeinfer.apps.cli.process import is_refused, refusal
 from tests.cli import TIME_LIMIT, Child, command, interruptible_environment, refuses
 from tests.speculation import needs_builtin
 

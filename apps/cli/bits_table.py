@@ -1,4 +1,4 @@
-"""The bits of a bundle's weights as a table and as data; knows nothing of how they were chosen."""
+"""The bits of a bundle's weights as a table and as data."""
 
 from __future__ import annotations
 

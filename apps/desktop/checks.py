@@ -1,13 +1,60 @@
-"""What texts and numbers from outside the app takes: refused here, once, before anything is done with them."""
+"""Errors that only the chat app has, and checks of texts and numbers from outside before anything is done with them."""
 
 from __future__ import annotations
 
 import unicodedata
-from typing import Any
+from typing import Any, ClassVar
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import StorageError, UsageError, UserError
 
-__all__ = ["LONGEST_NAME", "LONGEST_SEARCH", "check_name", "check_text", "check_values"]
+__all__ = [
+    "LONGEST_NAME",
+    "LONGEST_SEARCH",
+    "ConflictError",
+    "DiskFullError",
+    "NoModelError",
+    "NotFoundError",
+    "TooLargeError",
+    "check_name",
+    "check_text",
+    "check_values",
+]
+
+
+class NotFoundError(UserError):
+    """There is no conversation, message or download of that name."""
+
+    status: ClassVar[int] = 404
+    code: ClassVar[str] = "not_found"
+
+
+class ConflictError(UserError):
+    """What was asked for cannot be done while a reply is being made."""
+
+    status: ClassVar[int] = 409
+    code: ClassVar[str] = "conflict"
+
+
+class NoModelError(UserError):
+    """A reply was asked for, and no model is loaded."""
+
+    status: ClassVar[int] = 409
+    code: ClassVar[str] = "no_model"
+
+
+class DiskFullError(StorageError):
+    """There is no room on the disk for what should be kept."""
+
+    status: ClassVar[int] = 507
+    code: ClassVar[str] = "storage"
+
+
+class TooLargeError(UserError):
+    """A request or file beyond what the app takes."""
+
+    status: ClassVar[int] = 413
+    code: ClassVar[str] = "too_large"
+
 
 LONGEST_NAME, LONGEST_SEARCH = 4_096, 1_000
 # Beyond, numbers of JSON are not the same for everybody who reads them.

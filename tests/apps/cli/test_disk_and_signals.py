@@ -304,7 +304,7 @@ sys.exit(main.main(["run", "-f", "-"]))
 """
 
 
-@pytest.mark.parametrize("module", ["edgeinfer.apps.cli.options", "edgeinfer.config", "edgeinfer.apps.cli.loading"])
+@pytest.mark.parametrize("module", ["edgeinfer.apps.cli.options", "edgeinfer.config", "edgeinfer.apps.cli.options"])
 def test_ctrl_c_while_commands_are_imported(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPTED, module]
     with Child(line, interruptible_environment(), stdin=subprocess.PIPE) as process:

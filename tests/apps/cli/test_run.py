@@ -24,7 +24,7 @@ from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, inter
 from tests.cli import edgeinfer as run
 from tests.fakes import FakeStream
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BUILTIN = ROOT / "edgeinfer" / "builtin" / "tales" / "edgeinfer.json"
 needs_builtin = pytest.mark.skipif(not BUILTIN.is_file(), reason="the built-in model has not been made")
 WORDS = ("Once", " upon", " a", " time")

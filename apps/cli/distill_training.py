@@ -1,4 +1,4 @@
-"""What all trainings ask on the command line, and where they keep what is interrupted; knows nothing of any one."""
+"""What all trainings ask on the command line, and where they keep what is interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.bundle import write_file
 from edgeinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser
+    from edgeinfer.apps.cli.parser import Parser
 
 __all__ = ["add_training_options", "find_model", "given", "report", "require_free", "torch_needed", "working_folder"]
 
