@@ -26,6 +26,9 @@ WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
 _LAYOUTS = {"native": "native kernel", "portable": "onnxruntime's operators"}
 # Stands for the calibration text's file in options of the export command.
 CALIBRATION = "{calibration}"
+_CALIBRATED = ("--calibration", CALIBRATION)
+# Methods that look at no text.
+_DATA_FREE = frozenset({"rtn", "hqq"})
 _FLOAT_CACHE = "float32"
 # What a built-in model can be compared in without a checkpoint.
 _BUILTIN_CACHES = ("int8", "int4")
@@ -103,6 +106,8 @@ def checkpoint_family(
     widths: Sequence[str],
     *,
     budgets: Sequence[float] = (),
+    methods: Sequence[str | None] = (None,),
+    types: Sequence[str] = (),
     caches: Sequence[str] = (),
     group_sizes: Sequence[int | None] = (None,),
     layouts: Sequence[str | None] = (None,),
@@ -112,6 +117,8 @@ def checkpoint_family(
     Args:
         widths: keys of WIDTHS.
         budgets: mean bits per weight, which an integer programme spends by a calibration text.
+        methods: of quantizing each width; None is the exporter's choice.
+        types: of llama.cpp's, each with an importance matrix of the calibration text.
         caches: each of them, with the first width.
         layouts: of all widths and budgets.
 
@@ -122,7 +129,11 @@ def checkpoint_family(
         for unknown in [each for each in chosen if each not in known]:
             raise UsageError(f"There is no {name} {unknown!r}.", f"Choose of {', '.join(str(k) for k in known if k)}.")
     path = str(checkpoint)
-    exported = [*_of_widths(path, widths, group_sizes, layouts), *_of_budgets(path, budgets, layouts)]
+    exported = [
+        *_of_widths(path, widths, methods, group_sizes, layouts),
+        *_of_budgets(path, budgets, layouts),
+        *(Variant(kind, path, ("--format", "gguf", "--type", kind, *_CALIBRATED)) for kind in types),
+    ]
     first = exported[0] if exported else _float32(path)
     quantized = [Variant(first.scheme, path, first.export, first.layout, kv) for kv in _known_caches(caches)]
     return Family(checkpoint.name, _float32(path), (*exported, *quantized))
@@ -134,12 +145,19 @@ def _float32(checkpoint: str) -> Variant:
 
 
 def _of_widths(
-    checkpoint: str, widths: Sequence[str], group_sizes: Sequence[int | None], layouts: Sequence[str | None]
+    checkpoint: str,
+    widths: Sequence[str],
+    methods: Sequence[str | None],
+    group_sizes: Sequence[int | None],
+    layouts: Sequence[str | None],
 ) -> Iterator[Variant]:
-    for width, group, layout in itertools.product(widths, group_sizes, layouts):
+    for width, method, group, layout in itertools.product(widths, methods, group_sizes, layouts):
         scheme, options = WIDTHS[width]
         if width == "32":
             continue  # the reference
+        if method:
+            calibrated = () if method in _DATA_FREE else _CALIBRATED
+            scheme, options = f"{scheme}, {method}", (*options, "--method", method, *calibrated)
         if group:
             scheme, options = f"{scheme}, groups of {group}", (*options, "--group-size", str(group))
         yield Variant(scheme, checkpoint, (*options, *_portable(layout)), layout)
@@ -147,7 +165,7 @@ def _of_widths(
 
 def _of_budgets(checkpoint: str, budgets: Sequence[float], layouts: Sequence[str | None]) -> Iterator[Variant]:
     for budget, layout in itertools.product(budgets, layouts):
-        options = ("--budget-bits", f"{budget:g}", "--calibration", CALIBRATION)
+        options = ("--budget-bits", f"{budget:g}", *_CALIBRATED)
         yield Variant(f"budget of {budget:g} bits", checkpoint, (*options, *_portable(layout)), layout)
 
 

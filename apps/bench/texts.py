@@ -45,8 +45,10 @@ def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
     """The last `count` stories of a text file, without the `skip` that come after them.
 
     Raises:
-        UsageError: the file has none.
+        UsageError: the file has none, or none is asked for.
     """
+    if count < 1 or skip < 0:
+        raise UsageError("There must be at least one story.", "Give --stories 1 or more, --skip 0 or more.")
     stories = all_stories(path)
     chosen = stories[: len(stories) - skip][-count:]
     if not chosen:

@@ -44,6 +44,10 @@ def add_quality_parser(kinds: Subparsers) -> None:
     group.add_argument("--bits", type=names, default=("8", "4"), metavar="LIST", help=text)
     text = "mean bits per weight that an integer programme spends by a calibration text; needs --text or --data"
     group.add_argument("--budget-bits", type=_budgets, default=(), metavar="LIST", help=text)
+    text = "of quantizing --bits: rtn, hqq; awq, gptq, which need --text or --data (default: the exporter's choice)"
+    group.add_argument("--methods", type=names, default=(None,), metavar="LIST", help=text)
+    text = "of llama.cpp's types, as Q4_0,Q4_K_M, with importance by a calibration text; needs --text or --data"
+    group.add_argument("--types", type=names, default=(), metavar="LIST", help=text)
     text = "types of caches, with the first of --bits (default: none; of the built-in model int8,int4)"
     group.add_argument("--kv", type=names, metavar="LIST", help=text)
     text = "of --checkpoint's weights: 32, 64, 128 (default: the exporter's choice)"
@@ -104,6 +108,8 @@ def _families(args: argparse.Namespace) -> list[Family]:
             path.resolve(),
             args.bits,
             budgets=args.budget_bits,
+            methods=args.methods,
+            types=args.types,
             caches=args.kv or (),
             group_sizes=args.group_sizes,
             layouts=args.layouts,
@@ -124,13 +130,21 @@ def _material(args: argparse.Namespace) -> tuple[Material, str]:
         raise UsageError("There must be at least one story.", "Give --stories 1 or more, other numbers 0 or more.")
     questions = tuple(exact_prompts(args.data, args.questions)) if args.questions else ()
     path = args.text or (args.data / _TEXT if args.data else None)
+    calibrated = _calibrated(args)
     if path is None:
-        if args.budget_bits:
-            raise UsageError("--budget-bits calibrates by a text.", "Give --text or --data.")
+        if calibrated:
+            raise UsageError(f"{calibrated} calibrates by a text.", "Give --text or --data.")
         stories = tuple(story.text for story in BUILTIN_STORIES)[: args.stories]
         return Material(stories, questions=questions), f"{len(stories)} built-in stories"
     stories = tuple(read_stories(path, args.stories, args.skip))
-    calibration = tuple(all_stories(path)[: args.calibration]) if args.budget_bits else ()
+    calibration = tuple(all_stories(path)[: args.calibration]) if calibrated else ()
     if set(calibration) & set(stories):
         raise UsageError(f"{path} is too short to read and to calibrate by.", "Ask for fewer --stories.")
     return Material(stories, calibration, args.calibration_tokens, questions), f"{len(stories)} stories of {path.name}"
+
+
+def _calibrated(args: argparse.Namespace) -> str:
+    """The option that calibrates by a text; empty where none does."""
+    if args.budget_bits:
+        return "--budget-bits"
+    return "--types" if args.types else "--methods" if {*args.methods} - {None, "rtn", "hqq"} else ""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, PassCancelledError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
@@ -237,7 +238,7 @@ class Engine:
         """
         start = self.backend.length
         positions = np.arange(start, start + len(tokens))
-        logits = self.backend.forward(np.array(tokens, np.int64), positions, rows).logits
+        logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows)).logits
         self._tokens.extend(tokens)
         return logits
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.searching import SearchUse
 
@@ -92,7 +93,7 @@ class DecodingStrategy:
     def _forward(self, token: int) -> Floats:  # (V,)
         """The logits after one more token of the text; a view that the next pass overwrites."""
         self._tokens_fed[0], self._position[0] = token, self._backend.length
-        logits: Floats = self._backend.forward(self._tokens_fed, self._position, _ONE_ROW).logits[0]
+        logits: Floats = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW)).logits[0]
         return logits
 
     def _accept(self, token: int, logits: Floats) -> tuple[int]:  # (V,)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
 
 __all__ = ["Momentum", "Runs"]

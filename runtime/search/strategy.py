@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints, PassCancelledError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
@@ -137,7 +138,7 @@ class Passes:
             self.check()
             part, start = tokens[begin : begin + MOST_ROWS], self._backend.length
             rows = np.arange(len(part))
-            output = self._backend.forward(np.array(part, np.int64), rows + start, rows)
+            output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
             self._statistics.passes += 1
             self._statistics.rows += len(part)
             yield from output.logits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
 from edgeinfer.runtime.speculation.selfcheck import near_edge

@@ -81,6 +81,25 @@ def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
     assert cache8.bytes == eight.bytes and cache8.divergence[0] < cache4.divergence[0]
 
 
+def test_methods_of_quantizing_are_compared(checkpoint: Path) -> None:
+    family = checkpoint_family(checkpoint, ["4small"], methods=["rtn", "gptq"], group_sizes=[32])
+    results = measure_family(family, Material(STORIES, STORIES, 12)).subjects
+    labels = [result.variant.scheme for result in results[1:]]
+    assert labels == [f"4 bits, small layers too, {method}, groups of 32" for method in ("rtn", "gptq")]
+    assert results[1].bytes == results[2].bytes and results[1].divergence != results[2].divergence
+
+
+@pytest.mark.gguf
+def test_types_of_llama_cpp_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    make_checkpoint(tmp_path / "model", "llama", intermediate_size=128)
+    family = checkpoint_family(tmp_path / "model", [], types=["Q8_0", "Q4_0"])
+    reference, eight, four = measure_family(family, Material(STORIES, STORIES, 12)).subjects
+    assert (eight.variant.label, four.variant.label) == ("Q8_0", "Q4_0")
+    assert reference.bytes > eight.bytes > four.bytes and 0 < eight.divergence[0] < four.divergence[0]
+
+
 def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Path) -> None:
     result = measured(checkpoint, STORIES[:1], widths=["4small"], group_sizes=[32])[1]
     logits = []
@@ -262,6 +281,8 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
         (["--kv", "int3"], "int3"),
         (["--stories", "0"], "at least one story"),
         (["--budget-bits", "3"], "--text"),
+        (["--methods", "rtn,gptq"], "--text"),
+        (["--types", "Q4_0"], "--text"),
         (["--reference", "x"], "-m"),
         (["--text", "none"], "none"),
         (["--data", "none"], "none"),
