@@ -13,22 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
-__all__ = ["Chooser", "Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
+__all__ = ["Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
 
 Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
-
-
-class Chooser(Protocol):
-    """Chooses the reply's tokens, as `engine.Chooser`."""
-
-    def token(self, logits: Floats, position: int) -> int:  # (V,)
-        """The token at `position`."""
-
-    def accept(self, token: int, logits: Floats) -> None:  # (V,)
-        """The token joins the reply, whose place these logits predicted."""
 
 
 @dataclass(frozen=True)
@@ -96,4 +86,4 @@ def feed(
 
 def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
     """Passes of the whole model, as `feed` takes them."""
-    return lambda tokens, positions, rows: backend.forward(tokens, positions, rows).logits
+    return lambda tokens, positions, rows: backend.forward(ForwardInput(tokens, positions, rows)).logits

@@ -1,4 +1,4 @@
-"""Drafts whose tokens are drawn from laws: nothing about them is decided by what was drawn; knows no verification.
+"""Drafts whose tokens are drawn from distributions: nothing about a draft is decided by what was drawn.
 
 Verification by ratio is lossless only if presence and place of a drawn token do not depend on the draws, its own
 included. So who is asked and how far is settled by running means, before each draw, and nothing drawn is dropped.
@@ -13,10 +13,10 @@ from edgeinfer.runtime.speculation.acceptance import ALONE
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess
 from edgeinfer.runtime.speculation.governor import Asked, Governor
 
-__all__ = ["ChainsGovernor", "LawfulGovernor"]
+__all__ = ["ChainsGovernor", "StochasticGovernor"]
 
 
-class LawfulGovernor(Governor):
+class StochasticGovernor(Governor):
     """Builds a chain, or with a width above 1 a chain with siblings at every node, and learns as its base does."""
 
     def draft(self, context: Context, room: int) -> Draft:
@@ -72,7 +72,7 @@ class LawfulGovernor(Governor):
         return asked
 
 
-class ChainsGovernor(LawfulGovernor):
+class ChainsGovernor(StochasticGovernor):
     """Builds `width` chains drawn independently from the most hopeful drafter; where they agree they are kept apart."""
 
     def draft(self, context: Context, room: int) -> Draft:
@@ -91,7 +91,7 @@ class ChainsGovernor(LawfulGovernor):
             for chain, path in enumerate(paths):
                 groups[path].append(chain)
             for path, chains in groups.items():
-                # A law is the same for all chains of a path; their draws are not.
+                # A distribution is the same for all chains of a path; their draws are not.
                 asked = self._ask_one(drafter, context, list(path), len(chains))
                 for chain, a in zip(chains, asked, strict=False):
                     parents.append(ends[chain])

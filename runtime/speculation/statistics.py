@@ -10,7 +10,7 @@ from itertools import zip_longest
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.speculation.contracts import Round
 
-__all__ = ["RoundTimes", "Tally"]
+__all__ = ["RoundTimes", "SpeculationStatistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RoundTimes:
 
 
 @dataclass
-class Tally:
+class SpeculationStatistics:
     """What the rounds of one generation came to; fields as in `results.Speculation`.
 
     Attributes:

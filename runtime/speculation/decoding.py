@@ -11,12 +11,14 @@ from typing import NoReturn
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, StepOutput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.contracts import (
     Context,
     Draft,
     Drafter,
-    Law,
+    Probabilities,
     Prober,
     Resumption,
     Round,
@@ -24,11 +26,11 @@ from edgeinfer.runtime.speculation.contracts import (
 )
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.spine import settle, spine_first, spine_tip
-from edgeinfer.runtime.speculation.tally import RoundTimes, Tally
+from edgeinfer.runtime.speculation.statistics import RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.speculation.verification import Verification
-from edgeinfer.runtime.speculation.view import PathChooser, RoundView
+from edgeinfer.runtime.speculation.view import RoundView
 
-__all__ = ["Rounds"]
+__all__ = ["SpeculativeDecoding"]
 
 _ONE_ROW = np.zeros(1, np.int64)
 # Plain steps between two entries in the books where there is nobody to ask.
@@ -39,12 +41,12 @@ def _over(logits: Floats, drafted: Sequence[int]) -> NoReturn:
     raise AssertionError("the reply is over")
 
 
-class Rounds:
+class SpeculativeDecoding(DecodingStrategy):
     """Speculative decoding of one reply.
 
     Args:
         backend: the target.
-        chooser: of the generation.
+        sampler: of the generation.
         drafters: whose guesses the governor weighs.
         governor: decides what is drafted.
         verification: decides what is accepted.
@@ -56,7 +58,7 @@ class Rounds:
     def __init__(
         self,
         backend: Backend,
-        chooser: PathChooser,
+        sampler: Sampler,
         drafters: Sequence[Drafter],
         governor: Governor,
         verification: Verification,
@@ -65,9 +67,8 @@ class Rounds:
         noise: float = 0.0,
         timed: Callable[[float], None],
     ) -> None:
-        self.tally = Tally()
-        self._backend = backend
-        self._chooser = chooser
+        super().__init__(backend, sampler)
+        self.statistics = SpeculationStatistics()
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._prober = next((drafter for drafter in drafters if isinstance(drafter, Prober)), None)
         self._governor = governor
@@ -80,16 +81,16 @@ class Rounds:
         self._most = backend.capacity  # tokens in a draft
         self._pass_ns: list[int] = []
         self._other_ns = 0
-        self._root, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._root_row, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
         # Of the last plain step; a view that stays valid until the next pass, before which drafters are told.
         self._hidden: Floats | None = None
         self._lost = 0
-        self._context = Context([], self._draw, chooser.forced, self._further, lambda: self._lost)
+        self._context = Context([], self._draw, sampler.forced, self._further, lambda: self._lost)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
         """The token after a prompt that was fed, of which no more is drafted; again where the reply was paused."""
-        token = self._chooser.token(logits, len(prompt))
-        self._chooser.accept(token, logits)
+        token = self._sampler.sample(logits, len(prompt))
+        self._sampler.accept(token, logits)
         self._end_rest()
         self._untold, self._hidden = 0, None
         self._context.tokens[:] = [*prompt, token]
@@ -98,9 +99,6 @@ class Rounds:
         for drafter in self._drafters.values():
             drafter.begin(latest)
         return (token,)
-
-    def leave(self) -> None:
-        """Nothing is held beyond a round."""
 
     def next(self, room: int, lost: int = 0) -> tuple[int, ...]:
         """One round: the tokens it committed, of which all but the last were fed then.
@@ -117,7 +115,7 @@ class Rounds:
         if self._left == 0:
             self._end_rest()
             self._left = self._governor.rest if self._drafters else _UNASKED
-        if not self._drafters or (self._left and not self._chooser.forced(())):
+        if not self._drafters or (self._left and not self._sampler.forced(())):
             return self._plain(base)
         begun = time.perf_counter_ns()
         self._end_rest()
@@ -132,12 +130,12 @@ class Rounds:
     def _plain(self, base: int) -> tuple[int]:
         """One token as plain decoding makes it, with nothing around it that could wait."""
         tokens, begun = self._context.tokens, time.perf_counter_ns()
-        self._root[0], self._place[0] = tokens[-1], base
-        output = self._backend.forward(self._root, self._place, _ONE_ROW)
+        self._root_row[0], self._place[0] = tokens[-1], base
+        output = self._backend.forward(ForwardInput(self._root_row, self._place, _ONE_ROW))
         verified = time.perf_counter_ns()
         self._hidden = output.hidden
-        token = self._chooser.token(output.logits[0], len(tokens))
-        self._chooser.accept(token, output.logits[0])
+        token = self._sampler.sample(output.logits[0], len(tokens))
+        self._sampler.accept(token, output.logits[0])
         tokens.append(token)
         self._left -= 1
         self._pass_ns.append(verified - begun)
@@ -151,7 +149,7 @@ class Rounds:
         if steps:
             other = self._other_ns / steps
             self._governor.rested(steps)
-            self.tally.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
+            self.statistics.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
             self._timed((median(self._pass_ns) + other) / 1e6)
             self._pass_ns.clear()
             self._other_ns = 0
@@ -193,7 +191,7 @@ class Rounds:
         output = self._verify(draft, fed, base, resumption, states)
         verified = time.perf_counter_ns()
         seen, probed = output.logits[: len(fed)], output.logits[len(fed) :]
-        view = RoundView(self._chooser, draft, seen, len(self._context.tokens))
+        view = RoundView(self._sampler, draft, seen, len(self._context.tokens))
         verdict = self._verification.verify(draft, view)
         if self._settled:
             verdict = settle(draft, verdict)
@@ -214,9 +212,9 @@ class Rounds:
         self._commit(round)
         ended = time.perf_counter_ns()
         times = RoundTimes((drafted - begun) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
-        self.tally.add(round, times, self._governor.guessed_ms)
+        self.statistics.add(round, times, self._governor.guessed_ms)
         if resumption is None:
-            self.tally.pass_ms[len(output.logits)].append((verified - ready) / 1e6)
+            self.statistics.pass_ms[len(output.logits)].append((verified - ready) / 1e6)
         if len(output.logits) == 1:
             self._timed((ended - ready) / 1e6)
         return round.committed
@@ -245,23 +243,25 @@ class Rounds:
 
     def _verify(
         self, draft: Draft, fed: Ints, base: int, resumption: Resumption | None, states: Floats | None
-    ) -> StepOutput:
+    ) -> ForwardOutput:
         rows = np.arange(len(fed) if states is None else len(states))
         if resumption is not None:
             mask, hidden = resumption.layer_mask, resumption.hidden
-            return self._backend.forward(fed, rows + base, rows, layer_mask=mask, hidden=hidden)
+            return self._backend.forward(ForwardInput(fed, rows + base, rows, layer_mask=mask, hidden=hidden))
         if states is not None:
             # Their states count, not their tokens.
             fed = np.pad(fed, (0, len(rows) - len(fed)))
         if draft.is_chain:
-            return self._backend.forward(fed, rows + base, rows, hidden=states)
+            return self._backend.forward(ForwardInput(fed, rows + base, rows, hidden=states))
         depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
         tree = [-1, *(parent + 1 for parent in draft.parents)]
         for row in rows[len(tree) :].tolist():
             above = row - 1 if row > len(draft) + 1 else spine_tip(draft) + 1
             tree.append(above)
             depths.append(depths[above] + 1)
-        return self._backend.forward(fed, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
+        return self._backend.forward(
+            ForwardInput(fed, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
+        )
 
     def _recheck(
         self, verdict: Verdict, view: RoundView, fed: Ints, base: int, logits: Floats
@@ -277,34 +277,34 @@ class Rounds:
             logits = logits.copy()
             self._backend.truncate(base + place)
             position = np.array([base + place])
-            output = self._backend.forward(fed[node + 1 : node + 2], position, np.zeros(1, np.int64))
+            output = self._backend.forward(ForwardInput(fed[node + 1 : node + 2], position, np.zeros(1, np.int64)))
             logits[node + 1] = output.logits[0]
-            token = self._chooser.token(logits[node + 1], view.position(node), view.path(node))
-            self.tally.rechecked += 1
+            token = self._sampler.sample(logits[node + 1], view.position(node), view.path(node))
+            self.statistics.rechecked += 1
             return Verdict(verdict.accepted[:place], token, False), logits
         return verdict, logits
 
     def _commit(self, round: Round) -> None:
         rows = [0, *(node + 1 for node in round.verdict.accepted)]
         for row, token in zip(rows, round.committed, strict=True):
-            self._chooser.accept(token, round.logits[row])
+            self._sampler.accept(token, round.logits[row])
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
             drafter.observe(round)
         self._governor.observe(round)
 
-    def _draw(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+    def _draw(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
         position = len(self._context.tokens) + len(drafted)
-        path = drafted if self._chooser.follows_paths else ()
+        path = drafted if self._sampler.follows_paths else ()
         if not self._verification.stochastic:
-            return self._chooser.token(logits, position, path), None
-        law = self._chooser.law(logits, path)
-        return self._chooser.draw(law, position, 0), law
+            return self._sampler.sample(logits, position, path), None
+        probabilities = self._sampler.probabilities(logits, path)
+        return self._sampler.sample_from(probabilities, position, 0), probabilities
 
-    def _further(self, law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+    def _further(self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
         if not self._verification.iid_chains:
-            law = law.copy()
-            law[list(taken)] = 0
-            if not law.any():
+            probabilities = probabilities.copy()
+            probabilities[list(taken)] = 0
+            if not probabilities.any():
                 return None
-        return self._chooser.draw(law, len(self._context.tokens) + len(drafted), len(taken))
+        return self._sampler.sample_from(probabilities, len(self._context.tokens) + len(drafted), len(taken))

@@ -1,4 +1,4 @@
-"""Drafts whose tokens are drawn from laws: whole replies are distributed as plain sampling's, whoever builds them."""
+"""Drafts whose tokens are drawn from distributions: whole replies are distributed as plain sampling's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import StepOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
-from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.test_engine import TableBackend
@@ -52,16 +52,15 @@ class Target(TableBackend):
     geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
     capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
 
-    def forward(
-        self, tokens: Ints, positions: Ints, rows: Ints, *, tree: Ints | None = None, **options: object
-    ) -> StepOutput:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        tokens, tree = batch.tokens, batch.tree
         parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
         paths: list[list[int]] = []
         for token, parent in zip(tokens.tolist(), parents, strict=True):
             paths.append([*(self.held if parent < 0 else paths[parent]), token])
         self.held += tokens.tolist()
-        logits = [target_logits(paths[row]) for row in rows]
-        return StepOutput(np.array(logits, np.float32).reshape(-1, V), None)
+        logits = [target_logits(paths[row]) for row in batch.rows]
+        return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
 
 
 class Drafter(LogitDrafter):
@@ -76,31 +75,31 @@ class Drafter(LogitDrafter):
 
 def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     backend = Target()
-    sampler = Sampler(config, V, config.seed or 0)
-    chooser = TokenChooser(sampler, PROMPT)
+    processor = LogitsProcessor(config, V, config.seed or 0)
+    sampler = Sampler(processor, PROMPT)
     drafter, verification = Drafter(V), find_verification(config.verification)
     acceptance = Acceptance()
     acceptance.add("model", [0.9] * len(drafter.priors))
-    kind = ChainsGovernor if verification.iid_chains else LawfulGovernor
+    kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
     governor = kind([drafter], Prices(FLAT), acceptance, 6, width)
-    rounds = Rounds(backend, chooser, [drafter], governor, verification, timed=lambda ms: None)
-    steps = Engine(backend, 4).generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=frozenset(), rounds=rounds)
+    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, timed=lambda ms: None)
+    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
-    assert rounds.tally.drafted > 0
+    assert rounds.statistics.drafted > 0
     return tokens
 
 
 def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     """Probability of every reply."""
-    sampler = Sampler(config, V, 0)
+    processor = LogitsProcessor(config, V, 0)
     replies: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         longer: dict[tuple[int, ...], float] = {}
         for said, probability in replies.items():
-            law = sampler.probabilities(target_logits([*PROMPT, *said]))
+            probabilities = processor.probabilities(target_logits([*PROMPT, *said]))
             for token in range(V):
-                if law[token] > 0:
-                    longer[(*said, token)] = probability * float(law[token])
+                if probabilities[token] > 0:
+                    longer[(*said, token)] = probability * float(probabilities[token])
         replies = longer
     return replies
 
@@ -108,13 +107,13 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
 def check_distribution(name: str, width: int, seeds: int) -> None:
     """Chi-square of so many replies; false of one right rule in ten thousand, however many they are."""
     config = GenerationConfig(temperature=0.9, verification=name)
-    laws = expected(config)
+    distributions = expected(config)
     counts = Counter(reply(config.replace(seed=seed), width) for seed in range(seeds))
-    assert set(counts) <= set(laws)
+    assert set(counts) <= set(distributions)
     # Rare replies together, so that every cell has some.
-    likely = [said for said, probability in laws.items() if probability * seeds >= 8]
+    likely = [said for said, probability in distributions.items() if probability * seeds >= 8]
     seen = [counts[said] for said in likely]
-    wanted = [laws[said] * seeds for said in likely]
+    wanted = [distributions[said] * seeds for said in likely]
     p = chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue
     assert p > 1e-4
 
