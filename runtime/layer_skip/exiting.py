@@ -30,7 +30,7 @@ _MOST_WAITING = 8
 
 
 class Exiting(Steps):
-    """Implements `engine.Multistep`.
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with.
@@ -134,7 +134,7 @@ class Exiting(Steps):
         self._waiting.clear()
         self._kept.clear()
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far."""
         return self._predicted(self._first, self._costs)
 

@@ -19,7 +19,6 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
-from edgeinfer.runtime.layer_skip.contract import Chooser
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies
 from edgeinfer.runtime.layer_skip.exiting import Exiting
 from edgeinfer.runtime.layer_skip.policies import LADDER, SKIPPING, SWITCHING, Ladder, PolicyParts
@@ -27,6 +26,7 @@ from edgeinfer.runtime.layer_skip.skipping import Skipping
 from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.layer_skip.switching import Switching
 from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["ReducedCompute", "ReducedComputeParts"]
@@ -97,7 +97,7 @@ class ReducedCompute:
             self._profile.drop(name)
             return missing
 
-    def steps(self, options: ComputeOptions, chooser: Chooser) -> Steps | None:
+    def steps(self, options: ComputeOptions, sampler: Sampler) -> Steps | None:
         """How a reply is decoded; None is in full.
 
         Raises:
@@ -110,21 +110,21 @@ class ReducedCompute:
         policies = PolicyParts(self._ladder, parts.routers, self._entropies)
         if options.compute in SWITCHING:
             switch = SWITCHING[options.compute](policies, options)
-            return Switching(self._given(options, chooser), self.require_small(), switch, parts.parameters)
+            return Switching(self._given(options, sampler), self.require_small(), switch, parts.parameters)
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."
             raise CapabilityError(message, "Use a natively exported bundle, or compute in full.")
         costs = self.block_costs()
-        given = self._given(options, chooser, costs.whole[0])
+        given = self._given(options, sampler, costs.whole[0])
         if skip is not None:
             return Skipping(given, skip, costs)
         return Exiting(given, self._exit_layer(options), costs)
 
-    def _given(self, options: ComputeOptions, chooser: Chooser, plain_ms: float | None = None) -> Surroundings:
+    def _given(self, options: ComputeOptions, sampler: Sampler, plain_ms: float | None = None) -> Surroundings:
         engine, known = self.engine, self._parts.plain_ms()
         plain = plain_ms if known is None else known
-        return Surroundings(engine.backend, chooser, options, engine.chunk, self._parts.rows, plain)
+        return Surroundings(engine.backend, sampler, options, engine.chunk, self._parts.rows, plain)
 
     def require_small(self) -> ModelDrafter:
         if self._small is None:

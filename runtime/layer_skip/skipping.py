@@ -27,7 +27,7 @@ _FIRST, _LONGEST = 8, 64
 
 
 class Skipping(Steps):
-    """Implements `engine.Multistep`.
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with.
@@ -108,10 +108,10 @@ class Skipping(Steps):
         self._pending.clear()
         self._kept.clear()
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far."""
         if self._mask is None:
-            return super().use()
+            return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
 
 

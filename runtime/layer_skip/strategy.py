@@ -13,9 +13,11 @@ import numpy as np
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Chooser, Mask, feed, whole_pass
+from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
 from edgeinfer.runtime.layer_skip.divergence import Floor
+from edgeinfer.runtime.sampling import Sampler
 
 __all__ = ["Steps", "Surroundings"]
 
@@ -29,7 +31,7 @@ class Surroundings:
 
     Attributes:
         backend: of the whole model.
-        chooser: of the reply's tokens.
+        sampler: of the reply's tokens.
         options: what was asked for.
         chunk: most tokens of a pass.
         rows: most logit rows of a pass, as memory was planned for.
@@ -37,7 +39,7 @@ class Surroundings:
     """
 
     backend: Backend
-    chooser: Chooser
+    sampler: Sampler
     options: ComputeOptions
     chunk: int
     rows: int
@@ -56,16 +58,15 @@ class Books:
     ms: float = 0.0
 
 
-class Steps(ABC):
-    """Implements `engine.Multistep`, one token at a time.
+class Steps(DecodingStrategy, ABC):
+    """Decodes one token at a time with less than the whole model.
 
     Args:
         given: what it works with.
     """
 
     def __init__(self, given: Surroundings) -> None:
-        self._backend = given.backend
-        self._chooser = given.chooser
+        super().__init__(given.backend, given.sampler)
         self._options = given.options
         self._chunk = given.chunk
         self._plain_ms = given.plain_ms
@@ -77,8 +78,8 @@ class Steps(ABC):
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
         """The token after a prompt that the whole model took in."""
-        token = self._chooser.token(logits, len(prompt))
-        self._chooser.accept(token, logits)
+        token = self._sampler.sample(logits, len(prompt))
+        self._sampler.accept(token, logits)
         self._tokens[:] = [*prompt, token]
         begun = time.perf_counter()
         self._begin(logits)
@@ -89,8 +90,8 @@ class Steps(ABC):
         """One further token."""
         begun = time.perf_counter()
         logits = self._logits(lost)
-        token = self._chooser.token(logits, len(self._tokens))
-        self._chooser.accept(token, logits)
+        token = self._sampler.sample(logits, len(self._tokens))
+        self._sampler.accept(token, logits)
         self._tokens.append(token)
         self._books.tokens += 1
         self._chosen(logits)
@@ -145,10 +146,10 @@ class Steps(ABC):
     def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
         """What happened so far where reduced tokens run these blocks."""
         ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
-        use, mask = Steps.use(self), tuple(layer_mask.tolist())
+        use, mask = Steps.compute_use(self), tuple(layer_mask.tolist())
         return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far."""
         books, blocks = self._books, 2 * self._backend.geometry.num_layers
         plain, sampled = self._plain_ms, self._floor.mean

@@ -1,6 +1,6 @@
 """Has a reply of given tokens made in any way of computing less, and compares what was predicted with the whole model.
 
-Knows nothing of ways: the steps are those of a reply in earnest, but the chooser takes what it was given.
+Knows nothing of ways: the steps are those of a reply in earnest, but the sampler takes what it was given.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.layer_skip.contract import Chooser
 from edgeinfer.runtime.layer_skip.divergence import divergence
 from edgeinfer.runtime.layer_skip.strategy import Steps
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.tuning.measure import token_logits
 
 __all__ = ["ReplyReading", "read_reply"]
@@ -38,7 +39,7 @@ class ReplyReading:
     use: ComputeUse | None
 
 
-class _Given:
+class _Given(Sampler):
     """Takes the tokens of a text, whatever is predicted."""
 
     def __init__(self, prompt: int, reply: Sequence[int], whole: Floats) -> None:
@@ -46,27 +47,27 @@ class _Given:
         self._reply = reply
         self._whole = whole  # after the prompt, and after each token of the reply but the last (N + 1, V)
         self._place = 0
-        self.logprobs: list[float] = []
+        self.found: list[float] = []
         self.divergences: list[float] = []
 
-    def token(self, logits: Floats, position: int) -> int:  # (V,)
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
         return self._reply[position - self._prompt]
 
-    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+    def accept(self, token: int, logits: Logits) -> None:  # (V,)
         if self._place:
             shifted = logits.astype(np.float64) - logits.max()
-            self.logprobs.append(float(shifted[token] - np.log(np.exp(shifted).sum())))
+            self.found.append(float(shifted[token] - np.log(np.exp(shifted).sum())))
             self.divergences.append(divergence(self._whole[self._place], logits))
         self._place += 1
 
 
 def read_reply(
-    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Chooser], Steps | None]
+    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], Steps | None]
 ) -> ReplyReading:
     """Reads a reply; empties the cache.
 
     Args:
-        make: the steps that a chooser's reply is made in; None is in full.
+        make: the steps that a sampler's reply is made in; None is in full.
 
     Raises:
         UsageError: there is no prompt, or fewer than two tokens of a reply; or they do not fit the context.
@@ -80,10 +81,10 @@ def read_reply(
         place += len(rows)
         if len(wanted):
             whole[place - len(wanted) : place] = wanted
-    chooser = _Given(len(prompt), reply, whole)
-    steps = make(chooser)
-    for _ in engine.generate(prompt, chooser, max_tokens=len(reply), stop_ids=frozenset(), rounds=steps):
+    sampler = _Given(len(prompt), reply, whole)
+    steps = make(sampler)
+    for _ in engine.generate(prompt, sampler, max_tokens=len(reply), stop_ids=frozenset(), strategy=steps):
         pass
     engine.forget()
-    use = None if steps is None else steps.use()
-    return ReplyReading(np.array(chooser.logprobs), np.array(chooser.divergences), use)
+    use = None if steps is None else steps.compute_use()
+    return ReplyReading(np.array(sampler.found), np.array(sampler.divergences), use)
