@@ -7,8 +7,8 @@ import math
 from collections import Counter
 from typing import Any
 
-from edgeinfer.bundle.gguf.model import KV_TYPES, kv_bytes_per_token
 from edgeinfer.bundle.gguf.reader import GgufArray, GgufFile, Value
+from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
 from edgeinfer.config import format_size
 
 __all__ = ["TENSOR_HEADER", "TYPE_HEADER", "gguf_facts", "memory_rows", "metadata_rows", "tensor_rows", "type_rows"]

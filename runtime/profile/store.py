@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.profile.fingerprint import Fingerprint
 from edgeinfer.runtime.profile.settings import TunedSettings
