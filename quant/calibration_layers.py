@@ -12,8 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import attend, rms_norm
-from edgeinfer.bundle.rope import rope_tables, rotate
+from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.quant.calibration_experts import ExpertUse, mix_experts
 from edgeinfer.quant.calibration_products import Signal, activate, multiply

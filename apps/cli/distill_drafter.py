@@ -163,8 +163,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
     """Exports what was trained, measures it on the engine and puts it into its target; what a report says."""
     from edgeinfer.bundle import open_bundle
-    from edgeinfer.bundle.nested_depths import add_figures, exit_figure
-    from edgeinfer.bundle.nesting import nest_drafter
+    from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
     from edgeinfer.distilling import measure_drafter
     from edgeinfer.export import ExportConfig, export_checkpoint
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle import seal, write_bundle
-from edgeinfer.bundle.gguf.model import manifest_of
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.store import GGUF_MODEL
 from edgeinfer.errors import StorageError
 from edgeinfer.export.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.acceptance import Acceptance, measure_acceptance
 from edgeinfer.export.training.laws import teach

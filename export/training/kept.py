@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import StorageError, UsageError
 
 __all__ = ["Kept", "configuration_digest", "load_kept", "remove_kept", "save_kept"]
