@@ -19,7 +19,8 @@ from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
 from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
 from edgeinfer.runtime.backends.registry import (

@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.layer_skip.reading import ReplyReading, read_reply
 from edgeinfer.runtime.speculation.skip_samples import Sample

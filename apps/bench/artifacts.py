@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from edgeinfer.apps.bench.gguf_random import write_random_gguf
@@ -14,7 +11,6 @@ from edgeinfer.apps.bench.model_files import (
     Layout,
     ModelFiles,
     export_command,
-    run_builder,
     tree_bytes,
 )
 from edgeinfer.apps.bench.shapes import Shape, write_random_checkpoint
@@ -47,16 +43,3 @@ class Artifacts(ModelFiles):
     def gguf(self) -> Path:
         """A GGUF file with every matrix in Q4_0, of weights of its own."""
         return self._make("q4_0.gguf", lambda path: write_random_gguf(path, self._shape))
-
-    def openvino(self, python: str | None) -> Path:
-        """A 4-bit OpenVINO model in groups of 128.
-
-        Raises:
-            BackendError: the builder failed.
-        """
-        return self._make("openvino-g128", lambda path: self._build_openvino(python or sys.executable, path))
-
-    def _build_openvino(self, python: str, target: Path) -> None:
-        target.mkdir()
-        script, shape = str(Path(__file__).with_name("openvino_model.py")), json.dumps(asdict(self._shape))
-        run_builder([python, script, shape, str(target / "model.xml")])

@@ -15,7 +15,7 @@ import numpy as np
 
 import edgeinfer
 from edgeinfer.apps.bench.prompts import Prompt
-from edgeinfer.apps.bench.stories import story_ids
+from edgeinfer.apps.bench.texts import story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
 
 __all__ = ["LEVELS", "QUICK", "ComputeMaterial", "ComputeResults", "Floored", "Levels", "Point", "measure_compute"]

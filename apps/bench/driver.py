@@ -18,7 +18,6 @@ import psutil
 import edgeinfer
 from edgeinfer.apps.bench.watch import mapped_files, peak_bytes
 from edgeinfer.errors import BackendError
-from edgeinfer.results import PassWork
 
 __all__ = ["WORKER_SCRIPT", "Worker", "child_environment", "engine_environment", "token_ids"]
 
@@ -89,27 +88,6 @@ class Worker:
             self.close()
             raise
 
-    def pass_times(self, size: int, past: int, count: int) -> list[float]:
-        """Milliseconds of each of `count` passes over `size` new tokens after `past` ones."""
-        asked = {"tokens": token_ids(size), "past": token_ids(past), "count": count}
-        return self._times({"kind": "pass_times", **asked})
-
-    def decode_times(self, tokens: int, past: int) -> list[float]:
-        """Milliseconds of each of `tokens` greedy steps after `past` tokens."""
-        return self._times({"kind": "decode_times", "tokens": tokens, "past": token_ids(past)})
-
-    def prefill_times(self, tokens: int) -> list[float]:
-        """Milliseconds of taking in a prompt of so many tokens, in a list."""
-        return self._times({"kind": "prefill_times", "prompt": token_ids(tokens)})
-
-    def pass_work(self, size: int) -> PassWork:
-        """What a pass over `size` new tokens with all their logits has to do; edgeinfer only."""
-        return PassWork(**self._ask({"kind": "pass_work", "size": size}))
-
-    def prefill_work(self, tokens: int) -> PassWork:
-        """What taking in a prompt of so many tokens has to do; edgeinfer only."""
-        return PassWork(**self._ask({"kind": "prefill_work", "tokens": tokens}))
-
     def generate(self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int], lookup: int) -> dict[str, Any]:
         """A greedy reply: its token_ids, the ms after the first of them, and the rounds these took; llama.cpp only."""
         request = {"kind": "generate", "prompt": list(prompt), "tokens": tokens, "stop_ids": list(stop_ids)}
@@ -142,9 +120,6 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _times(self, request: Mapping[str, Any]) -> list[float]:
-        return [float(value) for value in self._ask(request)]
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -1,30 +1,23 @@
-"""Measures what quantized KV caches do to a model's predictions; knows the public face only.
+"""Measures what quantized KV caches do to a model's predictions.
 
-python -m edgeinfer.apps.bench.kv_quality [BUNDLE...] --text FILE [--stories 40] [--skip 0] [--json]
-
-Every model, the built-in one without BUNDLE, reads the same stories with each type of cache. Perplexity and how often
+The model reads the same stories with each type of cache. Measured are perplexity and how often
 the most likely next token is that of the float32 cache; of a passage given twice, how many tokens of the second time
 are foreseen; and how far each layer's attention is from that over a float32 cache.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.apps.bench.stories import SEPARATOR, read_stories
 from edgeinfer.config import ONNX_KV_TYPES
-from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["KVQuality", "compare_caches", "main"]
+__all__ = ["KVQuality", "compare_caches"]
 
 # Tokens of a repeated passage that are given before the model has to foresee the rest of it.
 _HINT = 8
@@ -99,8 +92,8 @@ def _read(model: str | None, kv: str, stories: Sequence[str]) -> _Reading:
             ids = loaded.tokenize(story, parse_special=False)
             ids = ids if ids[: len(begin)] == begin else begin + ids
             told = ids[: loaded.context]
-            chances, likely = _predict(loaded, told)
-            logprobs.append(chances)
+            predicted, likely = _predict(loaded, told)
+            logprobs.append(predicted)
             best.append(likely)
             passage = ids[len(begin) : len(begin) + (loaded.context - len(begin)) // 2]
             _, likely = _predict(loaded, [*begin, *passage, *passage])
@@ -111,52 +104,12 @@ def _read(model: str | None, kv: str, stories: Sequence[str]) -> _Reading:
 
 def _predict(model: edgeinfer.Model, ids: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Of every token but the first: its log-probability, and the token that was most likely in its place."""
-    chances, likely, start = [], [], 0
+    logprobs, likely, start = [], [], 0
     for logits in model.logits(ids):  # (R, V)
         targets = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
         rows = logits[: len(targets)].astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)
-        chances.append(rows[np.arange(len(targets)), targets] - np.log(np.exp(rows).sum(axis=1)))
+        logprobs.append(rows[np.arange(len(targets)), targets] - np.log(np.exp(rows).sum(axis=1)))
         likely.append(rows.argmax(axis=1))
         start += len(logits)
-    return np.concatenate(chances), np.concatenate(likely)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m edgeinfer.apps.bench.kv_quality", description=__doc__.splitlines()[0])
-    parser.add_argument("bundles", nargs="*", metavar="BUNDLE")
-    parser.add_argument("--text", type=Path, required=True, help=f"stories separated by {SEPARATOR}")
-    parser.add_argument("--stories", type=int, default=40, help="how many, from the end (default: 40)")
-    parser.add_argument("--skip", type=int, default=0, help="stories left out at the end (default: 0)")
-    parser.add_argument("--json", action="store_true")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script and returns its exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        if args.stories < 1 or args.skip < 0:
-            raise UsageError("There must be at least one story.", "Give --stories 1 or more, --skip 0 or more.")
-        stories = read_stories(args.text, args.stories, args.skip)
-        results = [q for bundle in args.bundles or [None] for q in compare_caches(bundle, stories)]
-    except EdgeInferError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    shown = json.dumps([asdict(q) for q in results], indent=1) + "\n" if args.json else _table(results)
-    sys.stdout.write(shown)
-    return 0
-
-
-def _table(results: Sequence[KVQuality]) -> str:
-    header = "model | cache | perplexity | change | same next token | copied | attention error | worst layer"
-    lines = [f"| {header} |", "|" + "---|" * 8]
-    for q in results:
-        shares = f"{q.change:+.3%} | {q.agreement:.2%} | {q.copied:.2%} | {q.attention_error:.2%} | {q.worst_layer:.2%}"
-        lines.append(f"| {q.model} | {q.kv} | {q.perplexity:.4f} | {shares} |")
-    lines.append(f"\n{results[0].tokens} tokens, {results[0].copied_tokens} of them copied.")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return np.concatenate(logprobs), np.concatenate(likely)

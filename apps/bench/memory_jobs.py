@@ -17,7 +17,6 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.bench.enforced import set_limit
-from edgeinfer.apps.bench.jobs import message_text
 from edgeinfer.apps.bench.vocabulary import pseudo_text
 from edgeinfer.apps.bench.watch import mapped_memory
 from edgeinfer.errors import BackendError, BudgetError
@@ -154,6 +153,18 @@ def _resident_weights(model: str) -> int:
         return mapped_memory(os.getpid(), Path(model) / "weights.bin").resident_bytes
     except BackendError:
         return 0
+
+
+def message_text(model: Any, tokens: int, seed: int) -> str:
+    """Text of about so many tokens, never more."""
+    taken: list[str] = []
+    count = 0
+    for word in pseudo_text(tokens, seed).split():
+        count += len(model.tokenize(" " + word))
+        if count > tokens:
+            break
+        taken.append(word)
+    return " ".join(taken)
 
 
 def plan_sizes(model: str | None, **options: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from edgeinfer.apps.bench.peers_models import THEIR_GROUP, PeerModel
 from edgeinfer.errors import BackendError
 
-__all__ = ["PEERS", "REFERENCE", "Peer", "missing"]
+__all__ = ["PEERS", "REFERENCE", "PeerEngine", "missing"]
 
 # llama.cpp's types with as many bits as our bundles and groups of the same size, by bits.
 _GGUF = {4: "Q4_0", 8: "Q8_0"}
@@ -23,7 +23,7 @@ Make = Callable[[PeerModel, str | None], Path]
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerEngine:
     """An engine.
 
     Attributes:
@@ -49,7 +49,7 @@ class Peer:
     note: str = ""
 
 
-def missing(peer: Peer, python: str | None, name: str) -> str:
+def missing(peer: PeerEngine, python: str | None, name: str) -> str:
     """Why an engine cannot be measured here; empty where it can, or where another interpreter is to have it."""
     if python is not None or find_spec(peer.module) is not None:
         return ""
@@ -88,8 +88,8 @@ def _bfloat16(model: PeerModel, python: str | None) -> Path:
 
 # Plain decoding, as that of all others; nothing may be left from one process to the next.
 _OURS: Mapping[str, Any] = {"speculation": "off", "remember": False}
-PEERS: Mapping[str, Peer] = {
-    "edgeinfer": Peer(
+PEERS: Mapping[str, PeerEngine] = {
+    "edgeinfer": PeerEngine(
         "edgeinfer",
         "edgeinfer",
         "edgeinfer",
@@ -98,7 +98,7 @@ PEERS: Mapping[str, Peer] = {
         options=_OURS,
         budget="memory",
     ),
-    "edgeinfer-g32": Peer(
+    "edgeinfer-g32": PeerEngine(
         f"edgeinfer, groups of {THEIR_GROUP}",
         "edgeinfer",
         "edgeinfer",
@@ -107,11 +107,11 @@ PEERS: Mapping[str, Peer] = {
         options=_OURS,
         budget="memory",
     ),
-    "llamacpp": Peer("llama.cpp", "llamacpp", "llama_cpp", _gguf, lambda model: _GGUF[model.bits]),
-    "genai": Peer(
+    "llamacpp": PeerEngine("llama.cpp", "llamacpp", "llama_cpp", _gguf, lambda model: _GGUF[model.bits]),
+    "genai": PeerEngine(
         "onnxruntime-genai", "genai", "onnxruntime_genai", _genai, lambda model: f"int{model.bits} g{THEIR_GROUP}"
     ),
-    "openvino": Peer(
+    "openvino": PeerEngine(
         "OpenVINO GenAI",
         "openvino-genai",
         "openvino_genai",
@@ -121,8 +121,8 @@ PEERS: Mapping[str, Peer] = {
         note="loads the model that it made of the GGUF file; its pipeline has no passes over several tokens, so that "
         "c(m) is that model's in OpenVINO's runtime",
     ),
-    "transformers": Peer("transformers", "transformers", "transformers", _float32, lambda model: "float32"),
-    "transformers-bf16": Peer(
+    "transformers": PeerEngine("transformers", "transformers", "transformers", _float32, lambda model: "float32"),
+    "transformers-bf16": PeerEngine(
         "transformers bfloat16",
         "transformers",
         "transformers",

@@ -1,28 +1,40 @@
-"""The models of `edgeinfer bench peers`: where their weights come from, and texts for them; knows no engines."""
+"""The models of `edgeinfer bench peers` in the formats of all engines, and texts for them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
+import numpy as np
+
 import edgeinfer
 from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.bundle_checkpoint import write_bundle_checkpoint
 from edgeinfer.apps.bench.driver import token_ids
 from edgeinfer.apps.bench.model_files import BundleKind, ModelFiles
 from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
-from edgeinfer.apps.bench.safetensors_file import TensorFile
+from edgeinfer.apps.bench.safetensors_file import TensorFile, write_header
 from edgeinfer.apps.bench.shapes import SHAPES
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.export.bundle_checkpoint import checkpoint_config, checkpoint_tensors
 from edgeinfer.quant import default_group_size
 
-__all__ = ["BUILTIN", "THEIR_GROUP", "PeerModel", "builtin_model", "checkpoint_model", "shape_model", "text_of"]
+__all__ = [
+    "BUILTIN",
+    "THEIR_GROUP",
+    "PeerModel",
+    "builtin_model",
+    "checkpoint_model",
+    "shape_model",
+    "text_of",
+    "write_bundle_checkpoint",
+]
 
 BUILTIN = "tales"
 # Values that share a scale in llama.cpp's Q4_0 and Q8_0, and by default in onnxruntime-genai.
@@ -31,6 +43,8 @@ THEIR_GROUP = 32
 # model that is a tie; logits of random weights lie close together, and another model's choice is at 1 on average.
 _TRAINED_TOLERANCE, _RANDOM_TOLERANCE = 0.02, 0.5
 _PROMPTS, _PROMPT_TOKENS = 6, 64
+# Files of a bundle that its checkpoint has, too.
+_COPIED = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -139,3 +153,24 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
     longest = config.get("max_position_embeddings", 0)
     group = default_group_size(sum(map(math.prod, TensorFile(source / "model.safetensors").shapes.values())))
     return PeerModel(name, files, 8, group, longest, _TRAINED_TOLERANCE, True)
+
+
+def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
+    """Writes a checkpoint in float32 whose weights are the bundle's, multiplied out.
+
+    Raises:
+        UsageError: it is neither Llama, Qwen2 nor Qwen3 of the plain kind.
+    """
+    config = checkpoint_config(bundle)
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _COPIED:
+        if bundle.has(name):
+            shutil.copyfile(bundle.path / name, target / name)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", **bundle.read_object("special_tokens.json")}
+    for name, data in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        (target / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    tensors = dict(checkpoint_tensors(bundle))
+    with (target / "model.safetensors").open("wb") as file:
+        write_header(file, {name: values.shape for name, values in tensors.items()}, "float32")
+        for values in tensors.values():
+            file.write(np.ascontiguousarray(values, "<f4").data)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.model_files import tree_bytes
-from edgeinfer.apps.bench.peers_budgets import LimitedRun, can_enforce, run_limited, summary
-from edgeinfer.apps.bench.peers_check import LEAST_AGREEMENT, Judge, Verdict
-from edgeinfer.apps.bench.peers_config import PeersConfig
-from edgeinfer.apps.bench.peers_engines import PEERS, REFERENCE, Peer, missing
+from edgeinfer.apps.bench.peers_engines import PEERS, REFERENCE, PeerEngine, missing
+from edgeinfer.apps.bench.peers_figures import EngineFigures, ModelFigures, PeersConfig
+from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limited, summary
 from edgeinfer.apps.bench.peers_models import PeerModel, text_of
-from edgeinfer.apps.bench.peers_results import EngineFigures, ModelFigures
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Samples, Spread, Task, rotated, visits
 from edgeinfer.errors import BackendError, UsageError
 
@@ -28,16 +26,75 @@ _BURST = 3
 _CHECKED = 16
 
 
+# Of the tokens of its replies, what an engine must share with the reference for its speed to count.
+LEAST_AGREEMENT = 0.8
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of one or several replies: how many of their tokens the reference would have chosen."""
+
+    agreeing: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Agreement) -> Agreement:
+        return Agreement(self.agreeing + other.agreeing, self.tokens + other.tokens)
+
+    @property
+    def share(self) -> float:
+        """Of the tokens."""
+        return self.agreeing / self.tokens if self.tokens else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether speed counts."""
+        return self.share >= LEAST_AGREEMENT
+
+
+class Judge:
+    """The reference in a process of its own, which runs only while it is asked something new.
+
+    At each place of a reply it is given what stands before, so that one other token does not spoil the rest.
+
+    Args:
+        kind: of worker.ENGINES; it can `judge`.
+        options: of that engine.
+        tolerance: how far a token may be from the likeliest and still agree, see `TransformersEngine.judge`.
+        python: the interpreter that has it; None is this one.
+    """
+
+    def __init__(self, kind: str, options: Mapping[str, Any], tolerance: float, python: str | None) -> None:
+        self._kind, self._options, self._python = kind, options, python
+        self._tolerance = tolerance
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreement] = {}
+
+    def verdicts(self, replies: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Agreement]:
+        """Of each pair of a prompt and a reply to it.
+
+        Raises:
+            BackendError: the reference failed.
+        """
+        asked = [(tuple(prompt), tuple(reply)) for prompt, reply in replies]
+        new = [each for each in dict.fromkeys(asked) if each not in self._known]
+        if new:
+            with Worker(self._kind, self._options, self._python) as worker:
+                for prompt, reply in new:
+                    far = worker.ask("judge", prompt=prompt, reply=reply)
+                    agreeing = sum(distance <= self._tolerance for distance in far)
+                    self._known[prompt, reply] = Agreement(agreeing, len(far))
+        return [self._known[each] for each in asked]
+
+
 @dataclass
 class _Entry:
     """An engine that takes part, and what was found so far."""
 
-    peer: Peer
+    peer: PeerEngine
     python: str | None
     options: dict[str, Any]
     size: int
     version: str = ""
-    verdict: Verdict | None = None
+    verdict: Agreement | None = None
     reply: tuple[int, ...] = ()
     files: tuple[Path, ...] = ()
     peak: int = 0
@@ -109,7 +166,7 @@ class PeersRun:
         pythons = self._config.pythons
         return pythons.get(name) or pythons.get(name.partition("-")[0])
 
-    def _options(self, peer: Peer, path: Path) -> dict[str, Any]:
+    def _options(self, peer: PeerEngine, path: Path) -> dict[str, Any]:
         return {"path": str(path), "threads": self._config.threads, "context": self._context, **peer.options}
 
     def _check(self) -> None:
@@ -130,9 +187,9 @@ class PeersRun:
         if verdicts:
             for place, name in enumerate(replies):
                 mine = verdicts[place * len(asked) : (place + 1) * len(asked)]
-                self._entries[name].verdict = sum(mine, Verdict())
+                self._entries[name].verdict = sum(mine, Agreement())
 
-    def _verdicts(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Verdict]:
+    def _verdicts(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Agreement]:
         """Of prompts and replies; none where there is no reference."""
         if self._judge is None:
             return []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgeinfer.apps.bench.builtin_prompts import BUILTIN_DIALOGUES, EXACT_DIALOGUES
+from edgeinfer.apps.bench.texts import BUILTIN_DIALOGUES, EXACT_DIALOGUES
 from edgeinfer.errors import PromptError, TemplateError
 
 __all__ = [
@@ -209,7 +209,7 @@ def _summary(kind: str) -> Callable[[dict[str, Any], int], Prompt]:
 
 
 # Files and how a line of theirs becomes a prompt. Of questions in turns the first is asked: the others are about
-# replies that nobody has given.
+# replies that no model has given.
 _SOURCES: dict[str, Callable[[dict[str, Any], int], Prompt]] = {
     "tales_dialogues/dialogues.jsonl": _tales,
     "mtbench/question.jsonl": _mtbench,

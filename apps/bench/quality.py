@@ -1,6 +1,6 @@
 """What making a model smaller does to its predictions and answers, against bytes; knows no tables and no formats.
 
-Every candidate reads the same stories side by side with its reference: perplexity, how far the distributions are apart,
+Every variant reads the same stories side by side with its reference: perplexity, how far the distributions are apart,
 how often the most likely next token is the same. Models that chat answer questions with one right answer.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,27 @@ from numpy.typing import NDArray
 import edgeinfer
 from edgeinfer.apps.bench.artifacts import export_command
 from edgeinfer.apps.bench.driver import child_environment
-from edgeinfer.apps.bench.prompts import Prompt
-from edgeinfer.apps.bench.quality_tasks import TaskScore, score_tasks
-from edgeinfer.apps.bench.quality_variants import CALIBRATION, Candidate, Family
-from edgeinfer.apps.bench.stories import calibration_text, story_ids
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.apps.bench.prompts import Message, Prompt
+from edgeinfer.apps.bench.quality_variants import CALIBRATION, Family, Variant
+from edgeinfer.apps.bench.texts import calibration_text, story_ids
+from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
+from edgeinfer.results import Result
 
-__all__ = ["Difference", "Material", "Quality", "QualityResults", "Skipped", "layout_differences", "measure_family"]
+__all__ = [
+    "Difference",
+    "Material",
+    "Quality",
+    "QualityResults",
+    "Skipped",
+    "TaskScore",
+    "layout_differences",
+    "measure_family",
+    "score_tasks",
+]
 
 Told = Callable[[str, int, int], None]
+# A reply that says more than the answer is wrong: these many tokens show that it does.
+_BEYOND = 4
 
 
 @dataclass(frozen=True)
@@ -50,8 +62,34 @@ class Material:
 
 
 @dataclass(frozen=True)
+class TaskScore:
+    """Replies to the questions of one kind.
+
+    Attributes:
+        right: replies that are the answer, letter for letter.
+        of: questions.
+        tokens_right: of the answers' tokens, those that are likeliest after the right ones before them: what a reply
+            would have right had each of its mistakes been put right at once.
+        tokens: of all answers.
+    """
+
+    right: int
+    of: int
+    tokens_right: int
+    tokens: int
+
+    def __add__(self, other: TaskScore) -> TaskScore:
+        return TaskScore(
+            self.right + other.right,
+            self.of + other.of,
+            self.tokens_right + other.tokens_right,
+            self.tokens + other.tokens,
+        )
+
+
+@dataclass(frozen=True)
 class Quality:
-    """One candidate.
+    """One variant.
 
     Attributes:
         bytes: of the weights, scales and zero points included.
@@ -63,7 +101,7 @@ class Quality:
     """
 
     model: str
-    candidate: Candidate
+    variant: Variant
     bytes: int
     bits_per_weight: float
     context: int
@@ -85,10 +123,10 @@ class Quality:
         mean, error = self.divergence
         return {
             **{name: getattr(self, name) for name in kept},
-            "variant": self.candidate.label,
-            "weights": self.candidate.scheme,
-            "cache": self.candidate.kv,
-            "layout": self.candidate.layout,
+            "variant": self.variant.label,
+            "weights": self.variant.scheme,
+            "cache": self.variant.kv,
+            "layout": self.variant.layout,
             "divergence": mean,
             "divergence_error": error,
             "agreement": self.agreement,
@@ -99,7 +137,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A candidate that could not be measured, and why."""
+    """A variant that could not be measured, and why."""
 
     model: str
     variant: str
@@ -149,13 +187,13 @@ class _Bench:
     told: Callable[[], None]
     made: dict[tuple[str | None, tuple[str, ...]], Path] = field(default_factory=dict)
 
-    def path(self, candidate: Candidate) -> str | Path | None:
-        """What is to be loaded; of a checkpoint the bundle, which candidates with other caches share."""
-        if candidate.export is None:
-            return candidate.source
-        key = (candidate.source, candidate.export)
+    def path(self, variant: Variant) -> str | Path | None:
+        """What is to be loaded; of a checkpoint the bundle, which variants with other caches share."""
+        if variant.export is None:
+            return variant.source
+        key = (variant.source, variant.export)
         if key not in self.made:
-            options = list(candidate.export)
+            options = list(variant.export)
             if CALIBRATION in options:
                 text = self.folder / "calibration.txt"
                 text.write_text(calibration_text(self.material.calibration), "utf-8")
@@ -163,21 +201,21 @@ class _Bench:
                 tokens = self.material.calibration_tokens
                 options += [] if tokens is None else ["--calibration-tokens", str(tokens)]
             # Scales of caches take longest, and only quantized caches need them.
-            of_caches = {(each.source, each.export) for each in self.family.candidates if each.kv}
+            of_caches = {(each.source, each.export) for each in self.family.variants if each.kv}
             options += [] if key in of_caches else ["--no-kv-scales"]
             self.made[key] = self.folder / str(len(self.made))
-            _export(Path(str(candidate.source)), self.made[key], options)
+            _export(Path(str(variant.source)), self.made[key], options)
         return self.made[key]
 
-    def load(self, candidate: Candidate) -> edgeinfer.Model:
+    def load(self, variant: Variant) -> edgeinfer.Model:
         """Without drafts: what is measured are predictions."""
-        return edgeinfer.load(self.path(candidate), speculation="off", remember=False, **candidate.load)
+        return edgeinfer.load(self.path(variant), speculation="off", remember=False, **variant.load)
 
-    def measure(self, candidate: Candidate, model: edgeinfer.Model, reference: edgeinfer.Model | None) -> Quality:
+    def measure(self, variant: Variant, model: edgeinfer.Model, reference: edgeinfer.Model | None) -> Quality:
         """Reads and asks; without a reference it is one."""
         windows = [story_ids(reference or model, story) for story in self.material.stories]
         if reference is not None:
-            _check_same_tokens(candidate, model, reference, self.material.stories[0])
+            _check_same_tokens(variant, model, reference, self.material.stories[0])
         found = edgeinfer.evaluate(model, windows, reference=reference)
         self.told()
         divergence = found.divergence
@@ -185,7 +223,7 @@ class _Bench:
         info = model.info
         return Quality(
             model=self.family.model,
-            candidate=candidate,
+            variant=variant,
             bytes=round(info.parameters * info.bits_per_weight / 8),
             bits_per_weight=info.bits_per_weight,
             context=model.context,
@@ -199,7 +237,7 @@ class _Bench:
 
 
 def measure_family(family: Family, material: Material, told: Told | None = None) -> QualityResults:
-    """The reference and every candidate; those that fail are skipped with the reason.
+    """The reference and every variant; those that fail are skipped with the reason.
 
     Args:
         told: called with the name of what is measured, and with readings and replies done and to do.
@@ -207,7 +245,7 @@ def measure_family(family: Family, material: Material, told: Told | None = None)
     Raises:
         EdgeInferError: the reference cannot be made, loaded or read with.
     """
-    total = (1 + len(family.candidates)) * (1 + len(material.questions))
+    total = (1 + len(family.variants)) * (1 + len(material.questions))
     steps = itertools.count(1)
 
     def step() -> None:
@@ -221,12 +259,12 @@ def measure_family(family: Family, material: Material, told: Told | None = None)
         bench = _Bench(family, material, folder, step)
         reference = opened.enter_context(bench.load(family.reference))
         subjects.append(bench.measure(family.reference, reference, None))
-        for candidate in family.candidates:
+        for variant in family.variants:
             try:
-                with bench.load(candidate) as model:
-                    subjects.append(bench.measure(candidate, model, reference))
+                with bench.load(variant) as model:
+                    subjects.append(bench.measure(variant, model, reference))
             except EdgeInferError as error:
-                skipped.append(Skipped(family.model, candidate.label, str(error)))
+                skipped.append(Skipped(family.model, variant.label, str(error)))
     return QualityResults(tuple(subjects), tuple(skipped))
 
 
@@ -234,7 +272,7 @@ def layout_differences(results: Sequence[Quality]) -> list[Difference]:
     """Of each two results that differ in their layout alone."""
     differences = []
     for first, second in itertools.combinations(results, 2):
-        one, other = first.candidate, second.candidate
+        one, other = first.variant, second.variant
         same = (first.model, one.scheme, one.kv) == (second.model, other.scheme, other.kv)
         if same and None not in (one.layout, other.layout):
             mean, error = _mean(first.divergences - second.divergences)
@@ -254,7 +292,59 @@ def _export(checkpoint: Path, out: Path, options: Sequence[str]) -> None:
         raise UsageError(f"{checkpoint.name} cannot be exported: {reason}", "Export it alone to see more.")
 
 
-def _check_same_tokens(candidate: Candidate, model: edgeinfer.Model, reference: edgeinfer.Model, text: str) -> None:
+def _check_same_tokens(variant: Variant, model: edgeinfer.Model, reference: edgeinfer.Model, text: str) -> None:
     if model.tokenize(text, parse_special=False) != reference.tokenize(text, parse_special=False):
-        message = f"{candidate.label} and {reference.info.name} cut texts into other tokens."
+        message = f"{variant.label} and {reference.info.name} cut texts into other tokens."
         raise UsageError(message, "Compare a model with what it was made from: give that with --reference.")
+
+
+class AnsweringModel(Protocol):
+    """The part of a model that answers."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus reply."""
+
+    def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
+        """Token ids of a text."""
+
+    def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation; TemplateError where the model has no chat template."""
+
+    def generate(self, prompt: Sequence[int], *, max_tokens: int) -> Result:
+        """The likeliest continuation."""
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        """Arrays of a few rows each, which the next may overwrite: (R, V)."""
+
+
+def score_tasks(model: AnsweringModel, prompts: Sequence[Prompt], told: Callable[[], None]) -> dict[str, TaskScore]:
+    """Scores by category; none of a model without a chat template, which was not made to answer.
+
+    A question that the context has no room for, answer included, counts as answered wrongly.
+
+    Args:
+        prompts: with answers.
+        told: called with every reply.
+    """
+    scores: dict[str, TaskScore] = {}
+    for prompt in prompts:
+        assert prompt.answer is not None, "only prompts with answers are tasks"
+        try:
+            ids = model.tokenize_chat(prompt.messages)
+        except TemplateError:
+            return {}
+        score = _score(model, ids, prompt.answer.strip())
+        scores[prompt.category] = scores.get(prompt.category, TaskScore(0, 0, 0, 0)) + score
+        told()
+    return scores
+
+
+def _score(model: AnsweringModel, ids: Sequence[int], answer: str) -> TaskScore:
+    wanted = model.tokenize(answer, parse_special=False)
+    if len(ids) + len(wanted) + _BEYOND > model.context:
+        return TaskScore(0, 1, 0, len(wanted))
+    reply = model.generate(ids, max_tokens=len(wanted) + _BEYOND).text
+    likeliest = np.concatenate([rows.argmax(axis=1) for rows in model.logits([*ids, *wanted])])
+    foreseen = likeliest[len(ids) - 1 : -1] == np.array(wanted)
+    return TaskScore(int(reply.strip() == answer), 1, int(foreseen.sum()), len(wanted))

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgeinfer.apps.bench.pages.page import Note, Section, Table
+from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.config import format_size
 
-__all__ = ["quality_chart", "quality_header", "quality_rows", "quality_text"]
+__all__ = ["quality_chart", "quality_section"]
 
 
-def quality_header(subjects: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _header(subjects: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Names of the columns; those of tasks come last."""
     fixed = ("model", "variant", "weights", "bits", "cache", "perplexity", "KL divergence, nats", "same next token")
     return (*fixed, *(name.removeprefix("tales/") for name in _tasks(subjects)))
 
 
-def quality_rows(subjects: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def _rows(subjects: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each subject of the JSON."""
     rows = []
     for each in subjects:
@@ -35,23 +37,23 @@ def quality_rows(subjects: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]
     return rows
 
 
-def quality_text(data: Mapping[str, Any]) -> str:
-    """The JSON of a run as Markdown."""
+def quality_section(data: Any) -> Section:
+    """Predictions and answers against bytes."""
     subjects = data["subjects"]
-    header = quality_header(subjects)
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *quality_rows(subjects))]
-    lines += ["", f"{subjects[0]['tokens']} tokens of {data['text']}. Caches are as large as each context."]
-    if _tasks(subjects):
-        lines.append(
-            "Answers: replies right letter for letter; in brackets tokens, each after the right ones before it."
-        )
+    table = Table(
+        "Beside the reference of each model, its first row",
+        _header(subjects),
+        tuple(_rows(subjects)),
+    )
+    answers = "Of answers, replies that are right letter for letter; in brackets the share of their tokens that are "
+    notes = [Note(answers + "likeliest after the right ones.")] if any(each["tasks"] for each in subjects) else []
     for each in data["layouts"]:
         one, other = each["layouts"]
-        lines.append(
-            f"{each['model']}, {each['scheme']}: {one} - {other} = {each['mean']:+.6f} ± {each['error']:.6f} nats"
-        )
-    lines += [f"{each['model']}, {each['variant']}: skipped: {each['reason']}" for each in data["skipped"]]
-    return "\n".join(lines) + "\n"
+        difference = f"{one} - {other} = {each['mean']:+.6f} ± {each['error']:.6f} nats"
+        notes.append(Note(f"{each['model']}, {each['scheme']}: {difference}"))
+    notes += [Note(f"{each['model']}, {each['variant']}: skipped: {each['reason']}") for each in data["skipped"]]
+    facts = (("Text", data["text"]), ("Tokens", str(subjects[0]["tokens"])), *run_facts(data))
+    return Section("What fewer bits cost", facts, (quality_chart(subjects), table, *notes), commands(data))
 
 
 def quality_chart(subjects: Sequence[Mapping[str, Any]]) -> Chart:

@@ -12,7 +12,7 @@ from edgeinfer.apps.bench.artifacts import LAYOUTS
 from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
 
-__all__ = ["CALIBRATION", "WIDTHS", "Candidate", "Family", "builtin_family", "checkpoint_family", "given_family"]
+__all__ = ["CALIBRATION", "WIDTHS", "Family", "Variant", "builtin_family", "checkpoint_family", "given_family"]
 
 # Names for people and options of the export command.
 WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -26,17 +26,20 @@ WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
 _LAYOUTS = {"native": "native kernel", "portable": "onnxruntime's operators"}
 # Stands for the calibration text's file in options of the export command.
 CALIBRATION = "{calibration}"
+_CALIBRATED = ("--calibration", CALIBRATION)
+# Methods that look at no text.
+_DATA_FREE = frozenset({"rtn", "hqq"})
 _FLOAT_CACHE = "float32"
 # What a built-in model can be compared in without a checkpoint.
 _BUILTIN_CACHES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Variant:
     """One way to have a model.
 
     Attributes:
-        scheme: its weights, for people; the same for candidates that differ in `layout` or `kv` alone.
+        scheme: its weights, for people; the same for variants that differ in `layout` or `kv` alone.
         source: bundle, GGUF file or hub id, None for the built-in model; with `export`, a checkpoint.
         export: options of the export command; None where `source` is loaded as it is.
         layout: of the weights; None is the best there is.
@@ -64,23 +67,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Family:
-    """Candidates that are compared with one reference.
+    """Variants that are compared with one reference.
 
     Attributes:
         reference: of floats where there are such; None is compared with nothing.
     """
 
     model: str
-    reference: Candidate
-    candidates: tuple[Candidate, ...]
+    reference: Variant
+    variants: tuple[Variant, ...]
 
 
 def builtin_family(caches: Sequence[str] = _BUILTIN_CACHES) -> Family:
     """The built-in model as it is, with quantized caches, and on onnxruntime's own operators."""
     scheme = "as built in"
-    others = [Candidate(scheme, None, kv=kv) for kv in _known_caches(caches)]
-    others.append(Candidate(scheme, None, layout="portable"))
-    return Family("tales", Candidate(scheme, None), tuple(others))
+    others = [Variant(scheme, None, kv=kv) for kv in _known_caches(caches)]
+    others.append(Variant(scheme, None, layout="portable"))
+    return Family("tales", Variant(scheme, None), tuple(others))
 
 
 def given_family(models: Sequence[str], reference: str | None, caches: Sequence[str]) -> Family:
@@ -93,9 +96,9 @@ def given_family(models: Sequence[str], reference: str | None, caches: Sequence[
     if len(set(named.values())) < len(named):
         named = {model: model for model in named}
     first = reference or models[0]
-    plain = [Candidate(named[model], model) for model in models if model != first]
-    quantized = [Candidate(named[m], m, kv=kv) for m, kv in itertools.product(models, _known_caches(caches))]
-    return Family(named[first], Candidate(named[first], first), (*plain, *quantized))
+    plain = [Variant(named[model], model) for model in models if model != first]
+    quantized = [Variant(named[m], m, kv=kv) for m, kv in itertools.product(models, _known_caches(caches))]
+    return Family(named[first], Variant(named[first], first), (*plain, *quantized))
 
 
 def checkpoint_family(
@@ -103,6 +106,8 @@ def checkpoint_family(
     widths: Sequence[str],
     *,
     budgets: Sequence[float] = (),
+    methods: Sequence[str | None] = (None,),
+    types: Sequence[str] = (),
     caches: Sequence[str] = (),
     group_sizes: Sequence[int | None] = (None,),
     layouts: Sequence[str | None] = (None,),
@@ -112,6 +117,8 @@ def checkpoint_family(
     Args:
         widths: keys of WIDTHS.
         budgets: mean bits per weight, which an integer programme spends by a calibration text.
+        methods: of quantizing each width; None is the exporter's choice.
+        types: of llama.cpp's, each with an importance matrix of the calibration text.
         caches: each of them, with the first width.
         layouts: of all widths and budgets.
 
@@ -122,33 +129,44 @@ def checkpoint_family(
         for unknown in [each for each in chosen if each not in known]:
             raise UsageError(f"There is no {name} {unknown!r}.", f"Choose of {', '.join(str(k) for k in known if k)}.")
     path = str(checkpoint)
-    exported = [*_of_widths(path, widths, group_sizes, layouts), *_of_budgets(path, budgets, layouts)]
+    exported = [
+        *_of_widths(path, widths, methods, group_sizes, layouts),
+        *_of_budgets(path, budgets, layouts),
+        *(Variant(kind, path, ("--format", "gguf", "--type", kind, *_CALIBRATED)) for kind in types),
+    ]
     first = exported[0] if exported else _float32(path)
-    quantized = [Candidate(first.scheme, path, first.export, first.layout, kv) for kv in _known_caches(caches)]
+    quantized = [Variant(first.scheme, path, first.export, first.layout, kv) for kv in _known_caches(caches)]
     return Family(checkpoint.name, _float32(path), (*exported, *quantized))
 
 
-def _float32(checkpoint: str) -> Candidate:
+def _float32(checkpoint: str) -> Variant:
     scheme, options = WIDTHS["32"]
-    return Candidate(scheme, checkpoint, options)
+    return Variant(scheme, checkpoint, options)
 
 
 def _of_widths(
-    checkpoint: str, widths: Sequence[str], group_sizes: Sequence[int | None], layouts: Sequence[str | None]
-) -> Iterator[Candidate]:
-    for width, group, layout in itertools.product(widths, group_sizes, layouts):
+    checkpoint: str,
+    widths: Sequence[str],
+    methods: Sequence[str | None],
+    group_sizes: Sequence[int | None],
+    layouts: Sequence[str | None],
+) -> Iterator[Variant]:
+    for width, method, group, layout in itertools.product(widths, methods, group_sizes, layouts):
         scheme, options = WIDTHS[width]
         if width == "32":
             continue  # the reference
+        if method:
+            calibrated = () if method in _DATA_FREE else _CALIBRATED
+            scheme, options = f"{scheme}, {method}", (*options, "--method", method, *calibrated)
         if group:
             scheme, options = f"{scheme}, groups of {group}", (*options, "--group-size", str(group))
-        yield Candidate(scheme, checkpoint, (*options, *_portable(layout)), layout)
+        yield Variant(scheme, checkpoint, (*options, *_portable(layout)), layout)
 
 
-def _of_budgets(checkpoint: str, budgets: Sequence[float], layouts: Sequence[str | None]) -> Iterator[Candidate]:
+def _of_budgets(checkpoint: str, budgets: Sequence[float], layouts: Sequence[str | None]) -> Iterator[Variant]:
     for budget, layout in itertools.product(budgets, layouts):
-        options = ("--budget-bits", f"{budget:g}", "--calibration", CALIBRATION)
-        yield Candidate(f"budget of {budget:g} bits", checkpoint, (*options, *_portable(layout)), layout)
+        options = ("--budget-bits", f"{budget:g}", *_CALIBRATED)
+        yield Variant(f"budget of {budget:g} bits", checkpoint, (*options, *_portable(layout)), layout)
 
 
 def _portable(layout: str | None) -> tuple[str, ...]:

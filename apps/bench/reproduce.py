@@ -24,9 +24,18 @@ from pathlib import Path
 import edgeinfer
 from edgeinfer.apps.bench.artifacts import default_folder
 from edgeinfer.apps.bench.driver import child_environment
-from edgeinfer.apps.bench.reproduce_files import finished, keep, redact, write_index, write_page
-from edgeinfer.apps.bench.reproduce_readme import fill
-from edgeinfer.apps.bench.reproduce_runs import RUNS, Places, Run, find_runs
+from edgeinfer.apps.bench.reproduce_files import (
+    RUNS,
+    Places,
+    ReproducibleRun,
+    fill,
+    find_runs,
+    finished,
+    keep,
+    redact,
+    write_index,
+    write_page,
+)
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
 __all__ = ["Reproduced", "main", "reproduce"]
@@ -43,7 +52,7 @@ class Reproduced:
         reason: why it was skipped, or the last thing it said.
     """
 
-    run: Run
+    run: ReproducibleRun
     outcome: str
     reason: str = ""
     seconds: float = 0.0
@@ -53,20 +62,20 @@ class Reproduced:
         return f"{self.run.name}: {self.outcome}{took}" + (f": {self.reason}" if self.reason else "")
 
 
-def reproduce(run: Run, places: Places, out: Path, *, again: bool) -> Reproduced:
+def reproduce(run: ReproducibleRun, places: Places, out: Path, *, again: bool) -> Reproduced:
     """Runs one, unless it is there or lacks something."""
     if not again and finished(out, run.name, quick=places.quick):
         return Reproduced(run, _KEPT)
     if reason := run.missing(places):
         return Reproduced(run, _SKIPPED, reason)
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         arguments = run.arguments(places)
         with tempfile.TemporaryDirectory(prefix="edgeinfer-reproduce-") as folder:
             data, said = _result(run, arguments, Path(folder))
     except EdgeInferError as error:
-        return Reproduced(run, _FAILED, str(error), time.monotonic() - begun)
-    seconds = time.monotonic() - begun
+        return Reproduced(run, _FAILED, str(error), time.monotonic() - started)
+    seconds = time.monotonic() - started
     words = _words(places)
     command = shlex.join(["edgeinfer", *redact(arguments, words)])
     facts = {"seconds": round(seconds, 1)} | ({"quick": True} if places.quick else {})
@@ -74,7 +83,7 @@ def reproduce(run: Run, places: Places, out: Path, *, again: bool) -> Reproduced
     return Reproduced(run, _MADE, said, seconds)
 
 
-def _result(run: Run, arguments: Sequence[str], folder: Path) -> tuple[object, str]:
+def _result(run: ReproducibleRun, arguments: Sequence[str], folder: Path) -> tuple[object, str]:
     """The JSON of a process, and what it complained of although it gave one.
 
     Raises:
@@ -128,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(runs: Sequence[Run], places: Places) -> None:
+def _list(runs: Sequence[ReproducibleRun], places: Places) -> None:
     for run in runs:
         reason = run.missing(places)
         print(f"{run.name:<16} {run.words}, about {run.minutes:g} min" + (f" ({reason})" if reason else ""))
@@ -166,7 +175,7 @@ def _execute(args: argparse.Namespace) -> int:
     return _run_all(runs, places, args.out, again=args.again)
 
 
-def _run_all(runs: Sequence[Run], places: Places, out: Path, *, again: bool) -> int:
+def _run_all(runs: Sequence[ReproducibleRun], places: Places, out: Path, *, again: bool) -> int:
     found: list[Reproduced] = []
     interrupted = False
     for run in runs:

@@ -1,20 +1,186 @@
-"""Result files of reproduced runs: kept whole, without paths of this machine, listed, as a page; knows no commands."""
+"""The runs behind the README's figures, the files of their results, and the tables that are filled from those."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.apps.bench.artifacts import Artifacts, BundleKind
 from edgeinfer.apps.bench.environment import run_header
+from edgeinfer.apps.bench.pages.page import markdown
 from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
-from edgeinfer.apps.bench.pages.sections import report_html
-from edgeinfer.apps.bench.reproduce_runs import RUNS
+from edgeinfer.apps.bench.pages.sections import read_section, report_html
+from edgeinfer.apps.bench.shapes import find_shape
 
-__all__ = ["finished", "keep", "read_result", "redact", "write_index", "write_page"]
+__all__ = [
+    "RUNS",
+    "Places",
+    "ReproducibleRun",
+    "block",
+    "fill",
+    "find_runs",
+    "finished",
+    "keep",
+    "names",
+    "read_result",
+    "redact",
+    "write_index",
+    "write_page",
+]
 
+SHAPE = "qwen2.5-0.5b"
 _LEAD = "Every figure of the README, and what it was made from. Medians, unless said otherwise."
+_TEXT = "tinystories/tinystories_train_part0.txt"
+_MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /results -->)", re.DOTALL)
+# Of sections with several parts those that the README shows; all of others.
+_SHOWN: Mapping[str, Sequence[int]] = {
+    "memory-plans": (0, 2),
+    "memory-smallest": (0, 2),
+    "spec": (0, 2),
+    "tune": (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """What runs are given.
+
+    Attributes:
+        checkpoints: trained ones, the built-in model's first.
+        data: folder of data sets; None where there is none.
+        work: where model files are kept.
+        pythons: interpreters of other engines, as ENGINE=PATH.
+        quick: so little of each that the figures tell nothing but that it runs.
+    """
+
+    checkpoints: tuple[Path, ...]
+    data: Path | None
+    work: Path
+    pythons: tuple[str, ...] = ()
+    quick: bool = False
+
+    def bundle(self) -> Path:
+        """A bundle of random weights at the sizes of a 0.5B, made where it is missing.
+
+        Raises:
+            BackendError: it could not be made.
+        """
+        return Artifacts(self.work, find_shape(SHAPE)).bundle(BundleKind())
+
+    def text(self) -> Path:
+        """Stories to read."""
+        assert self.data is not None, "who asks needs data"
+        return self.data / _TEXT
+
+
+@dataclass(frozen=True)
+class ReproducibleRun:
+    """One result file.
+
+    Attributes:
+        name: of the file, and of its tables in the README.
+        words: what is measured.
+        minutes: that it takes, about.
+        arguments: of `edgeinfer`, less the output's.
+        output: options before the file's name; none of a command that prints JSON.
+        needs: of Places: "checkpoints" or "data", or both.
+    """
+
+    name: str
+    words: str
+    minutes: float
+    arguments: Callable[[Places], list[str]]
+    output: tuple[str, ...] = ("--json",)
+    needs: tuple[str, ...] = ()
+
+    def missing(self, places: Places) -> str:
+        """Why it cannot be run; empty where it can."""
+        lacks = [f"--{name.removesuffix('s')}" for name in self.needs if not getattr(places, name)]
+        return f"needs {' and '.join(lacks)}" if lacks else ""
+
+
+def _speed(places: Places) -> list[str]:
+    return ["bench", "speed", "-t", "1", "-pg", "512,128", "-d", "0,256", *(["-r", "1"] if places.quick else [])]
+
+
+def _peers(places: Places) -> list[str]:
+    pythons = [part for python in places.pythons for part in ("--python", python)]
+    sizes = ["--engines", "edgeinfer,llamacpp,genai,openvino,transformers"]
+    sizes += ["--repeats", "3", "--rounds", "2", "--patience", "45"]
+    if places.quick:
+        sizes = ["--quick", "--models", "tales", "--budgets", "250"]
+    return ["bench", "peers", *sizes, *pythons, "--work", str(places.work)]
+
+
+def _curve(places: Places) -> list[str]:
+    return ["bench", "curve", "-m", str(places.bundle()), "-t", "1", *(["-r", "1"] if places.quick else [])]
+
+
+def _spec(places: Places) -> list[str]:
+    expanded = ["--checkpoint", str(places.checkpoints[0]), "--expand", "--work", str(places.work), "-t", "1"]
+    prompts = ["--data", str(places.data), "--categories", "tales"]
+    if places.quick:
+        return ["bench", "spec", *expanded, *prompts, "--per-category", "1", "-n", "16", "--repeats", "1"]
+    sizes = ["--per-category", "2", "--warm-up", "6"]
+    return ["bench", "spec", *expanded, *prompts, *sizes, "--modes", "auto", "--control"]
+
+
+def _plans(places: Places) -> list[str]:
+    sizes = ["--runs", "3", "--shapes", "tiny"] if places.quick else ["--runs", "30", "--seed", "1"]
+    return ["bench", "memory", "plans", *sizes, "--work", str(places.work)]
+
+
+def _smallest(places: Places) -> list[str]:
+    sizes = ["-c", "2048", "--steps", "6", "--rounds", "1", "--halvings", "2"]
+    if places.quick:
+        sizes = ["-c", "512", "--steps", "2", "--rounds", "1", "--halvings", "0"]
+    return ["bench", "memory", "smallest", "-m", str(places.bundle()), "-t", "1", "--spec", "off", *sizes]
+
+
+def _quality(places: Places) -> list[str]:
+    models = [part for path in places.checkpoints for part in ("--checkpoint", str(path))]
+    widths = ["--bits", "8,4small,2small", "--kv", "int8,int4", "--budget-bits", "4"]
+    sizes = ["--stories", "100", "--questions", "10"]
+    if places.quick:
+        widths, sizes = ["--bits", "8", "--kv", "int8"], ["--stories", "2", "--questions", "1"]
+    return ["bench", "quality", *models, *widths, "--data", str(places.data), *sizes]
+
+
+def _kv(places: Places) -> list[str]:
+    return ["bench", "memory", "kv", "--text", str(places.text()), "--stories", "2" if places.quick else "40"]
+
+
+def _tune(places: Places) -> list[str]:
+    return ["tune", "--json", *(["--quick", "--evaluations", "8"] if places.quick else [])]
+
+
+RUNS = (
+    ReproducibleRun("speed", "the built-in model's prompts and replies", 1, _speed, ("-o", "json", "--out")),
+    ReproducibleRun("peers", "other engines on the same work, and inside the same budgets", 14, _peers),
+    ReproducibleRun("curve", "a pass over several tokens, at the shape of a 0.5B", 1, _curve),
+    ReproducibleRun("spec", "drafting ahead, on a cost-expanded model", 5, _spec, needs=("checkpoints", "data")),
+    ReproducibleRun("memory-plans", "random plans, each inside an enforced limit", 5, _plans),
+    ReproducibleRun("memory-smallest", "speed against budget, at the shape of a 0.5B", 6, _smallest),
+    ReproducibleRun("quality", "what fewer bits cost", 8, _quality, needs=("checkpoints", "data")),
+    ReproducibleRun("kv", "caches in fewer bits", 1, _kv, needs=("data",)),
+    ReproducibleRun("tune", "what tuning the built-in model gains", 3, _tune, ()),
+)
+
+
+def find_runs(names: Sequence[str] | None) -> list[ReproducibleRun]:
+    """Runs of these names, or all, in their own order.
+
+    Raises:
+        KeyError: with an unknown name.
+    """
+    known = {run.name: run for run in RUNS}
+    for name in names or ():
+        known[name]  # so that an unknown one is named
+    return [run for run in RUNS if names is None or run.name in names]
 
 
 def read_result(folder: Path, name: str) -> Any:
@@ -104,3 +270,28 @@ def write_index(folder: Path, again: str) -> None:
 
 def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def names(text: str) -> list[str]:
+    """Of the results that a text shows."""
+    return [found["name"] for found in _MARKED.finditer(text)]
+
+
+def fill(text: str, folder: Path) -> str:
+    """The text with every marked part as the result files have it."""
+    return _MARKED.sub(lambda found: found[1] + block(folder, found["name"]) + found[4], text)
+
+
+def block(folder: Path, name: str) -> str:
+    """What stands between the marks of a run: its tables, then machine, date and command."""
+    data = read_result(folder, name)
+    if data is None or head(data).get("quick"):
+        return f"Not measured yet: `python -m edgeinfer.apps.bench.reproduce --only {name}`.\n"
+    section, _ = read_section(folder / f"{name}.json")
+    shown = _SHOWN.get(name)
+    parts = [part for index, part in enumerate(section.parts) if shown is None or index in shown]
+    said = head(data)
+    facts = dict(machine_facts(data))
+    cores = f", {facts['Cores']} cores" if "Cores" in facts else ""
+    source = f"{facts['Processor']}{cores}, {said['test_time'][:10]}: `{said['command']}`"
+    return "\n\n".join([*markdown(parts), source]) + "\n"

@@ -1,10 +1,11 @@
-"""Pictures of the chat app's main states, taken in a real browser from the running app; knows nothing of tests.
+"""Pictures of the chat app's main states and of a report page, taken in a real browser.
 
-    python -m edgeinfer.apps.bench.screenshots --models FOLDER --out docs/screenshots
+    python -m edgeinfer.apps.bench.screenshots --models FOLDER --large NAME
+    python -m edgeinfer.apps.bench.screenshots --report docs/results/report.html
 
 The folder's models are shown in the picker beside the built-in one, and `--large` is the one that is planned and loaded
 there: a model of some hundred megabytes, so that its plan has something to show. The conversations are the built-in
-model's own, but for one with Markdown and code, which that model cannot write.
+model's own, but for one with Markdown and code, which that model cannot write. A report is taken in light and dark.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
-__all__ = ["find_browser", "main", "take"]
+__all__ = ["main", "take", "take_report"]
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_WIDE, _NARROW = (1280, 800), (380, 760)
+_WIDE, _NARROW, _REPORT = (1280, 800), (380, 760), (1100, 1500)
 _LOADED = "#model-button .dot.ready"
 _TALKS = (
     "Tell me a story about a lighthouse.",
@@ -61,16 +62,8 @@ for chunk in model.stream("Once upon a time", max_tokens=64):
 def _app(*options: str | Path) -> Iterator[str]:
     """The address of an app with no history."""
     with tempfile.TemporaryDirectory() as data:
-        command = [
-            sys.executable,
-            "-m",
-            "edgeinfer.apps.cli.main",
-            "chat",
-            "--no-window",
-            "--data",
-            data,
-            *map(str, options),
-        ]
+        command = [sys.executable, "-m", "edgeinfer.apps.cli.main", "chat", "--no-window", "--data", data]
+        command += map(str, options)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
@@ -205,20 +198,24 @@ def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> N
 _SCENES: tuple[Callable[[Browser, Path, str, Shoot], None], ...] = (_chats, _memory_short, _context_full)
 
 
-def find_browser() -> str:
-    """The program of a browser.
+@contextlib.contextmanager
+def _browser() -> Iterator[Browser]:
+    """A browser without a window.
 
     Raises:
-        UsageError: there is none.
+        UsageError: none is installed.
     """
     found = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if found is None:
         raise UsageError("There is no browser.", f"Install one of {', '.join(_BROWSERS)}.")
-    return found
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def take(models: Path, large: str, out: Path) -> list[Path]:
-    """Takes all pictures.
+    """Takes all pictures of the app.
 
     Args:
         models: folder with models.
@@ -228,32 +225,63 @@ def take(models: Path, large: str, out: Path) -> list[Path]:
         UsageError: there is no browser.
         BackendError: the app did not start.
     """
-    found = find_browser()
-    out.mkdir(parents=True, exist_ok=True)
     taken: list[Path] = []
 
     def shoot(page: Page, name: str) -> None:
         taken.append(out / f"{name}.png")
         page.screenshot(path=taken[-1])
 
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with _browser() as browser:
         for scene in _SCENES:
             scene(browser, models, large, shoot)
-        browser.close()
     return taken
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+def take_report(page: Path, out: Path, *, whole: bool = False) -> list[Path]:
+    """Takes report-light.png and report-dark.png.
+
+    Args:
+        page: an HTML file.
+        whole: the page to its end, not only what a tall window shows.
+
+    Raises:
+        UsageError: there is no browser, or no such page.
+    """
+    if not page.is_file():
+        raise UsageError(f"There is no page {page}.", "Make one with edgeinfer bench report.")
+    taken = []
+    with _browser() as browser:
+        for scheme in ("light", "dark"):
+            tab = _page(browser, page.resolve().as_uri(), _REPORT, dark=scheme == "dark")
+            taken.append(out / f"report-{scheme}.png")
+            tab.screenshot(path=taken[-1], full_page=whole)
+    return taken
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, required=True, metavar="FOLDER", help="with bundles or GGUF files")
-    parser.add_argument("--large", required=True, metavar="NAME", help="of the model that is planned and loaded")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="with bundles or GGUF files")
+    parser.add_argument("--large", metavar="NAME", help="of the model that is planned and loaded")
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="take this report page instead of the app")
+    parser.add_argument("--whole", action="store_true", help="of a report, the page to its end")
     parser.add_argument("--out", type=Path, default=Path("docs/screenshots"), metavar="FOLDER")
     args = parser.parse_args(arguments)
-    for path in take(args.models, args.large, args.out):
+    if args.report is None and None in (args.models, args.large):
+        parser.error("give --models and --large, or --report")
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        if args.report is not None:
+            taken = take_report(args.report, args.out, whole=args.whole)
+        else:
+            taken = take(args.models, args.large, args.out)
+    except EdgeInferError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    for path in taken:
         print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Protocol
 
 __all__ = ["ENGINES", "Engine", "serve"]
@@ -43,31 +44,28 @@ class Engine(Protocol):
 
 
 def _make(module: str, name: str, **options: Any) -> Engine:
-    for each in ("stepped", module):
-        _load(each)
-    engine: Engine = getattr(sys.modules[f"{_PACKAGE}.{module}"], name)(**options)
+    engine: Engine = getattr(_load(module), name)(**options)
     return engine
 
 
-def _load(module: str) -> None:
-    """Loads an engine's file under its own name, but by path: the interpreter may have no edgeinfer."""
+def _load(module: str) -> ModuleType:
+    """Loads a file of engines under its own name, but by path: the interpreter may have no edgeinfer."""
     name = f"{_PACKAGE}.{module}"
-    if name in sys.modules:
-        return
-    spec = spec_from_file_location(name, _FOLDER / "engines" / f"{module}.py")
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, _FOLDER / "engines" / f"{module}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
-    "edgeinfer": partial(_make, "ours", "EdgeInferEngine"),
-    "llamacpp": partial(_make, "llamacpp", "LlamaCppEngine"),
-    "genai": partial(_make, "genai", "GenaiEngine"),
-    "openvino": partial(_make, "openvino", "OpenVinoEngine"),
-    "openvino-genai": partial(_make, "openvino_genai", "OpenVinoGenaiEngine"),
-    "openvino-passes": partial(_make, "openvino_passes", "OpenVinoPassesEngine"),
-    "transformers": partial(_make, "huggingface", "TransformersEngine"),
+    "edgeinfer": partial(_make, "pipelines", "EdgeInferEngine"),
+    "llamacpp": partial(_make, "stepped", "LlamaCppEngine"),
+    "genai": partial(_make, "pipelines", "GenaiEngine"),
+    "openvino-genai": partial(_make, "pipelines", "OpenVinoGenaiEngine"),
+    "openvino-passes": partial(_make, "stepped", "OpenVinoPassesEngine"),
+    "transformers": partial(_make, "stepped", "TransformersEngine"),
 }
 
 

@@ -109,16 +109,15 @@ def _expanded(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
 
 
 def _material(args: argparse.Namespace) -> ComputeMaterial:
-    from edgeinfer.apps.bench.builtin_texts import STORIES
     from edgeinfer.apps.bench.compute import ComputeMaterial
     from edgeinfer.apps.bench.prompts import exact_prompts
-    from edgeinfer.apps.bench.stories import all_stories
+    from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories
 
     part = 3 if args.quick else 1
     stories, questions = max(2, args.stories // part), max(1, args.questions // part)
     asked = tuple(exact_prompts(args.data, questions))
     if args.data is None:
-        told = tuple(story.text for story in STORIES)
+        told = tuple(story.text for story in BUILTIN_STORIES)
         half = len(told) // 2
         return ComputeMaterial(told[half:][:stories], told[:half], asked, "built-in stories")
     found = all_stories(args.data / _TEXT)

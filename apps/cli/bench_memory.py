@@ -225,7 +225,7 @@ def _execute_kv(args: argparse.Namespace) -> int:
 
     from edgeinfer.apps.bench.kv_quality import compare_caches
     from edgeinfer.apps.bench.memory_report import print_kv
-    from edgeinfer.apps.bench.stories import read_stories
+    from edgeinfer.apps.bench.texts import read_stories
 
     require_place(args.json)
     results = compare_caches(args.model, read_stories(args.text, args.stories))

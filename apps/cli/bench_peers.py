@@ -17,7 +17,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.bench.peers_config import PeersConfig
+    from edgeinfer.apps.bench.peers_figures import PeersConfig
     from edgeinfer.apps.bench.peers_models import PeerModel
     from edgeinfer.apps.cli.options import Parser, Subparsers
 
@@ -91,7 +91,8 @@ def _budgets(text: str) -> tuple[int, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.peers_report import peers_json, peers_markdown
+    from edgeinfer.apps.bench.pages.page import section_markdown
+    from edgeinfer.apps.bench.peers_figures import peers_json, peers_section
     from edgeinfer.apps.bench.peers_run import PeersRun
 
     config = _config(args)
@@ -108,16 +109,16 @@ def _execute(args: argparse.Namespace) -> int:
                 runs[-1].run()
         except KeyboardInterrupt:
             finished = False
-    figures = [run.figures() for run in runs]
-    sys.stdout.write(peers_markdown(figures, config))
-    write_results(args.json, "peers", peers_json(figures, config))
+    data = peers_json([run.figures() for run in runs], config)
+    sys.stdout.write(section_markdown(peers_section(data)))
+    write_results(args.json, "peers", data)
     if not finished:
         print_note("Interrupted: the figures are those of what was done.")
     return 0 if finished else 130
 
 
 def _config(args: argparse.Namespace) -> PeersConfig:
-    from edgeinfer.apps.bench.peers_config import PeersConfig
+    from edgeinfer.apps.bench.peers_figures import PeersConfig
 
     config = PeersConfig(
         pythons=dict(args.python),

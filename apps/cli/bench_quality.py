@@ -25,7 +25,7 @@ often the same next token is likeliest, and questions with one right answer. The
 examples:
   edgeinfer bench quality
   edgeinfer bench quality --checkpoint CHECKPOINT --bits 8,4,2 --kv int8,int4 --data DATA
-  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text STORIES
+  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text BUILTIN_STORIES
 """
 _TEXT = "tinystories/tinystories_train_part0.txt"
 
@@ -44,6 +44,10 @@ def add_quality_parser(kinds: Subparsers) -> None:
     group.add_argument("--bits", type=names, default=("8", "4"), metavar="LIST", help=text)
     text = "mean bits per weight that an integer programme spends by a calibration text; needs --text or --data"
     group.add_argument("--budget-bits", type=_budgets, default=(), metavar="LIST", help=text)
+    text = "of quantizing --bits: rtn, hqq; awq, gptq, which need --text or --data (default: the exporter's choice)"
+    group.add_argument("--methods", type=names, default=(None,), metavar="LIST", help=text)
+    text = "of llama.cpp's types, as Q4_0,Q4_K_M, with importance by a calibration text; needs --text or --data"
+    group.add_argument("--types", type=names, default=(), metavar="LIST", help=text)
     text = "types of caches, with the first of --bits (default: none; of the built-in model int8,int4)"
     group.add_argument("--kv", type=names, metavar="LIST", help=text)
     text = "of --checkpoint's weights: 32, 64, 128 (default: the exporter's choice)"
@@ -74,8 +78,9 @@ def _budgets(text: str) -> tuple[float, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
+    from edgeinfer.apps.bench.pages.page import section_markdown
     from edgeinfer.apps.bench.quality import QualityResults, measure_family
-    from edgeinfer.apps.bench.quality_report import quality_chart, quality_text
+    from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
 
     require_place(args.json, args.svg)
     families, (material, said) = _families(args), _material(args)
@@ -84,7 +89,7 @@ def _execute(args: argparse.Namespace) -> int:
         for family in families:
             results += measure_family(family, material, bar)
     data = results.to_dict()
-    print(quality_text(data), end="")
+    print(section_markdown(quality_section(data)), end="")
     write_results(args.json, "quality", data)
     if args.svg:
         from edgeinfer.apps.bench.plots import chart_svg
@@ -103,6 +108,8 @@ def _families(args: argparse.Namespace) -> list[Family]:
             path.resolve(),
             args.bits,
             budgets=args.budget_bits,
+            methods=args.methods,
+            types=args.types,
             caches=args.kv or (),
             group_sizes=args.group_sizes,
             layouts=args.layouts,
@@ -115,22 +122,29 @@ def _families(args: argparse.Namespace) -> list[Family]:
 
 def _material(args: argparse.Namespace) -> tuple[Material, str]:
     """What is read and asked, and the name of what is read."""
-    from edgeinfer.apps.bench.builtin_texts import STORIES
     from edgeinfer.apps.bench.prompts import exact_prompts
     from edgeinfer.apps.bench.quality import Material
-    from edgeinfer.apps.bench.stories import all_stories, read_stories
+    from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories, read_stories
 
     if args.stories < 1 or min(args.skip, args.questions, args.calibration) < 0:
         raise UsageError("There must be at least one story.", "Give --stories 1 or more, other numbers 0 or more.")
     questions = tuple(exact_prompts(args.data, args.questions)) if args.questions else ()
     path = args.text or (args.data / _TEXT if args.data else None)
+    calibrated = _calibrated(args)
     if path is None:
-        if args.budget_bits:
-            raise UsageError("--budget-bits calibrates by a text.", "Give --text or --data.")
-        stories = tuple(story.text for story in STORIES)[: args.stories]
+        if calibrated:
+            raise UsageError(f"{calibrated} calibrates by a text.", "Give --text or --data.")
+        stories = tuple(story.text for story in BUILTIN_STORIES)[: args.stories]
         return Material(stories, questions=questions), f"{len(stories)} built-in stories"
     stories = tuple(read_stories(path, args.stories, args.skip))
-    calibration = tuple(all_stories(path)[: args.calibration]) if args.budget_bits else ()
+    calibration = tuple(all_stories(path)[: args.calibration]) if calibrated else ()
     if set(calibration) & set(stories):
         raise UsageError(f"{path} is too short to read and to calibrate by.", "Ask for fewer --stories.")
     return Material(stories, calibration, args.calibration_tokens, questions), f"{len(stories)} stories of {path.name}"
+
+
+def _calibrated(args: argparse.Namespace) -> str:
+    """The option that calibrates by a text; empty where none does."""
+    if args.budget_bits:
+        return "--budget-bits"
+    return "--types" if args.types else "--methods" if {*args.methods} - {None, "rtn", "hqq"} else ""

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, PassCancelledError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, PassCancelledError
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 
@@ -98,7 +99,7 @@ class _Plain:
 
     def next(self, room: int, lost: int) -> tuple[int]:
         start = self._backend.length
-        output = self._backend.forward(np.array([self._root]), np.array([start]), _ONE_ROW)
+        output = self._backend.forward(ForwardInput(np.array([self._root]), np.array([start]), _ONE_ROW))
         self._root = self._chooser.token(output.logits[0], start + lost + 1)
         self._chooser.accept(self._root, output.logits[0])
         return (self._root,)
@@ -299,7 +300,7 @@ class Engine:
         """
         start = self.backend.length
         positions = np.arange(start, start + len(tokens))
-        logits = self.backend.forward(np.array(tokens, np.int64), positions, rows).logits
+        logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows)).logits
         self._tokens.extend(tokens)
         return logits
 

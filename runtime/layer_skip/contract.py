@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
 __all__ = ["Chooser", "Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
@@ -95,4 +96,4 @@ def feed(
 
 def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
     """Passes of the whole model, as `feed` takes them."""
-    return lambda tokens, positions, rows: backend.forward(tokens, positions, rows).logits
+    return lambda tokens, positions, rows: backend.forward(ForwardInput(tokens, positions, rows)).logits

@@ -14,7 +14,8 @@ import numpy as np
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.predictions import likeliest
 from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
@@ -68,7 +69,7 @@ class Exiting(Steps):
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ids, places, rows, layer_mask=self._first).logits
+            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._first)).logits
 
         said = feed(run, tokens, start, wanted, self._chunk)
         return {index: logits.copy() for index, logits in said if self._sure(logits)}
@@ -79,7 +80,7 @@ class Exiting(Steps):
     def _logits(self, lost: int) -> Floats:  # (V,)
         place = self._backend.length
         root = np.array(self._tokens[-1:])
-        output = self._backend.forward(root, np.array([place]), _ONE_ROW, layer_mask=self._first)
+        output = self._backend.forward(ForwardInput(root, np.array([place]), _ONE_ROW, layer_mask=self._first))
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         self._waiting.append(self._tokens[-1])
         self._hidden[len(self._waiting) - 1] = output.hidden[0]
@@ -107,11 +108,13 @@ class Exiting(Steps):
             self._books.caught_up += size - 1
         rows = np.array([*(() if skipped else self._kept), size - 1 - skipped])
         output = self._backend.forward(
-            np.array(self._waiting[skipped:]),
-            start + np.arange(skipped, size),
-            rows,
-            layer_mask=~self._first,
-            hidden=self._hidden[skipped:size],
+            ForwardInput(
+                np.array(self._waiting[skipped:]),
+                start + np.arange(skipped, size),
+                rows,
+                layer_mask=~self._first,
+                hidden=self._hidden[skipped:size],
+            )
         )
         if not skipped:
             for whole, reduced in zip(output.logits, self._kept.values(), strict=False):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.predictions import divergence
 
 __all__ = ["Floor"]

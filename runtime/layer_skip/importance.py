@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted
 from edgeinfer.runtime.layer_skip.unified import layers_mask
 

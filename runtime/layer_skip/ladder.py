@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted
 from edgeinfer.runtime.layer_skip.unified import kept_layers, layers_mask
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts

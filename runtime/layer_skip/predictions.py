@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["divergence", "entropy_bits", "likeliest"]
 

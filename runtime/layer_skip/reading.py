@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import Chooser
 from edgeinfer.runtime.layer_skip.predictions import divergence

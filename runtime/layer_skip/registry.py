@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.chance import ChancePolicy
 from edgeinfer.runtime.layer_skip.contract import SkipPolicy, SwitchPolicy
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BundleError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted
 from edgeinfer.runtime.layer_skip.importance import skip_in_order
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import CapabilityError, StorageError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import Chooser
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies, rolling_means

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.runtime.backends.contract import Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
 from edgeinfer.runtime.layer_skip.states import PromptStates
 from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
@@ -60,7 +61,7 @@ class Skipping(Steps):
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ids, places, rows, layer_mask=self._mask).logits
+            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._mask)).logits
 
         return {index: logits.copy() for index, logits in feed(run, tokens, start, wanted, self._chunk)}
 
@@ -68,7 +69,7 @@ class Skipping(Steps):
         assert self._mask is not None, "first comes first"
         root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
         whole = bool(self._mask.all()) or self._floor.stopped
-        output = self._backend.forward(root, place, _ONE_ROW, layer_mask=None if whole else self._mask)
+        output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
             self._books.reduced += 1
             self._books.blocks_skipped += int((~self._mask).sum())

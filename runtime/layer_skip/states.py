@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
 
 __all__ = ["PromptStates"]
@@ -61,6 +62,6 @@ class PromptStates:
             mask = np.arange(2 * self.layers) // 2 == layer
             entering = None if layer < 0 else states[layer]
             self._backend.truncate(start)
-            output = self._backend.forward(tokens, positions, nothing, layer_mask=mask, hidden=entering)
+            output = self._backend.forward(ForwardInput(tokens, positions, nothing, layer_mask=mask, hidden=entering))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states[layer + 1] = output.hidden

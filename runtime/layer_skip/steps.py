@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.contract import Chooser, Mask, feed, whole_pass
 from edgeinfer.runtime.layer_skip.floor import Floor
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import SwitchPolicy, feed, whole_pass
 from edgeinfer.runtime.layer_skip.predictions import entropy_bits
 from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings

@@ -16,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Ints
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context, Drafter
 
 __all__ = ["Costs", "DraftCosts", "PassCosts", "filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]
@@ -297,7 +298,7 @@ def measure_passes(
 def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
     tokens, rows = filler_tokens(backend, size, skip), np.arange(size)
     begun = time.perf_counter()
-    backend.forward(tokens, rows + past, rows)
+    backend.forward(ForwardInput(tokens, rows + past, rows))
     seconds = time.perf_counter() - begun
     backend.truncate(past)
     return seconds
@@ -308,7 +309,7 @@ def _fill(backend: Backend, length: int) -> None:
     if backend.capabilities.copies:
         backend.restore(_blank(backend, length))
     elif length:
-        backend.forward(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64))
+        backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
 
 
 def _blank(backend: Backend, length: int) -> CacheSnapshot:

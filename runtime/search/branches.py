@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, Ints, Visibility
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, Visibility
 from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
 
 __all__ = ["Branch", "Branches"]
@@ -117,7 +118,7 @@ class Branches:
             ends.append(row - 1)
         visibility = Visibility(sees, self._places[: start + size])
         positions = self._places[start : start + size].copy()
-        output = self._backend.forward(tokens, positions, np.array(ends), sees=visibility)
+        output = self._backend.forward(ForwardInput(tokens, positions, np.array(ends), sees=visibility))
         for (branch, part), end in zip(fed, ends, strict=True):
             branch.sees[start + end + 1 - len(part) : start + end + 1] = True
             branch.place += len(part)

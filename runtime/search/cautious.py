@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.contract import SearchParts
 from edgeinfer.runtime.search.scores import entropy

@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Backend, Floats, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
 from edgeinfer.searching import SearchUse
@@ -137,7 +138,7 @@ class Passes:
             self.check()
             part, start = tokens[begin : begin + MOST_ROWS], self._backend.length
             rows = np.arange(len(part))
-            output = self._backend.forward(np.array(part, np.int64), rows + start, rows)
+            output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
             self._tally.passes += 1
             self._tally.rows += len(part)
             yield from output.logits

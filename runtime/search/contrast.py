@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.contract import MOST_ROWS, SearchParts
 from edgeinfer.runtime.search.scores import entropy, log_probabilities

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling import TokenChooser
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.contract import Reader

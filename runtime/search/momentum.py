@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.contract import SearchParts
 from edgeinfer.runtime.search.scores import likeliest, log_probabilities
 from edgeinfer.runtime.search.way import Way

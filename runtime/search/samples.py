@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot
 from edgeinfer.runtime.sampling import TokenChooser
 from edgeinfer.runtime.search.branches import Branches
 from edgeinfer.runtime.search.contract import Reader, SearchParts

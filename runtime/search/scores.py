@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = ["entropy", "likeliest", "log_probabilities", "logprob"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.contract import Passes, Reader, SearchParts, Tally
 from edgeinfer.searching import SearchedText, SearchUse
 

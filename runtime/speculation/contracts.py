@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = [
     "Context",

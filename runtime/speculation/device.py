@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import (
     Costs,
     DraftCosts,
@@ -161,7 +161,7 @@ class DeviceCosts:
         for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
             token = filler_tokens(backend, 1, skip)
             begun = time.perf_counter()
-            backend.forward(token, place, row)
+            backend.forward(ForwardInput(token, place, row))
             times.append((time.perf_counter() - begun) * 1e3)
             backend.truncate(start)
         return times[1:]

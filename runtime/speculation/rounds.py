@@ -10,7 +10,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints, StepOutput
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.contracts import (
     Context,
     Draft,
@@ -132,7 +133,7 @@ class Rounds:
         """One token as plain decoding makes it, with nothing around it that could wait."""
         tokens, begun = self._context.tokens, time.perf_counter_ns()
         self._root[0], self._place[0] = tokens[-1], base
-        output = self._backend.forward(self._root, self._place, _ONE_ROW)
+        output = self._backend.forward(ForwardInput(self._root, self._place, _ONE_ROW))
         verified = time.perf_counter_ns()
         self._hidden = output.hidden
         token = self._chooser.token(output.logits[0], len(tokens))
@@ -244,23 +245,25 @@ class Rounds:
 
     def _verify(
         self, draft: Draft, fed: Ints, base: int, resumption: Resumption | None, states: Floats | None
-    ) -> StepOutput:
+    ) -> ForwardOutput:
         rows = np.arange(len(fed) if states is None else len(states))
         if resumption is not None:
             mask, hidden = resumption.layer_mask, resumption.hidden
-            return self._backend.forward(fed, rows + base, rows, layer_mask=mask, hidden=hidden)
+            return self._backend.forward(ForwardInput(fed, rows + base, rows, layer_mask=mask, hidden=hidden))
         if states is not None:
             # Their states count, not their tokens.
             fed = np.pad(fed, (0, len(rows) - len(fed)))
         if draft.is_chain:
-            return self._backend.forward(fed, rows + base, rows, hidden=states)
+            return self._backend.forward(ForwardInput(fed, rows + base, rows, hidden=states))
         depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
         tree = [-1, *(parent + 1 for parent in draft.parents)]
         for row in rows[len(tree) :].tolist():
             above = row - 1 if row > len(draft) + 1 else spine_tip(draft) + 1
             tree.append(above)
             depths.append(depths[above] + 1)
-        return self._backend.forward(fed, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
+        return self._backend.forward(
+            ForwardInput(fed, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
+        )
 
     def _recheck(
         self, verdict: Verdict, view: RoundView, fed: Ints, base: int, logits: Floats
@@ -276,7 +279,7 @@ class Rounds:
             logits = logits.copy()
             self._backend.truncate(base + place)
             position = np.array([base + place])
-            output = self._backend.forward(fed[node + 1 : node + 2], position, np.zeros(1, np.int64))
+            output = self._backend.forward(ForwardInput(fed[node + 1 : node + 2], position, np.zeros(1, np.int64)))
             logits[node + 1] = output.logits[0]
             token = self._chooser.token(logits[node + 1], view.position(node), view.path(node))
             self.tally.rechecked += 1

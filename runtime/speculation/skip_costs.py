@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 
 __all__ = ["BlockCosts", "Gain", "measure_costs"]
 
@@ -87,7 +87,7 @@ def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REP
     everything = np.ones(2 * layers, np.bool_)
     passes = [(everything, rows) for rows in range(1, longest + 2)] + [(is_mlp, 1), (~is_mlp, 1)]
     backend.truncate(0)
-    backend.forward(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))
     *whole, without_attention, without_mlp = _medians(backend, passes, repeats)
     backend.truncate(0)
     # Noise must not make a block pay for being run.
@@ -104,7 +104,7 @@ def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], 
         for (mask, size), taken in zip(passes, times, strict=True):
             rows = np.arange(size)
             begun = time.perf_counter()
-            backend.forward(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask)
+            backend.forward(ForwardInput(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
             if repeat:  # the first round warms up
                 taken.append((time.perf_counter() - begun) * 1e3)
             backend.truncate(past)

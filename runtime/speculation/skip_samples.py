@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 
 __all__ = ["Sample", "SampleTexts"]
 
@@ -65,10 +66,12 @@ class SampleTexts:
         for before, fed in self._texts:
             self._backend.restore(before)
             rows = np.arange(len(fed))
-            yield self._backend.forward(fed, rows + self._backend.length, rows, layer_mask=layer_mask).logits
+            yield self._backend.forward(
+                ForwardInput(fed, rows + self._backend.length, rows, layer_mask=layer_mask)
+            ).logits
 
     def _take_in(self, tokens: Sequence[int]) -> None:
         self._backend.truncate(0)
         for start in range(0, len(tokens), _CHUNK):
             ids = np.array(tokens[start : start + _CHUNK], np.int64)
-            self._backend.forward(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64))
+            self._backend.forward(ForwardInput(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64)))

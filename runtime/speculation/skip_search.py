@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Ints
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.drafters.skip import every_second
 from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 from edgeinfer.runtime.speculation.skip_samples import Sample, SampleTexts

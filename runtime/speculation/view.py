@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.contracts import Draft, Law
 from edgeinfer.runtime.speculation.selfcheck import near_edge
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.errors import UsageError
 from edgeinfer.results import PassWork
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 
 __all__ = [
@@ -109,13 +110,13 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
     backend = engine.backend
     engine.forget()
     if past:
-        backend.forward(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64))
+        backend.forward(ForwardInput(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64)))
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 1):
         for size in sizes:
             tokens, rows = np.array(_filler(engine, size)), np.arange(size)
             begun = time.perf_counter()
-            backend.forward(tokens, rows + past, rows)
+            backend.forward(ForwardInput(tokens, rows + past, rows))
             if repeat:  # the first round warms up
                 times[size].append((time.perf_counter() - begun) * 1e3)
             backend.truncate(past)

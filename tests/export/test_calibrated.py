@@ -29,6 +29,7 @@ from edgeinfer.export.planned_tensors import PlannedTensors
 from edgeinfer.quant import METHODS, InputStatistics, QuantPolicy
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate
 from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.factories import make_checkpoint, make_tokenizer
 
@@ -56,7 +57,7 @@ def logits_error(model: Any, bundle: Bundle, tokens: NDArray[np.int64]) -> float
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
     places = np.arange(len(tokens))
-    ours = ReferenceBackend(bundle, len(tokens)).forward(tokens, places, places).logits
+    ours = ReferenceBackend(bundle, len(tokens)).forward(ForwardInput(tokens, places, places)).logits
     return float(np.mean((ours - theirs) ** 2))
 
 

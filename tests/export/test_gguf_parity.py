@@ -17,11 +17,11 @@ from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
-from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.export.test_gguf_subject import REFUSED
+from tests.gguf_logits import GgufModel
 
 pytestmark = pytest.mark.gguf
 

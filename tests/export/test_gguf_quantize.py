@@ -17,12 +17,12 @@ pytest.importorskip("llama_cpp")
 
 import gguf
 
-from edgeinfer.apps.bench.gguf_model import GgufModel
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.errors import BackendError, BundleError, StorageError, UsageError
 from edgeinfer.export.gguf.file_types import FILE_TYPES
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.writer import write_gguf
+from tests.gguf_logits import GgufModel
 
 pytestmark = pytest.mark.gguf
 

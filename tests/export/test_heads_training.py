@@ -25,7 +25,8 @@ from edgeinfer.export.training.target import Target, load_target
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.tokens import Tokens, write_tokens
 from edgeinfer.export.training.trainer import Trainer
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
 from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
@@ -109,7 +110,7 @@ def test_heads_that_draft_are_those_that_were_trained(
     guesser = drafting(backend, found)
     # The last token is one that is not guessed, and so unknown to Hydra.
     tokens = [*TEXT[:10], 300]
-    output = backend.forward(np.array(tokens[:-1]), np.arange(10), np.array([9]))
+    output = backend.forward(ForwardInput(np.array(tokens[:-1]), np.arange(10), np.array([9])))
     assert output.hidden is not None
     guesser.begin(tokens)
     now, drafted = context(tokens), [5, 12]
@@ -140,7 +141,7 @@ def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: Tokens, b
     assert states is not None and backend.length == 9
     rows = np.arange(1 + SHAPE.count)
     fed = np.pad(np.array(TEXT[9:10]), (0, SHAPE.count))
-    output = backend.forward(fed, rows + 9, rows, hidden=states)
+    output = backend.forward(ForwardInput(fed, rows + 9, rows, hidden=states))
     with torch.no_grad():
         said = task._said(torch.tensor([TEXT[:12]]), torch.tensor([3, 9]))[0, 1] @ target.model.lm_head.weight.T
     np.testing.assert_allclose(output.logits[1:], said.numpy(), rtol=1e-3, atol=1e-4)
@@ -161,7 +162,7 @@ def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text:
     found = read_heads(bundle, "acceptance")
     assert found is not None
     backend = ReferenceBackend(bundle, 64)
-    output = backend.forward(np.array(TEXT[:12]), np.arange(12), np.arange(12))
+    output = backend.forward(ForwardInput(np.array(TEXT[:12]), np.arange(12), np.arange(12)))
     assert output.hidden is not None
     states, _, law, _ = task._facts(torch.tensor([TEXT[:12]]))
     np.testing.assert_allclose(output.hidden, states, rtol=1e-3, atol=1e-4)

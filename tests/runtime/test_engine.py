@@ -12,19 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
+    ForwardInput,
+    ForwardOutput,
     PassCancelledError,
-    StepOutput,
-    Visibility,
     check_pass,
 )
 from edgeinfer.runtime.decoding.engine import Engine
@@ -71,18 +68,10 @@ class TableBackend:
 
     def forward(
         self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+        batch: ForwardInput,
+    ) -> ForwardOutput:
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
         self._wait()
         start = self.length
@@ -91,7 +80,7 @@ class TableBackend:
         logits = np.zeros((len(rows), VOCABULARY), np.float32)
         for i, row in enumerate(rows):
             logits[i, next_token(self.held[: start + row + 1])] = 1
-        return StepOutput(logits, None)
+        return ForwardOutput(logits, None)
 
     def _wait(self) -> None:
         if len(self.passes) == self.fails_at:

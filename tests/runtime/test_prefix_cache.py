@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine

@@ -1,1 +1,1 @@
-"""One file per engine that the benchmarks time; each runs under an interpreter that has that engine, see worker.py."""
+"""Engines that the benchmarks time; each runs under an interpreter that has that engine, see worker.py."""

@@ -9,7 +9,7 @@ from html import escape
 
 from edgeinfer.apps.bench.plots import Chart, chart_svg
 
-__all__ = ["Facts", "Note", "Part", "Section", "Table", "page_html"]
+__all__ = ["Facts", "Note", "Part", "Section", "Table", "markdown", "page_html", "section_markdown"]
 
 Facts = tuple[tuple[str, str], ...]
 
@@ -135,3 +135,21 @@ def _table(table: Table) -> str:
     )
     caption = f"<caption>{escape(table.caption)}</caption>"
     return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def section_markdown(section: Section) -> str:
+    """What a terminal and a Markdown file show of a section: its facts, tables and notes."""
+    facts = ", ".join(f"{name}: {value}" for name, value in section.facts)
+    return "\n\n".join([f"## {section.title}", *([facts] if facts else []), *markdown(section.parts)]) + "\n"
+
+
+def markdown(parts: Sequence[Part]) -> list[str]:
+    """Tables and sentences as Markdown; charts have none."""
+    return [
+        part.text if isinstance(part, Note) else _table_markdown(part) for part in parts if not isinstance(part, Chart)
+    ]
+
+
+def _table_markdown(table: Table) -> str:
+    rows = [f"| {' | '.join(cells)} |" for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+    return "\n".join([f"{table.caption}:", "", *rows])

@@ -18,12 +18,12 @@ from edgeinfer.apps.bench.pages.memory_section import (
     spec_memory_section,
 )
 from edgeinfer.apps.bench.pages.page import Facts, Section, page_html
-from edgeinfer.apps.bench.pages.peers_section import peers_section
-from edgeinfer.apps.bench.pages.quality_section import quality_section
 from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
 from edgeinfer.apps.bench.pages.spec_section import spec_section
 from edgeinfer.apps.bench.pages.speed_section import speed_section
 from edgeinfer.apps.bench.pages.tune_section import tune_section
+from edgeinfer.apps.bench.peers_figures import peers_section
+from edgeinfer.apps.bench.quality_report import quality_section
 from edgeinfer.errors import UsageError
 
 __all__ = ["read_section", "report_html"]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["Rotation"]
 

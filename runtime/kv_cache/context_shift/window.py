@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle import DecoderSpec
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
 from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
 
@@ -20,7 +21,7 @@ __all__ = ["SINKS", "WindowPolicy"]
 # StreamingLLM's: one may do, four always did.
 SINKS = 4
 # Share of the context that an overflow frees. What is freed at once is missing from then on: with twice as much,
-# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (apps/bench/overflow_quality.py). Half as
+# stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (docs/LOG.md). Half as
 # much would turn all keys twice as often.
 _FREED = 0.125
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
 
 __all__ = ["LogitDrafter"]

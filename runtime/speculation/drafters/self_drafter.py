@@ -10,7 +10,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix

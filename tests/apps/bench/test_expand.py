@@ -190,7 +190,7 @@ def test_gguf_holds_the_function_too(small: Path, tmp_path: Path) -> None:
     """llama.cpp's greedy choices on the file are those of transformers with the same rounded weights."""
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    from edgeinfer.apps.bench.engines.llamacpp import LlamaCppEngine
+    from edgeinfer.apps.bench.engines.stepped import LlamaCppEngine
 
     expand_checkpoint(small, tmp_path, replace(MODEST, kv_heads=2, heads=8, head_dim=16))
     write_q4_0(tmp_path, tmp_path / "model.gguf")

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench import peers_check, peers_run
+from edgeinfer.apps.bench import peers_run
 from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.peers_budgets import LimitedRun
-from edgeinfer.apps.bench.peers_config import PeersConfig
+from edgeinfer.apps.bench.pages.page import section_markdown
 from edgeinfer.apps.bench.peers_engines import PEERS
+from edgeinfer.apps.bench.peers_figures import EngineFigures, PeersConfig, peers_json, peers_section
+from edgeinfer.apps.bench.peers_limits import LimitedRun
 from edgeinfer.apps.bench.peers_models import builtin_model, shape_model
-from edgeinfer.apps.bench.peers_report import peers_json, peers_markdown
-from edgeinfer.apps.bench.peers_results import EngineFigures
 from edgeinfer.apps.bench.peers_run import PeersRun
 from edgeinfer.apps.bench.shapes import SHAPES
 from edgeinfer.apps.cli.main import main
@@ -47,8 +46,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def canned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that take no time, and a reference that knows what they should say; "wrong" says something else."""
     monkeypatch.setattr(LocalWorker, "engines", {"edgeinfer": Canned, "transformers": Canned})
-    for module in (peers_run, peers_check):
-        monkeypatch.setattr(module, "Worker", LocalWorker)
+    monkeypatch.setattr(peers_run, "Worker", LocalWorker)
     ours = replace(PEERS["edgeinfer"], make=lambda model, python: tmp_path)
     reference = replace(PEERS["transformers"], make=lambda model, python: tmp_path)
     monkeypatch.setattr(peers_run, "missing", lambda peer, python, name: "")
@@ -69,6 +67,11 @@ def run(work: Path, *engines: str, **settings: Any) -> PeersRun:
     return done
 
 
+def shown(done: PeersRun, config: PeersConfig = SMALL) -> str:
+    """What the command prints."""
+    return section_markdown(peers_section(peers_json([done.figures()], config)))
+
+
 def found(done: PeersRun) -> dict[str, EngineFigures]:
     return {figures.engine: figures for figures in done.figures().engines}
 
@@ -85,7 +88,7 @@ def test_figures_of_engines(work: Path) -> None:
     # The speed of an engine that says something else does not count, however fast it is.
     assert (wrong.same_tokens, wrong.agreement) == (False, 0.0)
     assert not wrong.rates and not wrong.passes and wrong.load_ms is None
-    text = peers_markdown([done.figures()], SMALL)
+    text = shown(done)
     assert "wrong: wrong" in text and "pp40 t/s" in text
     engines = peers_json([done.figures()], SMALL)["models"][0]["engines"]
     assert engines[0]["pp40"] == 800.0 and engines[0]["c"]["1"] == 4.0
@@ -110,7 +113,7 @@ def test_budgets_are_tried_until_one_fails(work: Path, monkeypatch: pytest.Monke
     ours = found(done)["edgeinfer"]
     assert ours.budgets[400_000_000].tokens_per_second == 25.0 and ours.budgets[200_000_000].reason == "killed"
     assert tried.count(400_000_000) == 3 and tried.count(200_000_000) == 1
-    text = peers_markdown([done.figures()], settings)
+    text = shown(done, settings)
     assert "400.0 MB" in text and "killed" in text
 
 
@@ -162,12 +165,12 @@ def test_the_speed_of_a_wrong_engine_does_not_count(work: Path, monkeypatch: pyt
     wrong = figures["llama.cpp"]
     assert wrong.same_tokens is False and wrong.agreement is not None and wrong.agreement < 0.5
     assert not wrong.rates and not wrong.passes and not wrong.budgets and wrong.load_ms is None
-    assert "llama.cpp: wrong" in peers_markdown([done.figures()], SMALL)
+    assert "llama.cpp: wrong" in shown(done)
 
 
 @needs_transformers
 def test_transformers_takes_part(work: Path, tmp_path: Path) -> None:
-    from edgeinfer.apps.bench.engines.huggingface import TransformersEngine
+    from edgeinfer.apps.bench.engines.stepped import TransformersEngine
 
     engine = TransformersEngine(str(Artifacts(work, SHAPES["tiny"]).checkpoint()), threads=1, context=256)
     prompt = [5, 9, 70, 33]
@@ -200,7 +203,7 @@ def test_what_cannot_be_loaded_is_left_out(work: Path, tmp_path: Path, monkeypat
     assert figures["absent"].skipped and not figures["absent"].rates
     assert "stopped: it died" in (figures["dying"].skipped or "")
     assert figures["edgeinfer"].same_tokens is None
-    text = peers_markdown([done.figures()], SMALL)
+    text = shown(done)
     assert "Replies were not checked: it sleeps." in text and "dying: skipped:" in text
     json.dumps(peers_json([done.figures()], SMALL))
 
@@ -231,7 +234,7 @@ def test_no_limits_no_column(work: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(peers_run, "can_enforce", lambda: "there is no such thing here")
     done = run(work, "edgeinfer", budgets=(400_000_000,))
     assert not found(done)["edgeinfer"].budgets
-    text = peers_markdown([done.figures()], replace(SMALL, budgets=(400_000_000,)))
+    text = shown(done, replace(SMALL, budgets=(400_000_000,)))
     assert "not measured: there is no such thing here" in text and "400.0 MB" not in text
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.bundle_checkpoint import write_bundle_checkpoint
 from edgeinfer.apps.bench.driver import WORKER_SCRIPT, Worker
 from edgeinfer.apps.bench.engines.stepped import SteppedEngine
-from edgeinfer.apps.bench.peers_budgets import LimitedRun, can_enforce, run_limited, summary
+from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limited, summary
+from edgeinfer.apps.bench.peers_models import write_bundle_checkpoint
 from edgeinfer.apps.bench.safetensors_file import TensorFile, convert_checkpoint
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.apps.bench.worker import ENGINES, serve
@@ -41,14 +41,14 @@ class Counting(SteppedEngine):
         super().__init__()
         self.passes: list[tuple[int, int, int]] = []
 
-    def take(self, tokens: list[int], rows: int) -> None:
-        self.passes.append((len(self._taken), len(tokens), rows))
+    def evaluate(self, tokens: list[int], rows: int) -> None:
+        self.passes.append((len(self._cached), len(tokens), rows))
 
     def choices(self, rows: int) -> list[int]:
-        return [len(self._taken)]
+        return [len(self._cached)]
 
     def truncate(self, length: int) -> None:
-        assert length <= len(self._taken)
+        assert length <= len(self._cached)
 
 
 def test_every_pass_stands_where_it_should() -> None:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 import edgeinfer
+from edgeinfer.apps.bench.pages.page import section_markdown
 from edgeinfer.apps.bench.prompts import Prompt
-from edgeinfer.apps.bench.quality import Material, Quality, layout_differences, measure_family
-from edgeinfer.apps.bench.quality_report import quality_chart, quality_text
-from edgeinfer.apps.bench.quality_tasks import score_tasks
-from edgeinfer.apps.bench.quality_variants import Candidate, Family, checkpoint_family, given_family
-from edgeinfer.apps.bench.stories import read_stories
+from edgeinfer.apps.bench.quality import Material, Quality, layout_differences, measure_family, score_tasks
+from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
+from edgeinfer.apps.bench.quality_variants import Family, Variant, checkpoint_family, given_family
+from edgeinfer.apps.bench.texts import read_stories
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, TemplateError, UsageError
 from edgeinfer.runtime.native.library import native_kernel
@@ -68,7 +68,7 @@ def test_the_last_stories_are_read(tmp_path: Path) -> None:
 def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
     results = measured(checkpoint, widths=["8", "4", "4small"], caches=["int8", "int4"])
     labels = ["32 bits", "8 bits", "4 bits", "4 bits, small layers too", "8 bits, int8 cache", "8 bits, int4 cache"]
-    assert [r.candidate.label.replace(", onnxruntime's operators", "") for r in results] == labels
+    assert [r.variant.label.replace(", onnxruntime's operators", "") for r in results] == labels
     baseline, eight, _, small, cache8, cache4 = results
     assert (baseline.agreement, baseline.divergence) == (1.0, (0.0, 0.0))
     bits = [r.bits_per_weight for r in results[:4]]
@@ -81,19 +81,38 @@ def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
     assert cache8.bytes == eight.bytes and cache8.divergence[0] < cache4.divergence[0]
 
 
+def test_methods_of_quantizing_are_compared(checkpoint: Path) -> None:
+    family = checkpoint_family(checkpoint, ["4small"], methods=["rtn", "gptq"], group_sizes=[32])
+    results = measure_family(family, Material(STORIES, STORIES, 12)).subjects
+    labels = [result.variant.scheme for result in results[1:]]
+    assert labels == [f"4 bits, small layers too, {method}, groups of 32" for method in ("rtn", "gptq")]
+    assert results[1].bytes == results[2].bytes and results[1].divergence != results[2].divergence
+
+
+@pytest.mark.gguf
+def test_types_of_llama_cpp_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    make_checkpoint(tmp_path / "model", "llama", intermediate_size=128)
+    family = checkpoint_family(tmp_path / "model", [], types=["Q8_0", "Q4_0"])
+    reference, eight, four = measure_family(family, Material(STORIES, STORIES, 12)).subjects
+    assert (eight.variant.label, four.variant.label) == ("Q8_0", "Q4_0")
+    assert reference.bytes > eight.bytes > four.bytes and 0 < eight.divergence[0] < four.divergence[0]
+
+
 def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Path) -> None:
     result = measured(checkpoint, STORIES[:1], widths=["4small"], group_sizes=[32])[1]
     logits = []
-    assert result.candidate.export is not None
-    for number, options in enumerate((["--bits", "32"], result.candidate.export)):
+    assert result.variant.export is not None
+    for number, options in enumerate((["--bits", "32"], result.variant.export)):
         bundle = exported(checkpoint, tmp_path / str(number), *options)
         with edgeinfer.load(bundle, speculation="off", native=False if number else None) as model:
             ids = model.tokenize(STORIES[0])
             ids = ids if ids[:1] == model.begin_ids else model.begin_ids + ids
             logits.append(np.concatenate([rows.astype(np.float64) for rows in model.logits(ids)]))
             perplexity = model.score(ids).perplexity
-    reference, candidate = (log_softmax(each, axis=1) for each in logits)
-    wanted = (np.exp(reference) * (reference - candidate)).sum(axis=1)
+    reference, variant = (log_softmax(each, axis=1) for each in logits)
+    wanted = (np.exp(reference) * (reference - variant)).sum(axis=1)
     np.testing.assert_allclose(result.divergences, wanted, atol=1e-12)
     assert result.divergence[0] == pytest.approx(wanted.mean())
     assert result.perplexity == pytest.approx(perplexity)
@@ -127,7 +146,7 @@ def test_layouts_of_the_same_weights_stand_side_by_side(checkpoint: Path) -> Non
 def test_what_cannot_be_had_is_skipped_with_the_reason(checkpoint: Path) -> None:
     family = checkpoint_family(checkpoint, ["4"], budgets=[0.1])
     results = measure_family(family, Material(STORIES, STORIES))
-    assert [each.candidate.scheme for each in results.subjects] == ["32 bits", "4 bits"]
+    assert [each.variant.scheme for each in results.subjects] == ["32 bits", "4 bits"]
     (skipped,) = results.skipped
     assert skipped.variant == "budget of 0.1 bits" and "cannot be exported" in skipped.reason
     with pytest.raises(UsageError, match=r"config\.json"):
@@ -137,7 +156,7 @@ def test_what_cannot_be_had_is_skipped_with_the_reason(checkpoint: Path) -> None
 @needs_builtin
 def test_models_with_other_tokens_are_not_compared(checkpoint: Path, tmp_path: Path) -> None:
     exported(checkpoint, tmp_path / "bundle", "--bits", "8")
-    family = Family("tales", Candidate("tales", None), (Candidate("other", str(tmp_path / "bundle")),))
+    family = Family("tales", Variant("tales", None), (Variant("other", str(tmp_path / "bundle")),))
     (skipped,) = measure_family(family, Material(STORIES)).skipped
     assert "other tokens" in skipped.reason or "vocabularies" in skipped.reason
 
@@ -145,9 +164,9 @@ def test_models_with_other_tokens_are_not_compared(checkpoint: Path, tmp_path: P
 def test_names_of_given_models() -> None:
     family = given_family(["a/eight", "b/four"], None, ["int8"])
     assert family.reference.label == "eight"
-    assert [each.label for each in family.candidates] == ["four", "eight, int8 cache", "four, int8 cache"]
+    assert [each.label for each in family.variants] == ["four", "eight, int8 cache", "four, int8 cache"]
     family = given_family(["a/same", "b/same"], "c/32", [])
-    assert (family.model, [each.label for each in family.candidates]) == ("c/32", ["a/same", "b/same"])
+    assert (family.model, [each.label for each in family.variants]) == ("c/32", ["a/same", "b/same"])
 
 
 class Parrot:
@@ -212,7 +231,7 @@ def test_the_command_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         assert set(each["tasks"]) == {"tales/retell", "tales/again", "tales/start", "tales/who"}
         assert all(score["of"] == 1 for score in each["tasks"].values())
         assert f"| {each['variant']} |" in text
-    assert text == quality_text(data)
+    assert section_markdown(quality_section(data)).partition("\n\n|")[2] == text.partition("\n\n|")[2]
     assert "KL divergence, nats per token" in svg.read_text()
 
 
@@ -262,6 +281,8 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
         (["--kv", "int3"], "int3"),
         (["--stories", "0"], "at least one story"),
         (["--budget-bits", "3"], "--text"),
+        (["--methods", "rtn,gptq"], "--text"),
+        (["--types", "Q4_0"], "--text"),
         (["--reference", "x"], "-m"),
         (["--text", "none"], "none"),
         (["--data", "none"], "none"),

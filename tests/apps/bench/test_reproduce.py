@@ -14,9 +14,21 @@ from hypothesis import strategies as st
 
 from edgeinfer.apps.bench.environment import run_header
 from edgeinfer.apps.bench.reproduce import Reproduced, main, reproduce
-from edgeinfer.apps.bench.reproduce_files import finished, keep, read_result, redact, write_index, write_page
-from edgeinfer.apps.bench.reproduce_readme import block, fill, names
-from edgeinfer.apps.bench.reproduce_runs import RUNS, Places, Run, find_runs
+from edgeinfer.apps.bench.reproduce_files import (
+    RUNS,
+    Places,
+    ReproducibleRun,
+    block,
+    fill,
+    find_runs,
+    finished,
+    keep,
+    names,
+    read_result,
+    redact,
+    write_index,
+    write_page,
+)
 from tests.apps.bench.here import exports_here
 from tests.speculation import needs_builtin
 
@@ -47,7 +59,7 @@ def test_the_readme_shows_what_the_results_say() -> None:
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if (RESULTS / f"{run.name}.json").is_file()], ids=lambda r: r.name)
-def test_results_say_what_they_depend_on_and_nothing_of_folders(run: Run) -> None:
+def test_results_say_what_they_depend_on_and_nothing_of_folders(run: ReproducibleRun) -> None:
     data = read_result(RESULTS, run.name)
     first = data[0] if isinstance(data, list) else data
     assert {"test_time", "command"} <= set(first) and not first.get("quick")
@@ -124,9 +136,9 @@ def test_the_index_and_the_page(tmp_path: Path) -> None:
     assert page is not None and "Quantized caches" in page.read_text("utf-8")
 
 
-def tried(name: str, arguments: list[str], **options: Any) -> Run:
+def tried(name: str, arguments: list[str], **options: Any) -> ReproducibleRun:
     make: Callable[[Places], list[str]] = lambda places: arguments  # noqa: E731
-    return Run(name, "words", 1, make, **options)
+    return ReproducibleRun(name, "words", 1, make, **options)
 
 
 def test_what_cannot_be_run_is_skipped_or_fails_alone(places: Places, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
+from edgeinfer.apps.bench.artifacts import Artifacts
 from edgeinfer.apps.bench.shapes import SHAPES, Dtype, find_shape, write_random_checkpoint
 from edgeinfer.apps.bench.vocabulary import CHAT_TEMPLATE, pseudo_text, synthesize_vocabulary, write_tokenizer
 from edgeinfer.errors import UsageError
@@ -128,3 +129,10 @@ def test_gguf_files_hold_the_same_tensors_in_q4_0(tmp_path: Path, name: str) -> 
     assert {tensor.tensor_type for tensor in matrices} == {gguf.GGMLQuantizationType.Q4_0}
     values = np.concatenate([gguf.dequantize(t.data, t.tensor_type).ravel() for t in matrices])
     assert abs(values.std() - 0.02) < 2e-4
+
+
+def test_model_files_are_built_once_and_left_whole(tmp_path: Path) -> None:
+    artifacts = Artifacts(tmp_path, TINY)
+    before = artifacts.checkpoint().stat().st_mtime_ns
+    assert Artifacts(tmp_path, TINY).checkpoint().stat().st_mtime_ns == before
+    assert not list((tmp_path / "tiny").glob("*.partial"))

@@ -15,6 +15,7 @@ from edgeinfer.apps.bench.speed import SpeedConfig, SpeedResult, run_speed
 from edgeinfer.apps.bench.speed_report import FORMATS, speed_text
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
@@ -44,9 +45,9 @@ class Watched:
         backend = model._parts.engine.backend
         forward = backend.forward
 
-        def watched(tokens: Any, *args: Any, **kwargs: Any) -> Any:
-            self.sizes.append(len(tokens))
-            return forward(tokens, *args, **kwargs)
+        def watched(batch: ForwardInput) -> ForwardOutput:
+            self.sizes.append(len(batch.tokens))
+            return forward(batch)
 
         backend.forward = watched  # type: ignore[method-assign]
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
 import mmap
 import os
 import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.apps.bench import watch
-from edgeinfer.apps.bench.comparison import Comparison, Contender
-from edgeinfer.apps.bench.contenders import CompareConfig
-from edgeinfer.apps.bench.report import print_comparison
-from edgeinfer.apps.bench.shapes import SHAPES
-from edgeinfer.apps.bench.timing import DECODE, PREFILL, Samples, Spread, Task, rotated, visits
+from edgeinfer.apps.bench.timing import DECODE, Samples, Spread, rotated, visits
 from edgeinfer.apps.bench.watch import _Sample, mapped_memory, run_watched
 from edgeinfer.errors import BackendError
-from edgeinfer.results import DeviceLimits, PassWork
 
 NAMES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=5, unique=True)
 
@@ -62,92 +54,6 @@ def test_ratios_do_not_see_drift_between_repeats(speeds: list[float]) -> None:
         samples.add("slow", 1, [30 * speed, 31 * speed, 32 * speed])
         samples.add("fast", 1, [20 * speed])
     assert samples.ratio(("slow", 1), ("fast", 1)).median == pytest.approx(31 / 20)
-
-
-OURS, PORTABLE, PEER = "edgeinfer native g32 exact", "edgeinfer MatMulNBits g32 exact", "llama.cpp Q4_0"
-CONFIG = CompareConfig(SHAPES["tiny"], past=64, sizes=(1, 4), prefill=100)
-
-
-def _comparison(*labels: str, **facts: Any) -> Comparison:
-    """Times of 10, 15 and 50 ms, of each further contender as many times longer."""
-    samples = Samples()
-    times: dict[Task, float] = {DECODE: 10.0, 1: 10.0, 4: 15.0, PREFILL: 50.0}
-    for factor, label in enumerate(labels, 1):
-        for task, time in times.items():
-            samples.add(label, task, [time * factor])
-    contenders = tuple(Contender(label, label.split(" g32")[0], "1.0", 1_000_000) for label in labels)
-    return Comparison(CONFIG, contenders, {"genai": "not installed"}, samples, **facts)
-
-
-def _rows(text: str, start: str) -> list[list[str]]:
-    return [line.removeprefix(start).split() for line in text.splitlines() if line.startswith(start)]
-
-
-def test_report_names_times_growth_and_speedup(capsys: pytest.CaptureFixture[str]) -> None:
-    print_comparison(_comparison(OURS, PEER))
-    text = capsys.readouterr().out
-    times, growth, speedup = _rows(text, "m = 4")
-    assert times == ["15.00", "[15.00-15.00]", "30.00", "[30.00-30.00]"]
-    assert growth == ["1.50", "1.50"]
-    assert speedup == ["2.00", "[2.00-2.00]", "1"]
-    assert _rows(text, "prefill of 100")[0][:4] == ["50.00", "[50.00-50.00]", "2000", "tokens/s"]
-    assert "genai: skipped: not installed" in text.splitlines()
-
-
-def test_every_family_but_a_lonely_first_is_compared_with() -> None:
-    assert _comparison(OURS).baselines == ()
-    assert [b.label for b in _comparison(OURS, PORTABLE, PEER).baselines] == [PORTABLE, PEER]
-    fast = OURS.replace("exact", "fast")
-    assert [b.label for b in _comparison(OURS, fast, PEER).baselines] == [OURS, PEER]
-
-
-def test_report_without_a_peer_leaves_out_speedups(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison = _comparison(OURS)
-    print_comparison(comparison)
-    assert "faster" not in capsys.readouterr().out
-    assert comparison.to_dict()["engines"][OURS]["speedup_vs"] == {}
-
-
-def test_comparison_becomes_json_with_its_samples() -> None:
-    data = json.load(io.StringIO(json.dumps(_comparison(OURS, PEER).to_dict())))
-    engine = data["engines"][OURS]
-    assert engine["samples"] == {"decode": [[10.0]], "1": [[10.0]], "4": [[15.0]], "prefill": [[50.0]]}
-    assert engine["speedup_vs"][PEER]["4"]["median"] == 2.0
-    assert data["limits"] is None and "floors" not in engine
-
-
-@pytest.mark.parametrize(("rate", "multiply_ms", "times"), [(2e9, 5.0, 2.5), (1e9, 10.0, 1.5), (None, None, 2.5)])
-def test_times_stand_beside_the_larger_limit(
-    rate: float | None, multiply_ms: float | None, times: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work = PassWork(weight_bytes=60_000_000, multiply_adds=10_000_000)
-    comparison = _comparison(
-        OURS,
-        PEER,
-        limits={task: [DeviceLimits("avx2", 1, 10e9, rate)] for task in CONFIG.tasks},
-        work={(OURS, task): work for task in CONFIG.tasks},
-    )
-    floor = comparison.floor(OURS, 4)
-    assert floor is not None
-    assert (floor.read_ms, floor.multiply_ms) == (6.0, multiply_ms)
-    assert floor.times.median == times
-    assert comparison.floor(PEER, 4) is None
-    print_comparison(comparison)
-    text = capsys.readouterr().out
-    assert ("avx2 multiplies" in text) == (rate is not None)
-    shown = "-" if multiply_ms is None else f"{multiply_ms:.2f}"
-    assert _rows(text, "m = 4")[2] == ["6.00", "|", shown, "|", f"{times:.2f}"]
-
-
-def test_distance_to_the_limits_does_not_see_drift_between_repeats() -> None:
-    samples = Samples()
-    for speed in (1, 2, 5):
-        samples.add(OURS, 1, [12.0 / speed])
-    limits = [DeviceLimits("avx2", 1, speed * 1e9, None) for speed in (1, 2, 5)]
-    work: dict[tuple[str, Task], PassWork] = {(OURS, 1): PassWork(10_000_000, 0)}
-    floor = Comparison(CONFIG, (), {}, samples, {1: limits}, work).floor(OURS, 1)
-    assert floor is not None
-    assert [floor.times.p25, floor.times.p75] == pytest.approx([1.2, 1.2])
 
 
 def test_watching_sees_the_peak_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:

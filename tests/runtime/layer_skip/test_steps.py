@@ -14,7 +14,8 @@ import pytest
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted, feed, whole_pass
 from edgeinfer.runtime.layer_skip.exiting import Exiting
@@ -137,7 +138,7 @@ def test_skipped_blocks_do_not_run(engine: Engine) -> None:
     list(feed(whole_pass(backend), PROMPT, 0, [], 4))
     for token, said in zip(made, chooser.logits[1:], strict=False):
         place = np.array([backend.length])
-        output = backend.forward(np.array([token]), place, np.zeros(1, np.int64), layer_mask=SKIPS)
+        output = backend.forward(ForwardInput(np.array([token]), place, np.zeros(1, np.int64), layer_mask=SKIPS))
         assert np.array_equal(output.logits[0], said)
     use = steps.use()
     assert not use.lossless and use.reduced == MOST - 1
@@ -211,9 +212,11 @@ def test_exits_follow_their_confidence(engine: Engine) -> None:
     one = np.zeros(1, np.int64)
     for token, said in zip(made, chooser.logits[1:], strict=False):
         start = backend.length
-        early = backend.forward(np.array([token]), np.array([start]), one, layer_mask=first).logits[0].copy()
+        early = (
+            backend.forward(ForwardInput(np.array([token]), np.array([start]), one, layer_mask=first)).logits[0].copy()
+        )
         backend.truncate(start)
-        whole = backend.forward(np.array([token]), np.array([start]), one).logits[0]
+        whole = backend.forward(ForwardInput(np.array([token]), np.array([start]), one)).logits[0]
         sure = 1 / np.exp(early - early.max()).sum() >= 0.05
         waiting = waiting + 1 if sure else 0
         if waiting == 8:
@@ -231,10 +234,10 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
     seen: list[Any] = []
     forward = backend.forward
 
-    def watched(tokens: Any, positions: Any, rows: Any, **options: Any) -> Any:
-        if options.get("hidden") is not None:
-            seen.append((len(tokens), backend.snapshot(len(PROMPT))))
-        return forward(tokens, positions, rows, **options)
+    def watched(batch: ForwardInput) -> ForwardOutput:
+        if batch.hidden is not None:
+            seen.append((len(batch.tokens), backend.snapshot(len(PROMPT))))
+        return forward(batch)
 
     backend.forward = watched  # type: ignore[method-assign]
     try:
@@ -280,7 +283,9 @@ def test_states_are_those_between_the_layers(engine: Engine) -> None:
     for layer in range(LAYERS + 1):
         backend.truncate(0)
         mask = np.arange(2 * LAYERS) < 2 * layer
-        output = backend.forward(np.array(PROMPT), np.arange(len(PROMPT)), np.zeros(0, np.int64), layer_mask=mask)
+        output = backend.forward(
+            ForwardInput(np.array(PROMPT), np.arange(len(PROMPT)), np.zeros(0, np.int64), layer_mask=mask)
+        )
         assert output.hidden is not None
         np.testing.assert_allclose(states[layer], output.hidden, rtol=1e-4, atol=1e-4)
     assert (importance(states) > 0).all()

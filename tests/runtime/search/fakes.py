@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, Ints, StepOutput, Visibility, check_pass
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.search.contract import Search, SearchParts
@@ -49,10 +50,9 @@ class LettersBackend(TableBackend):
         self.noise = noise
         self.most_held = 0
 
-    def forward(
-        self, tokens: Ints, positions: Ints, rows: Ints, *, sees: Visibility | None = None, **options: Any
-    ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, None, None, None, sees=sees)
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        check_pass(self, batch)
+        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.sees
         self._wait()
         start, size = self.length, len(tokens)
         self.held += tokens.tolist()
@@ -68,7 +68,7 @@ class LettersBackend(TableBackend):
         logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
         if sees is not None:
             logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
-        return StepOutput(logits, None)
+        return ForwardOutput(logits, None)
 
     def _text(self, rows: NDArray[np.int64]) -> list[int]:
         found = sorted((self.places[row], self.held[row]) for row in rows)

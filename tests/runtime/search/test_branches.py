@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import PassCancelledError
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.search import branches as module
 from edgeinfer.runtime.search.branches import Branch, Branches
@@ -25,7 +25,7 @@ def parts_of(backend: LettersBackend, cancelled: bool = False) -> SearchParts:
 
 def fed_prompt(capacity: int = 200) -> LettersBackend:
     backend = LettersBackend(capacity)
-    backend.forward(np.array(PROMPT), np.arange(len(PROMPT)), np.array([0]))
+    backend.forward(ForwardInput(np.array(PROMPT), np.arange(len(PROMPT)), np.array([0])))
     return backend
 
 
@@ -80,7 +80,7 @@ def test_dead_rows_make_room() -> None:
 
 def test_copied_rows_begin_a_branch() -> None:
     backend = fed_prompt()
-    backend.forward(np.array([4, 6]), np.arange(2) + len(PROMPT), np.array([0]))
+    backend.forward(ForwardInput(np.array([4, 6]), np.arange(2) + len(PROMPT), np.array([0])))
     piece = backend.snapshot(len(PROMPT))
     backend.truncate(len(PROMPT))
     branches = Branches(parts_of(backend), Tally())

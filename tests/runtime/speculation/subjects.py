@@ -15,7 +15,8 @@ from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.bundle.heads import add_heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.profile.layer_drafting import Tuning

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Floats, Ints, StepOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler, TokenChooser
 from edgeinfer.runtime.speculation.acceptance import Acceptance
@@ -51,16 +52,15 @@ class Target(TableBackend):
     geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
     capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
 
-    def forward(
-        self, tokens: Ints, positions: Ints, rows: Ints, *, tree: Ints | None = None, **options: object
-    ) -> StepOutput:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        tokens, tree = batch.tokens, batch.tree
         parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
         paths: list[list[int]] = []
         for token, parent in zip(tokens.tolist(), parents, strict=True):
             paths.append([*(self.held if parent < 0 else paths[parent]), token])
         self.held += tokens.tolist()
-        logits = [target_logits(paths[row]) for row in rows]
-        return StepOutput(np.array(logits, np.float32).reshape(-1, V), None)
+        logits = [target_logits(paths[row]) for row in batch.rows]
+        return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
 
 
 class Drafter(LogitDrafter):

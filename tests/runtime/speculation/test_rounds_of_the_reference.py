@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import ChoiceConstraint
 from tests.runtime.speculation.subjects import (
@@ -101,10 +100,10 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatc
     next(steps)
     whole = reference.backend.forward
 
-    def fails(*args: Any, hidden: Floats | None = None, **options: Any) -> Any:
-        if hidden is not None:
+    def fails(batch: ForwardInput) -> ForwardOutput:
+        if batch.hidden is not None:
             raise RuntimeError("broken")
-        return whole(*args, hidden=hidden, **options)
+        return whole(batch)
 
     monkeypatch.setattr(reference.backend, "forward", fails)
     with pytest.raises(RuntimeError, match="broken"):

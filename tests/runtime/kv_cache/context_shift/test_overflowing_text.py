@@ -15,7 +15,8 @@ from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, Floats, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost
@@ -258,12 +259,12 @@ def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], m
     subject = writer("merge")
     whole, runs = subject.backend.forward, []
 
-    def cancels(*args: Any, layer_mask: Any = None, **options: Any) -> Any:
-        if layer_mask is not None:
+    def cancels(batch: ForwardInput) -> ForwardOutput:
+        if batch.layer_mask is not None:
             runs.append(1)
             if len(runs) == 3:
                 raise PassCancelledError("cancelled")
-        return whole(*args, layer_mask=layer_mask, **options)
+        return whole(batch)
 
     monkeypatch.setattr(subject.backend, "forward", cancels)
     reply = subject.write(CYCLE, SAMPLED, 60)[0]

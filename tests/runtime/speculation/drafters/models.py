@@ -11,7 +11,8 @@ import numpy as np
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict
@@ -86,7 +87,7 @@ def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:
 def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)
     """Feeds tokens in one pass and gives the logits after each."""
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows, **how).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **how)).logits.copy()
 
 
 @dataclass(frozen=True)

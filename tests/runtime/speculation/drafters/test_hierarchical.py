@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.backends.contract import Backend, Ints, StepOutput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.contracts import Context, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -133,9 +132,9 @@ def test_right_tokens_of_cheap_drafters_save_passes(
     passes: list[int] = []
     forward = backends[0].forward
 
-    def counted(tokens: Ints, *rest: Any, **how: Any) -> StepOutput:
-        passes.append(len(tokens))
-        return forward(tokens, *rest, **how)
+    def counted(batch: ForwardInput) -> ForwardOutput:
+        passes.append(len(batch.tokens))
+        return forward(batch)
 
     monkeypatch.setattr(backends[0], "forward", counted)
     hierarchy.begin(PROMPT)

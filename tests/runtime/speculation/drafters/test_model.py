@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.errors import BundleError, ModelError, StorageError
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.contracts import Law
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from tests.runtime.speculation.drafters.models import (
@@ -109,9 +110,9 @@ def test_its_cache_keeps_what_generations_share(drafter: ModelDrafter, backend: 
     passes: list[int] = []
     forward = backend.forward
 
-    def counted(tokens: Any, *rest: Any, **how: Any) -> Any:
-        passes.append(len(tokens))
-        return forward(tokens, *rest, **how)
+    def counted(batch: ForwardInput) -> ForwardOutput:
+        passes.append(len(batch.tokens))
+        return forward(batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "forward", counted)

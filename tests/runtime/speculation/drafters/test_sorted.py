@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 from tests.runtime.speculation.drafters.models import context, export, make_backend
 
@@ -38,9 +39,9 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int], int], Floats]:
         backend.truncate(0)
         mask = np.arange(2 * LAYERS) < 2 * depth
         tokens = np.array(path, np.int64)
-        row: Floats = backend.forward(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask).logits[
-            0
-        ]
+        row: Floats = backend.forward(
+            ForwardInput(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask)
+        ).logits[0]
         return row.copy()
 
     return last

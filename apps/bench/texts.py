@@ -1,10 +1,71 @@
-"""Short stories written for the built-in story model, each with its hero; knows nothing of what is asked about them."""
+"""Texts for models to read and answer: the stories of a file, and stories and dialogues that are built in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["KITE", "SOUP", "STORIES", "TURTLE", "Story"]
+import edgeinfer
+from edgeinfer.errors import UsageError
+
+__all__ = [
+    "BUILTIN_DIALOGUES",
+    "BUILTIN_STORIES",
+    "EXACT_DIALOGUES",
+    "SEPARATOR",
+    "all_stories",
+    "calibration_text",
+    "read_stories",
+    "story_ids",
+]
+
+SEPARATOR = "<|endoftext|>"
+Dialogue = tuple[dict[str, str], ...]
+
+
+def all_stories(path: Path) -> list[str]:
+    """Every story of a text file.
+
+    Raises:
+        UsageError: it cannot be read, or has none.
+    """
+    hint = f"Give UTF-8 text with stories separated by {SEPARATOR}."
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Cannot read {path}: {error}.", hint) from error
+    stories = [story.strip() for story in text.split(SEPARATOR) if story.strip()]
+    if not stories:
+        raise UsageError(f"{path} has no stories.", hint)
+    return stories
+
+
+def read_stories(path: Path, count: int, skip: int = 0) -> list[str]:
+    """The last `count` stories of a text file, without the `skip` that come after them.
+
+    Raises:
+        UsageError: the file has none, or none is asked for.
+    """
+    if count < 1 or skip < 0:
+        raise UsageError("There must be at least one story.", "Give --stories 1 or more, --skip 0 or more.")
+    stories = all_stories(path)
+    chosen = stories[: len(stories) - skip][-count:]
+    if not chosen:
+        raise UsageError(f"{path} has no stories but those that are skipped.", "Skip fewer.")
+    return chosen
+
+
+def story_ids(model: edgeinfer.Model, story: str) -> list[int]:
+    """A story after the begin token, which most tokenizers put there themselves, cut at the model's context."""
+    begin, ids = model.begin_ids, model.tokenize(story, parse_special=False)
+    return (ids if ids[: len(begin)] == begin else begin + ids)[: model.context]
+
+
+def calibration_text(stories: Iterable[str]) -> str:
+    """Stories as the export command takes texts: its paragraphs are texts of their own, so a story must be one."""
+    paragraphs = ("\n".join(line for line in story.splitlines() if line.strip()) for story in stories)
+    return "\n\n".join(paragraphs) + "\n"
 
 
 @dataclass(frozen=True)
@@ -104,4 +165,49 @@ _FROG = Story(
     'and met a snail.\n"I wish I could jump," said the snail. Fred said, "You can sit on my back." The snail sat on '
     "his back, and they jumped together. They laughed and laughed.",
 )
-STORIES = (KITE, TURTLE, SOUP, _DOG, _BIRD, _BOAT, _CAKE, _BEAR, _SNOW, _FROG)
+BUILTIN_STORIES = (KITE, TURTLE, SOUP, _DOG, _BIRD, _BOAT, _CAKE, _BEAR, _SNOW, _FROG)
+
+
+def _asked(request: str) -> Dialogue:
+    return ({"role": "user", "content": request},)
+
+
+def _after(story: Story, request: str) -> Dialogue:
+    """A request about a story that the model has told."""
+    told = (
+        {"role": "user", "content": f"Tell me a story about {story.hero}."},
+        {"role": "assistant", "content": story.text},
+    )
+    return (*told, *_asked(request))
+
+
+def _renamed(story: Story) -> Dialogue:
+    return _after(story, f"Tell it again, but call {story.hero} {story.other}.")
+
+
+BUILTIN_DIALOGUES: tuple[tuple[str, Dialogue], ...] = (
+    ("write", _asked("Write a story with the words boat, brave and sleep.")),
+    ("write", _asked("Write a story with the words cake, share and happy.")),
+    ("write", _asked("Write a story with the words snow, lost and friend.")),
+    ("write", _asked("Tell me a story about Mia.")),
+    ("retell", _renamed(KITE)),
+    ("retell", _renamed(TURTLE)),
+    ("retell", _renamed(SOUP)),
+    ("again", _after(KITE, "Tell it again.")),
+    ("again", _after(TURTLE, "Tell it again.")),
+    ("who", _after(KITE, "Who is in the story?")),
+    ("who", _after(SOUP, "Who is in the story?")),
+    ("start", _after(TURTLE, "How does the story start?")),
+)
+
+
+def _exact(story: Story) -> Iterator[tuple[str, Dialogue, str]]:
+    yield "retell", _renamed(story), story.text.replace(story.hero, story.other)
+    yield "again", _after(story, "Tell it again."), story.text
+    yield "start", _after(story, "How does the story start?"), story.start
+    if story.alone:
+        yield "who", _after(story, "Who is in the story?"), f"{story.hero}."
+
+
+# By kind, with the answer that the request leaves no choice about.
+EXACT_DIALOGUES = tuple(dialogue for story in BUILTIN_STORIES for dialogue in _exact(story))

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgeinfer.apps.bench.driver import WORKER_SCRIPT, engine_environment
 from edgeinfer.apps.bench.enforced import enclosure, forget_files, set_limit
-from edgeinfer.apps.bench.peers_results import BudgetFigures
+from edgeinfer.apps.bench.peers_figures import BudgetFigures
 from edgeinfer.apps.bench.watch import watch
 
 __all__ = ["LimitedRun", "can_enforce", "run_limited", "summary"]
