@@ -301,7 +301,7 @@ class TokenStream:
             return GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
         if not self._config.choices:
             return None
-        parse = self._config.parse_special is True
+        parse = self._config.parses_content
         choices = [
             parts.tokenizer.encode(text, add_special_tokens=False) if parse else parts.literal_encoder.literal(text)
             for text in self._config.choices

@@ -11,9 +11,8 @@ from typing import Any
 
 from edgeinfer.apps.bench.artifacts import Artifacts, BundleKind
 from edgeinfer.apps.bench.environment import run_header
-from edgeinfer.apps.bench.pages.page import markdown
-from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
 from edgeinfer.apps.bench.pages.sections import read_section, report_html
+from edgeinfer.apps.bench.render import common, machine_facts, markdown
 from edgeinfer.apps.bench.shapes import find_shape
 
 __all__ = [

@@ -91,9 +91,9 @@ def _budgets(text: str) -> tuple[int, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.pages.page import section_markdown
     from edgeinfer.apps.bench.peers_figures import peers_json, peers_section
     from edgeinfer.apps.bench.peers_run import PeersRun
+    from edgeinfer.apps.bench.render import section_markdown
 
     config = _config(args)
     require_place(args.json)

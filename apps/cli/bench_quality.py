@@ -78,9 +78,9 @@ def _budgets(text: str) -> tuple[float, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.pages.page import section_markdown
     from edgeinfer.apps.bench.quality import QualityResults, measure_family
     from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
+    from edgeinfer.apps.bench.render import section_markdown
 
     require_place(args.json, args.svg)
     families, (material, said) = _families(args), _material(args)

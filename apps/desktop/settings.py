@@ -19,8 +19,9 @@ from typing import Any, Self
 
 from edgeinfer.apps.desktop.errors import DiskFullError
 from edgeinfer.apps.desktop.texts import check_name, check_text
-from edgeinfer.config import LOAD_RANGES, GenerationConfig, parse_size
+from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options import options_of
 
 __all__ = ["CONVERSATIONAL", "OPTIONS", "Settings", "SettingsFile", "checked_options"]
 
@@ -84,8 +85,8 @@ class Settings:
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
         _require(self.theme is None or self.theme in THEMES, "theme", f"one of {', '.join(THEMES)}, or null")
-        context = LOAD_RANGES["context"]
-        _require(context.holds(self.context), "context", f"{context}, or null")
+        context = options_of(LoadConfig)["context"].range
+        _require(context is not None and context.holds(self.context), "context", f"{context}, or null")
         _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a text, or null")
         check_name(self.model or "", "model")
         text = isinstance(self.system, str) and len(self.system) <= _LONGEST_SYSTEM

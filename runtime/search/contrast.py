@@ -40,10 +40,10 @@ class Contrast(Way):
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
         lame, tokenizer = self._config.lame_prompt or "", parts.tokenizer
-        if self._config.parse_special is False:
-            self._lame = LiteralEncoder(tokenizer, parts.stop_ids).literal(lame, add_special_tokens=True)
-        else:
+        if self._config.parses_prompt:
             self._lame = tokenizer.encode(lame)
+        else:
+            self._lame = LiteralEncoder(tokenizer, parts.stop_ids).literal(lame, add_special_tokens=True)
         self._pair: tuple[Branch, Branch] | None = None  # the reply, and the reply behind the worse prompt
         self._branches: Branches | None = None
         self._tokens: list[int] = []

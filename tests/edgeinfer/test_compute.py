@@ -150,7 +150,7 @@ def test_texts_that_outgrow_the_context(bundles: tuple[Path, Path]) -> None:
         ({"compute": "routers"}, "no routers"),
         ({"compute": "exit", "exit_layer": 5}, "no exit after layer 5"),
         ({"compute": "entropy", "compute_share": 2}, "out of range"),
-        ({"compute": "half"}, "Unknown way to compute"),
+        ({"compute": "half"}, "Unknown compute"),
     ],
     ids=str,
 )

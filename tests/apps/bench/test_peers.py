@@ -14,12 +14,12 @@ import pytest
 
 from edgeinfer.apps.bench import peers_run
 from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.pages.page import section_markdown
 from edgeinfer.apps.bench.peers_engines import PEERS
 from edgeinfer.apps.bench.peers_figures import EngineFigures, PeersConfig, peers_json, peers_section
 from edgeinfer.apps.bench.peers_limits import LimitedRun
 from edgeinfer.apps.bench.peers_models import builtin_model, shape_model
 from edgeinfer.apps.bench.peers_run import PeersRun
+from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.apps.bench.shapes import SHAPES
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import BASELINES, COMPUTES, ComputeOptions
+from edgeinfer.adaptive import BASELINES, COMPUTES
+from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.layer_skip.chance import ChancePolicy
 from edgeinfer.runtime.layer_skip.contract import Wanted
@@ -281,6 +282,6 @@ def test_options_out_of_range() -> None:
     ]
     for option in options:
         with pytest.raises(UsageError) as caught:
-            ComputeOptions(**option).check_compute()
+            GenerationConfig(**option)
             pytest.fail(f"{option} was taken")
         assert caught.value.hint

@@ -1,15 +1,36 @@
-"""A page of sections, tables and charts that needs no other file, for light and dark; knows nothing of benchmarks."""
+"""The one renderer of results: tables, charts and paragraphs for a terminal, as Markdown, JSON and HTML."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
+from edgeinfer.apps.bench.environment import current_environment, run_header
 from edgeinfer.apps.bench.plots import Chart, chart_svg
+from edgeinfer.config import format_size
 
-__all__ = ["Facts", "Note", "Part", "Section", "Table", "markdown", "page_html", "section_markdown"]
+__all__ = [
+    "Facts",
+    "Paragraph",
+    "Part",
+    "Section",
+    "Table",
+    "commands",
+    "common",
+    "machine_facts",
+    "markdown",
+    "markdown_table",
+    "page_html",
+    "print_section",
+    "print_table",
+    "result_json",
+    "run_facts",
+    "section_markdown",
+]
 
 Facts = tuple[tuple[str, str], ...]
 
@@ -59,13 +80,13 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Note:
+class Paragraph:
     """A sentence about what stands above it."""
 
     text: str
 
 
-Part = Table | Chart | Note
+Part = Table | Chart | Paragraph
 
 
 @dataclass(frozen=True)
@@ -121,7 +142,7 @@ def _section(anchor: str, section: Section) -> str:
 
 
 def _part(part: Part) -> str:
-    if isinstance(part, Note):
+    if isinstance(part, Paragraph):
         return f"<p>{escape(part.text)}</p>"
     return _table(part) if isinstance(part, Table) else f"<figure>{chart_svg(part)}</figure>"
 
@@ -137,6 +158,45 @@ def _table(table: Table) -> str:
     return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
+def print_section(section: Section) -> None:
+    """A section on stdout: title and facts, its tables as wide as they are, paragraphs, and what was measured with."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(section.title, style="bold"), soft_wrap=True)
+    if section.facts:
+        facts = "; ".join(f"{name.lower()}: {value}" for name, value in section.facts)
+        console.print(Text(facts), soft_wrap=True)
+    console.print()
+    for part in section.parts:
+        if isinstance(part, Table):
+            print_table(part)
+        elif isinstance(part, Paragraph):
+            console.print(part.text, markup=False, soft_wrap=True)
+    console.print(current_environment().summary, markup=False, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout, as wide as it is: a figure cut short is no figure."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(table.caption, style="bold"), soft_wrap=True)
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(table.header):
+        left = index == 0 or name in table.words
+        shown.add_column(Text(name), style="cyan" if index == 0 else "", justify="left" if left else "right")
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    width = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
+    Console(highlight=False, width=width).print(shown)
+    console.print()
+
+
 def section_markdown(section: Section) -> str:
     """What a terminal and a Markdown file show of a section: its facts, tables and notes."""
     facts = ", ".join(f"{name}: {value}" for name, value in section.facts)
@@ -146,10 +206,82 @@ def section_markdown(section: Section) -> str:
 def markdown(parts: Sequence[Part]) -> list[str]:
     """Tables and sentences as Markdown; charts have none."""
     return [
-        part.text if isinstance(part, Note) else _table_markdown(part) for part in parts if not isinstance(part, Chart)
+        part.text if isinstance(part, Paragraph) else _table_markdown(part)
+        for part in parts
+        if not isinstance(part, Chart)
     ]
 
 
 def _table_markdown(table: Table) -> str:
     rows = [f"| {' | '.join(cells)} |" for cells in (table.header, ["---"] * len(table.header), *table.rows)]
     return "\n".join([f"{table.caption}:", "", *rows])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> str:
+    """A Markdown table with aligned columns, ending in a newline.
+
+    Args:
+        left: indices of columns that are aligned left while the others are aligned right; None says nothing of it.
+    """
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if left is None or index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if left is None or i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join(map(line, (header, rule, *rows))) + "\n"
+
+
+def result_json(benchmark: str, command: str, data: Mapping[str, Any]) -> str:
+    """Figures as a result file, behind what they depend on: machine, versions, date and command."""
+    return json.dumps({**run_header(benchmark, command), **data}, indent=1) + "\n"
+
+
+def run_facts(data: Mapping[str, Any]) -> Facts:
+    """Of one run's model and settings, as `speed.describe_run` and the headers of result files say them."""
+    facts = {
+        "Model": data.get("model_type"),
+        "Size": format_size(data["model_size"]) if "model_size" in data else None,
+        "Parameters": f"{data['model_n_params'] / 1e6:.1f} M" if "model_n_params" in data else None,
+        "Engine": data.get("backends"),
+        "Threads": data.get("n_threads"),
+        "Cache": data.get("type_k"),
+        "When": data.get("test_time"),
+    }
+    return tuple((name, str(value)) for name, value in facts.items() if value is not None)
+
+
+def machine_facts(data: Any) -> Facts:
+    """Of the machine and the versions that a run was made with; what is missing is left out."""
+    row = data[0] if isinstance(data, list) else data
+    environment = row.get("environment") or {}
+    libraries = [f"{name} {number}" for name, number in environment.get("libraries", {}).items()]
+    python = environment.get("python")
+    version = f"edgeinfer {row['edgeinfer']}" if "edgeinfer" in row else row.get("build_commit")
+    facts = {
+        "Processor": environment.get("processor", row.get("cpu_info")),
+        "Cores": str(environment["cores"]) if "cores" in environment else None,
+        "Memory": format_size(environment["memory_bytes"]) if "memory_bytes" in environment else None,
+        "System": environment.get("system", row.get("platform")),
+        "Version": version,
+        "Libraries": ", ".join([f"python {python}", *libraries]) if python else None,
+    }
+    return tuple((name, str(value)) for name, value in facts.items() if value is not None)
+
+
+def common(each: Sequence[Facts]) -> Facts:
+    """Facts on which all runs agree that state them."""
+    # In the order of whoever states most.
+    values: dict[str, set[str]] = {}
+    for name, value in (fact for facts in sorted(each, key=len, reverse=True) for fact in facts):
+        values.setdefault(name, set()).add(value)
+    return tuple((name, next(iter(found))) for name, found in values.items() if len(found) == 1)
+
+
+def commands(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command that gave the figures, if it was recorded."""
+    return (data["command"],) if data.get("command") else ()
