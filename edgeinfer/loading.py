@@ -35,17 +35,15 @@ from edgeinfer.runtime.backends.registry import (
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
 from edgeinfer.runtime.kv_cache.session_file import origin_of
-from edgeinfer.runtime.layer_skip.saver import Saver, SaverParts
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute, ReducedComputeParts
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.planning.ledger import Ledger, Relief
-from edgeinfer.runtime.planning.make import Profiles, make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.replan import Replan, make_replanner
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.profile.finding import find_settings
-from edgeinfer.runtime.profile.fingerprint import Fingerprint, model_digest
-from edgeinfer.runtime.profile.profile import Profile, profile_folder
-from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
+from edgeinfer.runtime.profile.device_profile import Profile, profile_folder
+from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
+from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
 from edgeinfer.runtime.speculation.speculator import Speculator
@@ -102,7 +100,7 @@ class Bundles:
         with_it = self.plan(config)
         return self if with_it.fits and with_it.given_up == alone.plan(config).given_up else alone
 
-    def subject(self, config: LoadConfig) -> Subject:
+    def subject(self, config: LoadConfig) -> PlanInput:
         """What there is to plan; errors as `run_layout`."""
         drafter = None
         if self.drafter is not None:
@@ -139,7 +137,7 @@ def fingerprint_for(bundle: Bundle, config: LoadConfig) -> Fingerprint:
     return Fingerprint.here(engine_version(bundle, config), kernel)
 
 
-def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
+def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     """What was learnt and measured of each variant of a model on this device, where it may be kept."""
 
     def open_variant(variant: str) -> Profile:
@@ -223,7 +221,7 @@ def _make_somewhere(
 
 def _make_parts(
     bundles: Bundles,
-    subject: Subject,
+    subject: PlanInput,
     config: LoadConfig,
     progress: Callable[[str, int, int], None] | None,
     started: float,
@@ -255,7 +253,8 @@ def _make_parts(
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else Profile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
-    saver = Saver(_saver_parts(subject, plan, engine, speculator), profiles(subject.variant(plan.configuration)))
+    kept = profiles(subject.variant(plan.configuration))
+    reduced = ReducedCompute(_reduced_parts(subject, plan, engine, speculator), kept)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(
@@ -268,7 +267,7 @@ def _make_parts(
         tensors=tensors_in(bundle.manifest, plan.layout),
         origin=origin_of(bundle, plan.layout, engine_version(bundle, config), config.exact),
         speculator=speculator,
-        saver=saver,
+        reduced=reduced,
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         verification=verification,
         threads=subject.threads,
@@ -276,7 +275,7 @@ def _make_parts(
     )
 
 
-def _saver_parts(subject: Subject, plan: MemoryPlan, engine: Engine, speculator: Speculator) -> SaverParts:
+def _reduced_parts(subject: PlanInput, plan: MemoryPlan, engine: Engine, speculator: Speculator) -> ReducedComputeParts:
     """What replies that take less compute are made of."""
     manifest, drafter = subject.manifest, subject.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
@@ -286,7 +285,7 @@ def _saver_parts(subject: Subject, plan: MemoryPlan, engine: Engine, speculator:
         heads = read_heads(subject.bundle, "routers")
         return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
 
-    return SaverParts(
+    return ReducedComputeParts(
         engine=engine,
         small=speculator.parts.model,
         parameters=small / max(manifest.parameters, 1),

@@ -13,8 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import attend, rms_norm, route, silu
-from edgeinfer.bundle.rope import rope_tables, rotate
+from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
 from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 

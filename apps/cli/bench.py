@@ -14,14 +14,14 @@ from edgeinfer.apps.cli.bench_memory import add_memory_parsers
 from edgeinfer.apps.cli.bench_peers import add_peers_parser
 from edgeinfer.apps.cli.bench_quality import add_quality_parser
 from edgeinfer.apps.cli.bench_report import add_report_parser
-from edgeinfer.apps.cli.loading import load_model
-from edgeinfer.apps.cli.options import add_command, add_load_options, command_line, load_options
+from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, command_line
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.benchmark import Benchmark
     from edgeinfer.apps.bench.spec_run import SpecOptions
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser"]
 

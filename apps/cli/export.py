@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.options import add_command, add_json_option, read_paragraphs
+from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_facts, plan_rows
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
-from edgeinfer.apps.cli.plan_table import PLAN_HEADER, plan_facts, plan_rows
+from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.text_files import read_paragraphs
 from edgeinfer.bundle import PORTABLE, open_bundle
 from edgeinfer.config import format_size, parse_size
 from edgeinfer.errors import EdgeInferError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from edgeinfer.apps.desktop.errors import DiskFullError
-from edgeinfer.apps.desktop.texts import check_name, check_text
+from edgeinfer.apps.desktop.checks import DiskFullError, check_name, check_text
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import options_of
 
-__all__ = ["CONVERSATIONAL", "OPTIONS", "Settings", "SettingsFile", "checked_options"]
+__all__ = ["CONVERSATIONAL", "OPTIONS", "AppSettings", "SettingsFile", "checked_options"]
 
 # Options of generation that the window offers.
 OPTIONS = (
@@ -60,7 +59,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AppSettings:
     """What the user set; None leaves a choice to edgeinfer.
 
     Attributes:
@@ -154,7 +153,7 @@ class SettingsFile:
         self._kept = self._read()
         self.now = self._kept.changed(for_now or {})
 
-    def change(self, changes: Mapping[str, Any]) -> Settings:
+    def change(self, changes: Mapping[str, Any]) -> AppSettings:
         """Changes settings and keeps them.
 
         Raises:
@@ -173,20 +172,20 @@ class SettingsFile:
             self._write(self._kept.used(model))
             self.now, self._kept = self.now.used(model), self._kept.used(model)
 
-    def _read(self) -> Settings:
+    def _read(self) -> AppSettings:
         try:
-            return Settings.of(json.loads(self._path.read_text("utf-8")))
+            return AppSettings.of(json.loads(self._path.read_text("utf-8")))
         except FileNotFoundError:
-            return Settings()
+            return AppSettings()
         except OSError as error:
             raise StorageError(f"{self._path} cannot be read: {error.strerror}.", "Check its permissions.") from error
         except (ValueError, RecursionError, UsageError):
             stamp = time.strftime("%Y%m%d-%H%M%S")
             self.put_aside = self._path.with_name(f"{self._path.stem}.damaged-{stamp}{self._path.suffix}")
             self._path.replace(self.put_aside)
-            return Settings()
+            return AppSettings()
 
-    def _write(self, settings: Settings) -> None:
+    def _write(self, settings: AppSettings) -> None:
         text = json.dumps(dataclasses.asdict(settings), ensure_ascii=False, indent=1) + "\n"
         hint = "Free some space, check its permissions, or name another folder with --data."
         temporary = None

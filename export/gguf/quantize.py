@@ -20,7 +20,7 @@ import numpy.typing as npt
 from edgeinfer.bundle.gguf.library import listening, llama_library
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered
 from edgeinfer.export.options.file_types import COPY, FileType, find_file_type, find_tensor_type, needs_importance

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import seal, write_bundle
-from edgeinfer.bundle.gguf.model import manifest_of
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
+from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import GGUF_MODEL

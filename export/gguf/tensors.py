@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.rope import inverse_frequencies
 from edgeinfer.bundle.spec import RopeSpec
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture

@@ -230,7 +230,7 @@ class _StaticDecoder:
         return self._graph.op("Transpose", [value], result, perm=[0, 2, 1, 3])
 
     def _rotate(self, value: str, result: str) -> str:
-        """Rotates the first dimensions of every head, halves paired; as edgeinfer.bundle.rope.rotate does."""
+        """Rotates the first dimensions of every head, halves paired; as edgeinfer.bundle.arithmetic.rotate does."""
         graph, half = self._graph, self._spec.rope.dim // 2
         rest = self._spec.head_dim - 2 * half
         parts = [f"{result}.{part}" for part in ("a", "b", "rest")[: 3 if rest else 2]]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import layer_states
 from edgeinfer.export.training.options import Progress, TrainOptions, require

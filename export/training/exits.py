@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import (
     DepthFigures,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.heads import HEADS, JUDGED, TRUSTED, Heads
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.heads import HydraTask, MedusaTask
 from edgeinfer.export.training.heads_task import HeadsShape

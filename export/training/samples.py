@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.options import Progress, require
 from edgeinfer.export.training.target import Target

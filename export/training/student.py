@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import StorageError
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.target import Target, no_bars

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import new_file, storage_errors
+from edgeinfer.bundle.writing import new_file, storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.options import Progress
 from edgeinfer.export.training.student import hidden_states

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.store import new_file
+from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import StorageError, UsageError
 
 __all__ = ["TokenFile", "open_tokens", "write_tokens"]

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import DeviceError, StorageError, UsageError
 from edgeinfer.export.training.options import Progress, TrainOptions
 

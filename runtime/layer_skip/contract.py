@@ -14,21 +14,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
-__all__ = ["Chooser", "Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
+__all__ = ["Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
 
 Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
-
-
-class Chooser(Protocol):
-    """Chooses the reply's tokens, as `engine.Chooser`."""
-
-    def token(self, logits: Floats, position: int) -> int:  # (V,)
-        """The token at `position`."""
-
-    def accept(self, token: int, logits: Floats) -> None:  # (V,)
-        """The token joins the reply, whose place these logits predicted."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
-from edgeinfer.runtime.layer_skip.predictions import likeliest
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.layer_skip.divergence import likeliest
+from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.speculation.drafters.self_drafter import require
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
 
 __all__ = ["Exiting", "fill_below"]
 
@@ -30,7 +30,7 @@ _MOST_WAITING = 8
 
 
 class Exiting(Steps):
-    """Implements `engine.Multistep`.
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with.
@@ -134,7 +134,7 @@ class Exiting(Steps):
         self._waiting.clear()
         self._kept.clear()
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far."""
         return self._predicted(self._first, self._costs)
 

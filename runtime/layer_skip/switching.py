@@ -14,8 +14,8 @@ from statistics import median
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import SwitchPolicy, feed, whole_pass
-from edgeinfer.runtime.layer_skip.predictions import entropy_bits
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
+from edgeinfer.runtime.layer_skip.divergence import entropy_bits
+from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["Switching"]
@@ -26,7 +26,7 @@ _FIRST, _LONGEST = 4, 8
 
 
 class Switching(Steps):
-    """Implements `engine.Multistep`.
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with; its backend is the large model's.
@@ -107,14 +107,14 @@ class Switching(Steps):
     def leave(self) -> None:
         """The large model's rows are its own."""
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far; without another measure, the large model's own passes tell what a plain one takes."""
         if self._plain_ms is None and self._large_ms:
             self._plain_ms = median(self._large_ms)
         tokens = max(self._books.tokens, 1)
         share = 1 - self._books.reduced / tokens
         return dataclasses.replace(
-            super().use(),
+            super().compute_use(),
             large_share=share,
             switches=self._switches,
             parameter_share=share + (1 - share) * self._parameters,

@@ -10,10 +10,9 @@ from __future__ import annotations
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.kv_cache.context_shift.registry import planned_bytes as overflow_bytes
 from edgeinfer.runtime.kv_cache.prefix_cache import planned_bytes as prefix_bytes
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.planning.ways import draft_configuration
+from edgeinfer.runtime.planning.candidates import draft_configuration
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
 from edgeinfer.runtime.system.memory import ProcessMemory
 
@@ -37,7 +36,7 @@ class MemoryModel:
         process: memory of this process now, with the libraries that loading will import.
     """
 
-    def __init__(self, subject: Subject, config: LoadConfig, process: ProcessMemory) -> None:
+    def __init__(self, subject: PlanInput, config: LoadConfig, process: ProcessMemory) -> None:
         self._subject = subject
         self._config = config
         self.process = process
@@ -74,7 +73,7 @@ class MemoryModel:
             running += Footprint({"overflow": overflow}, {})
         return running + self._loading(running, configuration)
 
-    def _drafter(self, drafter: Subject, target: Configuration) -> Footprint:
+    def _drafter(self, drafter: PlanInput, target: Configuration) -> Footprint:
         """A draft model, which shares the tokenizer with its target, and code on the same backend; one term for each
         kind of page."""
         own = draft_configuration(drafter, target)

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, processors
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf.library import llama_library
-from edgeinfer.bundle.gguf.model import open_gguf
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.gguf_bundle import open_gguf
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.gguf import pre_tokenizers as names

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench.vocabulary import pseudo_text, write_tokenizer
+from edgeinfer.apps.bench.synthetic import pseudo_text, write_tokenizer
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.runtime.text import Tokenizer, tokenizer_facts

@@ -23,7 +23,7 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of
 from edgeinfer.runtime.backends.static.backend import StaticBackend
-from edgeinfer.runtime.planning.ways import configurations
+from edgeinfer.runtime.planning.candidates import configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
 

@@ -11,17 +11,20 @@ from numpy.typing import NDArray
 from edgeinfer.adaptive import BASELINES, COMPUTES
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.runtime.layer_skip.chance import ChancePolicy
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Wanted
-from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay, rolling_means
-from edgeinfer.runtime.layer_skip.floor import Floor
-from edgeinfer.runtime.layer_skip.importance import ImportancePolicy, importance
-from edgeinfer.runtime.layer_skip.ladder import Ladder
-from edgeinfer.runtime.layer_skip.predictions import divergence, entropy_bits, likeliest
-from edgeinfer.runtime.layer_skip.registry import SKIPPING, SWITCHING
-from edgeinfer.runtime.layer_skip.routers import RoutersPolicy
-from edgeinfer.runtime.layer_skip.unified import UnifiedPolicy, kept_layers
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.divergence import Floor, divergence, entropy_bits, likeliest
+from edgeinfer.runtime.layer_skip.entropy import ChancePolicy, Entropies, EntropyPolicy, Stay, rolling_means
+from edgeinfer.runtime.layer_skip.policies import (
+    SKIPPING,
+    SWITCHING,
+    ImportancePolicy,
+    Ladder,
+    RoutersPolicy,
+    UnifiedPolicy,
+    importance,
+    kept_layers,
+)
 
 Floats = NDArray[np.float32]
 

@@ -11,10 +11,10 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.registry import kernel_name, make_backend, subject_of
-from edgeinfer.runtime.planning.make import make_plan, speed_model
+from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.ways import configurations
-from edgeinfer.runtime.profile.profile import Profile
+from edgeinfer.runtime.planning.planner import make_plan, speed_model
+from edgeinfer.runtime.profile.device_profile import Profile
 from tests.runtime.models import bundle_of
 
 
