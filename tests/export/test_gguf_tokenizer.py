@@ -23,7 +23,7 @@ from edgeinfer.export.gguf import pre_tokenizers as names
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenizer, llama_encoder
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
-from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text import LiteralEncoder
