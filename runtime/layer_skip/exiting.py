@@ -20,7 +20,7 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.divergence import likeliest
 from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
+from edgeinfer.runtime.speculation.drafters.self_drafters import require
 
 __all__ = ["Exiting", "fill_below"]
 

@@ -17,7 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
+from edgeinfer.runtime.speculation.drafters.self_drafters import require
 
 __all__ = ["PromptStates", "Skipping"]
 

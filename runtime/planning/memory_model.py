@@ -13,7 +13,7 @@ from edgeinfer.runtime.kv_cache.prefix_cache import planned_bytes as prefix_byte
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
+from edgeinfer.runtime.speculation.registry import drafting_bytes, heads_taken
 from edgeinfer.runtime.system.memory import ProcessMemory
 
 __all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, Visibility
-from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
+from edgeinfer.runtime.decoding.statistics import SearchStatistics
+from edgeinfer.runtime.search.strategy import Passes, SearchParts
 
 __all__ = ["Branch", "Branches"]
 

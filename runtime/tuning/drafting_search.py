@@ -24,7 +24,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.profile.drafting import Tuning
-from edgeinfer.runtime.speculation.drafters.skip import every_second
+from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
 __all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]

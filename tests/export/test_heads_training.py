@@ -29,11 +29,9 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
-from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
-from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge
-from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
+from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter, StateDrafter
+from edgeinfer.runtime.speculation.drafters.model import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
-from edgeinfer.runtime.speculation.drafters.states import StateDrafter
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import context, take_in

@@ -151,7 +151,14 @@ class Subject:
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         settled = width > 1 and isinstance(self.backend, OnnxBackend)
         return SpeculativeDecoding(
-            self.backend, sampler, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
+            self.backend,
+            sampler,
+            made,
+            governor,
+            verification,
+            main_branch_only=settled,
+            noise=noise,
+            on_plain_ms=lambda ms: None,
         )
 
 

@@ -14,7 +14,7 @@ from edgeinfer.export import export_checkpoint
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
+from edgeinfer.runtime.speculation.drafters.self_drafters import SkipDrafter
 from edgeinfer.runtime.tuning.drafting_search import best_exit, best_skip_set
 from edgeinfer.runtime.tuning.skip_search import Sample
 from tests.cache import made

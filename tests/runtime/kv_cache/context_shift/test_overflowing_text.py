@@ -92,7 +92,7 @@ class Writer:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
         governor = Governor(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
         verification = find_verification(config.verification)
-        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, timed=lambda ms: None)
+        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, on_plain_ms=lambda ms: None)
 
 
 @pytest.fixture(
