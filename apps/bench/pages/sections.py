@@ -16,7 +16,6 @@ from edgeinfer.apps.bench.pages.memory_section import (
     smallest_section,
     spec_memory_section,
 )
-from edgeinfer.apps.bench.pages.spec_section import spec_section
 from edgeinfer.apps.bench.pages.tune_section import tune_section
 from edgeinfer.apps.bench.peers_figures import peers_section
 from edgeinfer.apps.bench.quality_report import quality_section
@@ -30,7 +29,6 @@ __all__ = ["read_section", "report_html"]
 _KINDS: dict[str, Callable[[Any], Section]] = {
     **{each.key: each.section for each in BENCHMARKS},
     "peers": peers_section,
-    "spec": spec_section,
     "memory-plans": plans_section,
     "memory-spec": spec_memory_section,
     "memory-smallest": smallest_section,
