@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.cli.bench_compute import add_compute_parser
 from edgeinfer.apps.cli.bench_files import require_place, write_text
 from edgeinfer.apps.cli.bench_memory import add_memory_parsers
 from edgeinfer.apps.cli.bench_peers import add_peers_parser
@@ -59,7 +58,6 @@ def add_parser(commands: Subparsers) -> None:
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
     add_memory_parsers(kinds)
     add_quality_parser(kinds)
-    add_compute_parser(kinds)
     add_peers_parser(kinds)
     add_report_parser(kinds)
 

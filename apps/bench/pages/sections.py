@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.pages.compute_section import compute_section
 from edgeinfer.apps.bench.pages.memory_section import (
     chat_section,
     kv_section,
@@ -35,7 +34,6 @@ _KINDS: dict[str, Callable[[Any], Section]] = {
     "memory-chat": chat_section,
     "memory-kv": kv_section,
     "quality": quality_section,
-    "compute": compute_section,
     "tune": tune_section,
 }
 _MOST_BYTES = 256 * 1024**2
