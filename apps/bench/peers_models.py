@@ -21,7 +21,7 @@ from edgeinfer.apps.bench.safetensors_file import TensorFile, write_header
 from edgeinfer.apps.bench.synthetic import SHAPES
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.export.bundle_checkpoint import checkpoint_config, checkpoint_tensors
+from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
 from edgeinfer.quant import default_group_size
 
 __all__ = [
