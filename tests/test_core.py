@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.shapes import SHAPES, write_random_checkpoint
+from edgeinfer.apps.bench.synthetic import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.native.library import native_kernel

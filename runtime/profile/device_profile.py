@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Layout, write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.system.machine import processor_name

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings

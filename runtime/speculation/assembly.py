@@ -6,7 +6,7 @@ import dataclasses
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import read_heads
-from edgeinfer.bundle.nested_depths import trained_depths
+from edgeinfer.bundle.nesting import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.contract import Backend

@@ -16,7 +16,7 @@ from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.static.options import StaticOptions
+from edgeinfer.export.options.config import StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, require
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.drafters.self_drafters import require
 
 __all__ = ["HydraDrafter", "Matrix", "MedusaDrafter", "OutputRows", "StateDrafter", "silu"]
 

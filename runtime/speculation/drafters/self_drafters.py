@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
 from edgeinfer.runtime.speculation.contracts import Context, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
@@ -28,7 +28,6 @@ __all__ = [
     "SkipDrafter",
     "every_second",
     "fewer_experts",
-    "require",
 ]
 
 
@@ -68,16 +67,6 @@ class SelfDrafter(LogitDrafter):
         if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.length:
             self._follower.restart(base)
         return context.tokens[-1:]
-
-
-def require(able: bool, target: Backend, what: str, hint: str) -> None:
-    """Refuses a target that cannot do what a drafter needs.
-
-    Raises:
-        CapabilityError: it is not able.
-    """
-    if not able:
-        raise CapabilityError(f"The {target.name} backend cannot {what}.", hint)
 
 
 _FIRST_ROWS = 16

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from edgeinfer.apps.bench.vocabulary import write_tokenizer
+from edgeinfer.apps.bench.synthetic import write_tokenizer
 from edgeinfer.errors import TokenizerError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TransientTokenizer, tokenizer_facts
