@@ -61,7 +61,7 @@ ALLOWED = {
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}
 # Making a bundle needs these; running one does not.
 HEAVY = {"torch", "transformers", "onnx", "safetensors", "optimum", "ml_dtypes"}
-MAKERS = ("edgeinfer.export", "edgeinfer.quant")
+MAKERS = ("edgeinfer.export", "edgeinfer.quant", "edgeinfer.apps.bench.research")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 

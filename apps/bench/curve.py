@@ -178,19 +178,20 @@ def curve_chart(data: Mapping[str, Any]) -> Chart:
 
 def curve_section(data: Mapping[str, Any]) -> Section:
     """A pass over several tokens beside the least it can take."""
-    rows = []
+    rows, times = [], []
     for point in data["points"]:
-        ms, least = point["ms"], point["limit_ms"]
-        limits = ("-", "-") if least is None else (f"{least:.2f}", f"{ms['median'] / least:.2f}")
-        quartiles = f"{ms['p25']:.2f} to {ms['p75']:.2f}"
-        growth = f"{point['growth']['median']:.2f}"
-        rows.append((str(point["size"]), f"{ms['median']:.2f}", quartiles, growth, *limits))
-    header = ("m", "median", "25% to 75%", "c(m)/c(1)", "least", "times the least")
+        size, ms, least = str(point["size"]), point["ms"], point["limit_ms"]
+        growth, limit = f"{point['growth']['median']:.2f}", "" if least is None else f"{least:.2f}"
+        rows.append((size, f"{ms['median']:.2f}", f"{ms['p25']:.2f} to {ms['p75']:.2f}", growth, limit))
+        times += [] if least is None else [(size, f"{ms['median'] / least:.2f}")]
+    header = ("m", "median", "25% to 75%", "c(m)/c(1)", "least")
     table = Table("Milliseconds of a pass over m new tokens, and the least the machine needs", header, tuple(rows))
     facts = (*run_facts(data), ("Tokens before", str(data.get("n_depth", 0))))
     unknown = "The machine's limits are not known: the native kernel, which measures them, is not installed."
-    notes = [] if data.get("limits") else [Paragraph(unknown)]
-    parts: tuple[Part, ...] = (curve_chart(data), table, *notes)
+    last: Part = Paragraph(unknown)
+    if times:
+        last = Table("How near passes are to these limits", ("m", "times the least"), tuple(times))
+    parts: tuple[Part, ...] = (curve_chart(data), table, last)
     return Section("What verifying several tokens costs", facts, parts, commands(data))
 
 

@@ -132,10 +132,10 @@ def _add_kv(parser: Parser) -> None:
 
 
 def _execute_plans(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.artifacts import default_folder
     from edgeinfer.apps.bench.memory_plans import PlanRun, PlansResults, draw_cases, run_cases
     from edgeinfer.apps.bench.memory_report import print_plans
     from edgeinfer.apps.bench.memory_subjects import SIZES, find_subjects
+    from edgeinfer.apps.bench.model_files import default_folder
 
     require_place(args.json)
     runs: list[PlanRun] = []

@@ -136,7 +136,7 @@ def _config(args: argparse.Namespace) -> PeersConfig:
 
 
 def _models(args: argparse.Namespace) -> list[PeerModel]:
-    from edgeinfer.apps.bench.artifacts import default_folder
+    from edgeinfer.apps.bench.model_files import default_folder
     from edgeinfer.apps.bench.peers_models import BUILTIN, builtin_model, checkpoint_model, shape_model
 
     work = args.work or default_folder()

@@ -131,8 +131,8 @@ def repliers(source: Path) -> Iterator[ModelReplier | None]:
 def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     """The size that was asked for, or that pays here."""
     from edgeinfer.bundle import open_bundle
-    from edgeinfer.export.hf_config import read_config
-    from edgeinfer.export.training.sizing import DeviceCosts, StudentSize, choose_size
+    from edgeinfer.export.source.hf_config import read_config
+    from edgeinfer.export.training.sizing import StudentSize, TargetCosts, choose_size
 
     if args.size is not None:
         return StudentSize.parse(args.size)
@@ -141,14 +141,14 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
         vocabulary, layers, weights = manifest.geometry.vocab_size, manifest.geometry.num_layers, manifest.parameters
         with edgeinfer.load(source, speculation="off", remember=False) as model:
             times = model.measure_passes(_PASSES, past=_PAST, repeats=_REPEATS)
-        costs = DeviceCosts({rows: min(ms) for rows, ms in times.items()}, weights, layers)
+        costs = TargetCosts({rows: min(ms) for rows, ms in times.items()}, weights, layers)
     else:
         config = read_config(source)
         vocabulary, layers, width = (
             config.integer(name) for name in ("vocab_size", "num_hidden_layers", "hidden_size")
         )
         weights = vocabulary * width + layers * (2 * width**2 + 3 * width * config.integer("intermediate_size"))
-        costs = DeviceCosts(
+        costs = TargetCosts(
             {m: share * weights * _MS_PER_BILLION / 1e9 for m, share in _NOMINAL.items()}, weights, layers
         )
     choice = choose_size(costs, vocabulary)
@@ -163,8 +163,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
     """Exports what was trained, measures it on the engine and puts it into its target; what a report says."""
     from edgeinfer.bundle import open_bundle
-    from edgeinfer.bundle.nested_depths import add_figures, exit_figure
-    from edgeinfer.bundle.nesting import nest_drafter
+    from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
     from edgeinfer.distilling import measure_drafter
     from edgeinfer.export import ExportConfig, export_checkpoint
 

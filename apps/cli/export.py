@@ -194,7 +194,7 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: an option of fixed shapes comes without --static, or is impossible.
     """
-    from edgeinfer.export.static.options import StaticOptions
+    from edgeinfer.export.options.config import StaticOptions
 
     given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
     if not args.static:

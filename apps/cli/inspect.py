@@ -17,8 +17,8 @@ from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_rows
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
-from edgeinfer.bundle.gguf.model import KV_TYPES, kv_bytes_per_token
 from edgeinfer.bundle.gguf.reader import GgufArray, GgufFile, Value
+from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.config import format_size
 

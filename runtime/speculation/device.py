@@ -17,17 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.profile.costs import (
-    Costs,
-    DraftCosts,
-    PassCosts,
-    filler_tokens,
-    measure_guesses,
-    measure_passes,
-    sizes_to_measure,
-)
-from edgeinfer.runtime.profile.profile import Profile, stamped
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.device_profile import Profile, stamped
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
+from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
 from edgeinfer.runtime.speculation.statistics import SpeculationStatistics
 

@@ -17,9 +17,8 @@ from edgeinfer.config import GenerationConfig, drafters_in
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import Speculation
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.profile.layer_drafting import TUNING, Tuning
-from edgeinfer.runtime.profile.profile import Profile
-from edgeinfer.runtime.profile.reach import REACH, Reach
+from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.profile.drafting import REACH, TUNING, Reach, Tuning
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Drafter, State

@@ -23,7 +23,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.registry import make_backend, subject_of
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.planning.ways import configurations
+from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from tests.runtime.interrupts import within_runs

@@ -20,8 +20,7 @@ from edgeinfer.bundle import Capabilities, Geometry, Manifest, open_bundle, seal
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.config import drafters_in
 from edgeinfer.errors import CheckpointError, HubError
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
 from edgeinfer.runtime.planning.speed_model import Speed
 

@@ -15,8 +15,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.bundle.nested_depths import add_figures, exit_figure, trained_depths
-from edgeinfer.bundle.nesting import NESTED, nest_drafter, nested_drafter
+from edgeinfer.bundle.nesting import NESTED, add_figures, exit_figure, nest_drafter, nested_drafter, trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.distilling import ModelReplier, measure_drafter
 from edgeinfer.errors import BundleError, StorageError, UsageError

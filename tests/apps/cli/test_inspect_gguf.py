@@ -10,8 +10,8 @@ import pytest
 
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import seal
-from edgeinfer.bundle.gguf.model import manifest_of
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.gguf_bundle import manifest_of
 from tests.gguf_builder import FLOAT32, STRING, UINT32, small_model
 
 _WIDE = {"llama__attention__key_length": (UINT32, 64), "llama__attention__value_length": (UINT32, 64)}

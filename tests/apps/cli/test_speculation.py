@@ -14,7 +14,7 @@ import pytest
 import edgeinfer as package
 from edgeinfer import device_tuning
 from edgeinfer.apps.cli.main import main
-from edgeinfer.runtime.speculation import tune
+from edgeinfer.runtime.tuning import drafting_search
 from tests.cache import export_checkpoint
 from tests.cli import edgeinfer, refuses
 from tests.edgeinfer.conftest import made_up_stopwatch
@@ -201,7 +201,7 @@ def tuned_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tuning(
     capsys: Capture, small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    monkeypatch.setattr(tune, "_PAYS", 0.0 if kept else 1e9)
+    monkeypatch.setattr(drafting_search, "_PAYS", 0.0 if kept else 1e9)
     (tmp_path / "prompts.txt").write_text("Once upon a time\n\n  \nShe said: the cat\n")
     command = ("tune", "-m", small_bundle, "--text", tmp_path / "prompts.txt", "--evaluations", "5")
     found = json.loads(run(capsys, *command, "--json", "--seed", "2"))
@@ -236,7 +236,7 @@ def test_tuning(
 def test_what_tuning_prints_of_layers(
     capsys: Capture, small_bundle: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    monkeypatch.setattr(tune, "_PAYS", 0.0 if kept else 1e9)
+    monkeypatch.setattr(drafting_search, "_PAYS", 0.0 if kept else 1e9)
     assert main(["tune", "-m", str(small_bundle), "-t", "1", "--evaluations", "5"]) == 0
     table = capsys.readouterr().out
     for line in ("exit after layer", "blocks skipped", "sets tried", "kept for auto" if kept else "does not pay"):

@@ -20,7 +20,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.profile.layer_drafting import Tuning
+from edgeinfer.runtime.profile.drafting import Tuning
 from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance

@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
-from edgeinfer.runtime.profile.layer_drafting import Tuning
+from edgeinfer.runtime.profile.drafting import Tuning
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
