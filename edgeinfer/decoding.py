@@ -36,5 +36,5 @@ def make_strategy(
             engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
         )
         return make_search(given, forgets=engine.overflow is not None)
-    reduced = parts.reduced.steps(config, sampler)
+    reduced = parts.reduced.strategy(config, sampler)
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced

@@ -45,7 +45,8 @@ from edgeinfer.runtime.profile.device_profile import Profile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
-from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
+from edgeinfer.runtime.speculation.memory import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
@@ -107,7 +108,8 @@ class Bundles:
             # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
             own = dataclasses.replace(config, backend=None, device="cpu")
             drafter = subject_of(self.drafter, run_layout(self.drafter, own), own, settings=self._shared())
-        return subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+        target = subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+        return dataclasses.replace(target, option_bytes=OPTION_BYTES)
 
     def _shared(self) -> TunedSettings:
         """What a draft model has of the target's: the threads, whose calls take turns with the target's."""
@@ -285,9 +287,10 @@ def _reduced_parts(subject: PlanInput, plan: MemoryPlan, engine: Engine, specula
         heads = read_heads(subject.bundle, "routers")
         return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
 
+    backend, model = engine.backend, speculator.parts.model
     return ReducedComputeParts(
         engine=engine,
-        small=speculator.parts.model,
+        small=None if model is None else ModelDrafter(model, engine.chunk, backend.geometry.vocab_size),
         parameters=small / max(manifest.parameters, 1),
         exits=manifest.exits,
         exit_layer=lambda: speculator.parts.tuning.exit_layer,

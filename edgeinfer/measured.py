@@ -123,7 +123,7 @@ class Measured(Tokenizing):
         """
         asked = GenerationConfig().replace(**options)
         with self._idle() as parts:
-            return read_reply(parts.engine, prompt, reply, lambda sampler: parts.reduced.steps(asked, sampler))
+            return read_reply(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))
 
     def tune_skips(
         self,

@@ -32,6 +32,7 @@ __all__ = [
     "check_pass",
     "check_snapshot",
     "in_window",
+    "require",
 ]
 
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
@@ -223,6 +224,19 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Frees everything; the backend is unusable afterwards."""
+
+
+def require(able: bool, backend: Backend, what: str, hint: str) -> None:
+    """Refuses a backend that lacks a capability.
+
+    Args:
+        what: it would have to do, in the message.
+
+    Raises:
+        CapabilityError: it is not able.
+    """
+    if not able:
+        raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
 
 
 def check_pass(backend: Backend, batch: ForwardInput) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["Floor", "divergence", "entropy_bits", "likeliest"]
+__all__ = ["DivergenceLimit", "divergence", "entropy_bits", "likeliest"]
 
 _LN2 = float(np.log(2))
 
@@ -48,7 +48,7 @@ def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]
 _ENOUGH, _SPREADS = 8, 2.0
 
 
-class Floor:
+class DivergenceLimit:
     """A limit on the mean divergence of a reply's tokens.
 
     Args:
@@ -111,7 +111,7 @@ class Floor:
         mean = self._sum / self.sampled
         return mean + _SPREADS * max(self._spread, mean)
 
-    def expect(self, prompt: Floor) -> None:
+    def expect(self, prompt: DivergenceLimit) -> None:
         """Takes over from samples of the prompt what a token may diverge by at worst."""
         if prompt.sampled:
             mean = prompt._sum / prompt.sampled

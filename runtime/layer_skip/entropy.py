@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 
-__all__ = ["ENTROPY", "ChancePolicy", "Entropies", "EntropyPolicy", "Stay", "rolling_means"]
+__all__ = ["ENTROPY", "Entropies", "EntropyPolicy", "RandomPolicy", "Stay", "rolling_means"]
 
 # Name of its array in a profile.
 ENTROPY = "entropy"
@@ -142,7 +142,7 @@ class EntropyPolicy:
         return large
 
 
-class ChancePolicy:
+class RandomPolicy:
     """Implements `contract.SwitchPolicy`: the same share of the tokens, in stretches of the same least length.
 
     Args:

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, SkipPolicy, SwitchPolicy, Wanted
-from edgeinfer.runtime.layer_skip.entropy import ChancePolicy, Entropies, EntropyPolicy
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SwitchPolicy, Wanted
+from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy
 
 __all__ = [
-    "LADDER",
     "SKIPPING",
+    "SKIP_LEVELS",
     "SWITCHING",
+    "CalibratedPolicy",
     "ImportancePolicy",
-    "Ladder",
-    "LadderPolicy",
     "PolicyParts",
     "RoutersPolicy",
+    "SkipLevels",
     "UnifiedPolicy",
     "importance",
     "kept_layers",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 # Name of its arrays in a profile.
-LADDER = "ladder"
+SKIP_LEVELS = "ladder"
 
 
 def kept_layers(layers: int, speedup: float) -> list[int]:
@@ -63,7 +63,7 @@ def layers_mask(layers: int, kept: list[int]) -> Mask:
 class UnifiedPolicy:
     """Implements `contract.SkipPolicy`."""
 
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """The same layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
@@ -91,7 +91,7 @@ def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
 class ImportancePolicy:
     """Implements `contract.SkipPolicy`."""
 
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """Skips the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
@@ -120,7 +120,7 @@ class RoutersPolicy:
         if not (shaped and np.isfinite(self.weight).all() and np.isfinite(self.bias).all()):
             raise BundleError("The routers of the bundle are damaged.", "Train them again, or export it again.")
 
-    def needed(self, prompt: Prompt) -> NDArray[np.float64]:  # (L,)
+    def needed(self, prompt: EvaluatedPrompt) -> NDArray[np.float64]:  # (L,)
         """Probability that the reply needs each layer."""
         means = prompt.states()[:-1].mean(axis=1, dtype=np.float64)  # (L, D)
         if means.shape != self.weight.shape:
@@ -129,7 +129,7 @@ class RoutersPolicy:
         scores: NDArray[np.float64] = (means * self.weight).sum(axis=1) + self.bias
         return 1 / (1 + np.exp(-scores))
 
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """Skips what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
         needed = self.needed(prompt)
         order = [int(layer) for layer in np.argsort(needed, kind="stable") if needed[layer] <= _NEEDED]
@@ -137,7 +137,7 @@ class RoutersPolicy:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class SkipLevels:
     """Sets by ascending saving, each of no less loss than the one before it; the first leaves nothing out.
 
     Attributes:
@@ -153,7 +153,7 @@ class Ladder:
         return {"masks": self.masks, "losses": self.losses}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> Ladder | None:
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> SkipLevels | None:
         """Takes back what `state` gave, for a model of so many layers; None where nothing was kept.
 
         Raises:
@@ -186,12 +186,12 @@ def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
 
 
 @dataclass(frozen=True)
-class LadderPolicy:
+class CalibratedPolicy:
     """Implements `contract.SkipPolicy`."""
 
-    ladder: Ladder
+    ladder: SkipLevels
 
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """The same blocks for every prompt."""
         return self.ladder.choose(wanted)
 
@@ -206,7 +206,7 @@ class PolicyParts:
         entropies: of the model and its draft model.
     """
 
-    ladder: Ladder | None
+    ladder: SkipLevels | None
     routers: Callable[[], tuple[Floats, Floats] | None]
     entropies: Entropies
 
@@ -215,7 +215,7 @@ def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
     if parts.ladder is None:
         message = "No sets of blocks to skip are known of this model."
         raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
-    return LadderPolicy(parts.ladder)
+    return CalibratedPolicy(parts.ladder)
 
 
 def _routers(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
@@ -239,5 +239,5 @@ SKIPPING: dict[str, Callable[[PolicyParts, ComputeOptions], SkipPolicy]] = {
 }
 SWITCHING: dict[str, Callable[[PolicyParts, ComputeOptions], SwitchPolicy]] = {
     "entropy": _entropy,
-    "random": lambda parts, options: ChancePolicy(options.compute_share, options.entropy_stay, seed=0),
+    "random": lambda parts, options: RandomPolicy(options.compute_share, options.entropy_stay, seed=0),
 }

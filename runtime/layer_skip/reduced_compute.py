@@ -16,18 +16,17 @@ from numpy.typing import NDArray
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import CapabilityError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
+from edgeinfer.runtime.layer_skip.contract import SmallModel
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies
-from edgeinfer.runtime.layer_skip.exiting import Exiting
-from edgeinfer.runtime.layer_skip.policies import LADDER, SKIPPING, SWITCHING, Ladder, PolicyParts
-from edgeinfer.runtime.layer_skip.skipping import Skipping
-from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
-from edgeinfer.runtime.layer_skip.switching import Switching
+from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
+from edgeinfer.runtime.layer_skip.policies import SKIP_LEVELS, SKIPPING, SWITCHING, PolicyParts, SkipLevels
+from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.profile.device_profile import Profile
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["ReducedCompute", "ReducedComputeParts"]
 
@@ -47,7 +46,7 @@ class ReducedComputeParts:
 
     Attributes:
         engine: of the model; between replies its cache may be emptied.
-        small: the backend of the draft model; None where there is none.
+        small: the draft model; None where there is none.
         parameters: of the draft model over those of the model.
         exits: layers after which the bundle says that an early exit is meaningful.
         exit_layer: tells the exit that tuning found, if any.
@@ -57,7 +56,7 @@ class ReducedComputeParts:
     """
 
     engine: Engine
-    small: Backend | None
+    small: SmallModel | None
     parameters: float
     exits: tuple[int, ...]
     exit_layer: Callable[[], int | None]
@@ -83,11 +82,10 @@ class ReducedCompute:
         self._profile = profile
         self._costs: BlockCosts | None = None
         backend = parts.engine.backend
-        self._ladder = self._kept(LADDER, lambda state: Ladder.from_state(state, backend.geometry.num_layers), None)
+        self._levels = self._kept(
+            SKIP_LEVELS, lambda state: SkipLevels.from_state(state, backend.geometry.num_layers), None
+        )
         self._entropies = self._kept(ENTROPY, Entropies.from_state, Entropies())
-        self._small: ModelDrafter | None = None
-        if parts.small is not None:
-            self._small = ModelDrafter(parts.small, parts.engine.chunk, backend.geometry.vocab_size)
 
     def _kept(self, name: str, read: Callable[[dict[str, NDArray[Any]]], T], missing: T) -> T:
         try:
@@ -97,7 +95,7 @@ class ReducedCompute:
             self._profile.drop(name)
             return missing
 
-    def steps(self, options: ComputeOptions, sampler: Sampler) -> Steps | None:
+    def strategy(self, options: ComputeOptions, sampler: Sampler) -> ReducedDecoding | None:
         """How a reply is decoded; None is in full.
 
         Raises:
@@ -107,10 +105,10 @@ class ReducedCompute:
         if options.compute == "full":
             return None
         parts, engine = self._parts, self.engine
-        policies = PolicyParts(self._ladder, parts.routers, self._entropies)
+        policies = PolicyParts(self._levels, parts.routers, self._entropies)
         if options.compute in SWITCHING:
             switch = SWITCHING[options.compute](policies, options)
-            return Switching(self._given(options, sampler), self.require_small(), switch, parts.parameters)
+            return ModelSwitchDecoding(self._given(options, sampler), self.require_small(), switch, parts.parameters)
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."
@@ -118,19 +116,20 @@ class ReducedCompute:
         costs = self.block_costs()
         given = self._given(options, sampler, costs.whole[0])
         if skip is not None:
-            return Skipping(given, skip, costs)
-        return Exiting(given, self._exit_layer(options), costs)
+            return LayerSkipDecoding(given, skip, costs)
+        return EarlyExitDecoding(given, self._exit_layer(options), costs)
 
-    def _given(self, options: ComputeOptions, sampler: Sampler, plain_ms: float | None = None) -> Surroundings:
+    def _given(self, options: ComputeOptions, sampler: Sampler, plain_ms: float | None = None) -> StrategyArguments:
         engine, known = self.engine, self._parts.plain_ms()
         plain = plain_ms if known is None else known
-        return Surroundings(engine.backend, sampler, options, engine.chunk, self._parts.rows, plain)
+        return StrategyArguments(engine.backend, sampler, options, engine.chunk, self._parts.rows, plain)
 
-    def require_small(self) -> ModelDrafter:
-        if self._small is None:
-            message = "Two models are to take turns, and there is one."
+    def require_small(self) -> SmallModel:
+        """The draft model; UsageError where there is none."""
+        if self._parts.small is None:
+            message = "This way of computing less needs a second, small model."
             raise UsageError(message, "Name a small model with the same tokenizer with --draft-model.")
-        return self._small
+        return self._parts.small
 
     def _exit_layer(self, options: ComputeOptions) -> int:
         """What is asked for, the bundle's first exit where not every layer is one, what was tuned, or two thirds."""
@@ -156,10 +155,10 @@ class ReducedCompute:
         self._profile.save_arrays(_COSTS, {name: np.array(values, np.float64) for name, values in arrays.items()})
         return costs
 
-    def keep_levels(self, levels: Ladder) -> None:
+    def keep_levels(self, levels: SkipLevels) -> None:
         """Uses the sets of blocks of "calibrated" that a search found, and keeps them for later sessions."""
-        self._ladder = levels
-        self._profile.save_arrays(LADDER, levels.state())
+        self._levels = levels
+        self._profile.save_arrays(SKIP_LEVELS, levels.state())
 
     def keep_entropies(self, entropies: Entropies) -> None:
         """Uses what was found of how unsure the small model is, and keeps it for later sessions."""

@@ -13,20 +13,19 @@ import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
-from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["PromptStates", "Skipping"]
+__all__ = ["LayerSkipDecoding", "PromptStates"]
 
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
 
 
-class Skipping(Steps):
+class LayerSkipDecoding(ReducedDecoding):
     """A reduced-compute strategy.
 
     Args:
@@ -38,7 +37,7 @@ class Skipping(Steps):
         CapabilityError: the backend cannot skip layers.
     """
 
-    def __init__(self, given: Surroundings, policy: SkipPolicy, costs: BlockCosts) -> None:
+    def __init__(self, given: StrategyArguments, policy: SkipPolicy, costs: BlockCosts) -> None:
         hint = "Use a natively exported bundle, or compute in full."
         require(given.backend.capabilities.layer_skip, given.backend, "skip layers", hint)
         super().__init__(given)
@@ -67,11 +66,11 @@ class Skipping(Steps):
     def _logits(self, lost: int) -> Floats:  # (V,)
         assert self._mask is not None, "first comes first"
         root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
-        whole = bool(self._mask.all()) or self._floor.stopped
+        whole = bool(self._mask.all()) or self._limit.stopped
         output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
-            self._books.reduced += 1
-            self._books.blocks_skipped += int((~self._mask).sum())
+            self._statistics.reduced += 1
+            self._statistics.blocks_skipped += int((~self._mask).sum())
             self._pending.append(self._tokens[-1])
         said: Floats = output.logits[0]
         return said
@@ -79,13 +78,13 @@ class Skipping(Steps):
     def _chosen(self, logits: Floats) -> None:
         if not self._pending:
             return
-        if self._floor.watching:
+        if self._limit.watching:
             stride = -(-self._window // self._samples)
             if (len(self._pending) - 1) % stride == 0:
                 self._kept.append((len(self._pending) - 1, logits.copy()))
         # What makes room in a full cache must find rows that all layers wrote.
         full = self._backend.length == self._backend.capacity
-        if full or (self._floor.watching and len(self._pending) == self._window):
+        if full or (self._limit.watching and len(self._pending) == self._window):
             self._watch()
 
     def _watch(self) -> None:
@@ -94,12 +93,12 @@ class Skipping(Steps):
         self._backend.truncate(start)
         reduced = dict(self._kept)
         for index, logits in feed(whole_pass(self._backend), self._pending, start, list(reduced), self._chunk):
-            self._floor.add(logits, reduced[index])
-        self._books.caught_up += len(self._pending)
+            self._limit.add(logits, reduced[index])
+        self._statistics.caught_up += len(self._pending)
         self._pending.clear()
         self._kept.clear()
-        self._floor.check(self._books.reduced, self._books.tokens)
-        if self._floor.easy:
+        self._limit.check(self._statistics.reduced, self._statistics.tokens)
+        if self._limit.easy:
             self._window = min(2 * self._window, _LONGEST)
 
     def leave(self) -> None:
@@ -120,7 +119,7 @@ _MOST = 128
 
 
 class PromptStates:
-    """Implements `contract.Prompt`.
+    """Implements `contract.EvaluatedPrompt`.
 
     The passes write the rows that are there anew, which stay what they are: layer by layer or at once is the same.
 

@@ -16,17 +16,17 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
-from edgeinfer.runtime.layer_skip.divergence import Floor
+from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
 from edgeinfer.runtime.sampling import Sampler
 
-__all__ = ["Steps", "Surroundings"]
+__all__ = ["ReducedDecoding", "StrategyArguments"]
 
 # Tokens of the prompt that are tried before anything is left out.
 _TRIED = 32
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StrategyArguments:
     """What the steps of a reply work with.
 
     Attributes:
@@ -47,7 +47,7 @@ class Surroundings:
 
 
 @dataclass
-class Books:
+class ReducedStatistics:
     """What happened to a reply's tokens after the first."""
 
     tokens: int = 0
@@ -58,45 +58,43 @@ class Books:
     ms: float = 0.0
 
 
-class Steps(DecodingStrategy, ABC):
+class ReducedDecoding(DecodingStrategy, ABC):
     """Decodes one token at a time with less than the whole model.
 
     Args:
         given: what it works with.
     """
 
-    def __init__(self, given: Surroundings) -> None:
+    def __init__(self, given: StrategyArguments) -> None:
         super().__init__(given.backend, given.sampler)
         self._options = given.options
         self._chunk = given.chunk
         self._plain_ms = given.plain_ms
         # The last row of a pass is the one that counts; samples take the others.
         self._samples = max(1, min(given.rows - 1, 8))
-        self._floor = Floor(given.options.quality_floor)
-        self._books = Books()
+        self._limit = DivergenceLimit(given.options.quality_floor)
+        self._statistics = ReducedStatistics()
         self._tokens: list[int] = []  # prompt and reply; the last is the root
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
         """The token after a prompt that the whole model took in."""
-        token = self._sampler.sample(logits, len(prompt))
-        self._sampler.accept(token, logits)
-        self._tokens[:] = [*prompt, token]
-        begun = time.perf_counter()
+        accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
+        self._tokens[:] = [*prompt, *accepted]
+        started = time.perf_counter()
         self._begin(logits)
-        self._books.decide_ms += (time.perf_counter() - begun) * 1e3
-        return (token,)
+        self._statistics.decide_ms += (time.perf_counter() - started) * 1e3
+        return accepted
 
     def next(self, room: int, lost: int) -> tuple[int]:
         """One further token."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         logits = self._logits(lost)
-        token = self._sampler.sample(logits, len(self._tokens))
-        self._sampler.accept(token, logits)
-        self._tokens.append(token)
-        self._books.tokens += 1
+        accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
+        self._tokens += accepted
+        self._statistics.tokens += 1
         self._chosen(logits)
-        self._books.ms += (time.perf_counter() - begun) * 1e3
-        return (token,)
+        self._statistics.ms += (time.perf_counter() - started) * 1e3
+        return accepted
 
     @abstractmethod
     def leave(self) -> None:
@@ -115,20 +113,20 @@ class Steps(DecodingStrategy, ABC):
         """
         end = self._backend.length
         size = min(_TRIED, end - 1, len(self._tokens) - 2)
-        if not self._floor.watching or size < 1:
+        if not self._limit.watching or size < 1:
             return
         tokens, start = self._tokens[-1 - size : -1], end - size
         wanted = sorted({size - 1 - index * size // self._samples for index in range(min(size, self._samples))})
         self._backend.truncate(start)
         reduced = self._reduced(tokens, start, wanted)
         self._backend.truncate(start)
-        trial = Floor(self._floor.nats)
+        trial = DivergenceLimit(self._limit.nats)
         for index, whole in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
             trial.add(whole, reduced.get(index, whole))
         if trial.check(share, 1):
-            self._floor.expect(trial)
+            self._limit.expect(trial)
         else:
-            self._floor.refuse()
+            self._limit.refuse()
 
     @abstractmethod
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
@@ -146,26 +144,26 @@ class Steps(DecodingStrategy, ABC):
     def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
         """What happened so far where reduced tokens run these blocks."""
         ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
-        use, mask = Steps.compute_use(self), tuple(layer_mask.tolist())
+        use, mask = ReducedDecoding.compute_use(self), tuple(layer_mask.tolist())
         return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
     def compute_use(self) -> ComputeUse:
         """What happened so far."""
-        books, blocks = self._books, 2 * self._backend.geometry.num_layers
-        plain, sampled = self._plain_ms, self._floor.mean
+        statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
+        plain, sampled = self._plain_ms, self._limit.mean
         return ComputeUse(
             compute=self._options.compute,
-            lossless=books.reduced == 0,
-            tokens=books.tokens,
-            reduced=books.reduced,
-            skipped_share=books.blocks_skipped / (blocks * books.tokens) if books.tokens else 0.0,
-            caught_up=books.caught_up,
-            decide_ms=books.decide_ms,
-            per_token_ms=books.ms / books.tokens if books.tokens else None,
+            lossless=statistics.reduced == 0,
+            tokens=statistics.tokens,
+            reduced=statistics.reduced,
+            skipped_share=statistics.blocks_skipped / (blocks * statistics.tokens) if statistics.tokens else 0.0,
+            caught_up=statistics.caught_up,
+            decide_ms=statistics.decide_ms,
+            per_token_ms=statistics.ms / statistics.tokens if statistics.tokens else None,
             plain_ms=plain,
-            saved_ms=None if plain is None else plain * books.tokens - books.ms - books.decide_ms,
-            divergence=None if sampled is None else sampled * books.reduced / max(books.tokens, 1),
-            sampled=self._floor.sampled,
-            quality_floor=self._floor.nats,
-            stopped_at=self._floor.stopped_at,
+            saved_ms=None if plain is None else plain * statistics.tokens - statistics.ms - statistics.decide_ms,
+            divergence=None if sampled is None else sampled * statistics.reduced / max(statistics.tokens, 1),
+            sampled=self._limit.sampled,
+            quality_floor=self._limit.nats,
+            stopped_at=self._limit.stopped_at,
         )

@@ -8,12 +8,9 @@ memory` shows how near they are on a device.
 from __future__ import annotations
 
 from edgeinfer.config import LoadConfig
-from edgeinfer.runtime.kv_cache.context_shift.registry import planned_bytes as overflow_bytes
-from edgeinfer.runtime.kv_cache.prefix_cache import planned_bytes as prefix_bytes
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
 from edgeinfer.runtime.system.memory import ProcessMemory
 
 __all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
@@ -46,6 +43,8 @@ class MemoryModel:
     def footprint(self, configuration: Configuration) -> Footprint:
         """The largest this process will be from loading on."""
         config, subject, manifest = self._config, self._subject, self._subject.manifest
+        options = subject.option_bytes
+        assert options is not None, "whoever plans a target says what options take"
         key = configuration.weights, configuration.window_layers, configuration.expert_bytes
         if key not in self._weights:
             self._weights[key] = subject.memory.weights(configuration)
@@ -56,20 +55,14 @@ class MemoryModel:
             + subject.memory.tokenizer(configuration.tokenizer, used=True)
         )
         if configuration.draft_max:
-            size = drafting_bytes(
-                configuration.drafters,
-                manifest.geometry,
-                configuration.context,
-                configuration.draft_max,
-                heads_taken(subject.bundle),
-            )
-            running += Footprint({"drafting": size}, {})
+            running += Footprint({"drafting": options.drafting(subject.bundle, configuration)}, {})
         if subject.drafter is not None:
-            # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
+            # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
             running += self._drafter(subject.drafter, configuration)
         if config.prefix_cache:
-            running += Footprint({"prefix_cache": prefix_bytes(config.prefix_cache, manifest.geometry.num_layers)}, {})
-        if overflow := overflow_bytes(config.overflow, manifest.decoder, configuration.context):
+            size = options.prefix_cache(config.prefix_cache, manifest.geometry.num_layers)
+            running += Footprint({"prefix_cache": size}, {})
+        if overflow := options.context_shift(config.overflow, manifest.decoder, configuration.context):
             running += Footprint({"overflow": overflow}, {})
         return running + self._loading(running, configuration)
 

@@ -7,16 +7,32 @@ it is loaded, so a budget there is watched, not promised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
+from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping, ModelMemory
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
-__all__ = ["PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
+__all__ = ["OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
+
+
+@dataclass(frozen=True)
+class OptionBytes:
+    """What options take beside the model, told by the rooms that implement them; all figures are upper bounds.
+
+    Attributes:
+        drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out.
+        prefix_cache: of its cap in bytes and the model's number of layers.
+        context_shift: of a policy's name, and a cache of so many tokens.
+    """
+
+    drafting: Callable[[Bundle, Configuration], int]
+    prefix_cache: Callable[[int, int], int]
+    context_shift: Callable[[str, DecoderSpec | None, int], int]
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class PlanInput:
         settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
         device: that the model runs on.
         device_note: why it is not the one that was asked for; empty where it is.
+        option_bytes: what options take beside the model; None for a draft model, which is planned with its target.
     """
 
     backend: str
@@ -53,6 +70,7 @@ class PlanInput:
     settings: TunedSettings = UNTUNED
     device: Device = CPU
     device_note: str = ""
+    option_bytes: OptionBytes | None = None
 
     @property
     def manifest(self) -> Manifest:

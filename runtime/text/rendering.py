@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 import jinja2
 
 from edgeinfer.runtime.text.allowance import ELEMENT_COST, LimitError, RefusedError, size_of, units_for
-from edgeinfer.runtime.text.sandbox import Function, GuardedEnvironment
+from edgeinfer.runtime.text.sandbox import GuardedEnvironment, TemplateFunction
 
 __all__ = [
     "LENGTH",
@@ -95,7 +95,7 @@ class Rendering:
 
     def __init__(self, source: str) -> None:
         self._environment = environment = GuardedEnvironment()
-        environment.globals["raise_exception"] = Function(self._reject)
+        environment.globals["raise_exception"] = TemplateFunction(self._reject)
         try:
             environment.allowance.begin(units_for(0))
             self._template = environment.from_string(source)
@@ -115,7 +115,7 @@ class Rendering:
         """
         allowance, clock = self._environment.allowance, _Moment(moment)
         allowance.begin(units_for(given_bytes))
-        strftime = Function(self._strftime, clock)
+        strftime = TemplateFunction(self._strftime, clock)
         pieces: list[str] = []
         left = output_limit(given_bytes)
         try:

@@ -16,7 +16,7 @@ from statistics import median
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.tuning.work import Times
 
-__all__ = ["FULL", "GAIN", "QUICK", "Effort", "Trial", "Verdict", "compare", "judge", "median_below"]
+__all__ = ["FULL", "GAIN", "QUICK", "Effort", "TimingVerdict", "Trial", "compare", "judge", "median_below"]
 
 # A gain that is worth a setting of one's own, and a loss that nobody notices.
 GAIN, _LOSS = 0.03, 0.03
@@ -25,7 +25,7 @@ _WRONGLY_FASTER, _WRONGLY_EQUAL = 0.01, 0.05
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TimingVerdict:
     """What some pairs of timings tell.
 
     Attributes:
@@ -50,7 +50,7 @@ def median_below(ratios: Sequence[float], chance: float) -> float:
     return sorted(ratios, reverse=True)[rank - 1] if rank else math.inf
 
 
-def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> Verdict:
+def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> TimingVerdict:
     """Whether a way is better.
 
     Args:
@@ -60,11 +60,11 @@ def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> Verdict
     medians = {part: median(values) for part, values in ratios.items()}
     gained = [part for part in aims if medians[part] <= 1 - GAIN and median_below(ratios[part], _WRONGLY_FASTER) < 1]
     if gained and all(median_below(values, _WRONGLY_EQUAL) <= 1 + _LOSS for values in ratios.values()):
-        return Verdict(True, True, medians)
+        return TimingVerdict(True, True, medians)
     # Turned round, the same bound says what is surely slower, and what surely gains too little.
     slower = tuple(part for part in ratios if _median_above(ratios[part], _WRONGLY_FASTER) > 1 + _LOSS)
     hopeless = all(_median_above(ratios[part], _WRONGLY_FASTER) > 1 - GAIN for part in aims)
-    return Verdict(False, bool(slower) or hopeless, medians, slower)
+    return TimingVerdict(False, bool(slower) or hopeless, medians, slower)
 
 
 def _median_above(ratios: Sequence[float], chance: float) -> float:
@@ -102,7 +102,7 @@ class Trial:
         pairs: visits to each.
     """
 
-    verdict: Verdict
+    verdict: TimingVerdict
     first: Times
     second: Times
     pairs: int

@@ -16,7 +16,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.divergence import divergence
-from edgeinfer.runtime.layer_skip.strategy import Steps
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.tuning.measure import token_logits
@@ -62,7 +62,7 @@ class _Given(Sampler):
 
 
 def read_reply(
-    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], Steps | None]
+    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], ReducedDecoding | None]
 ) -> ReplyReading:
     """Reads a reply; empties the cache.
 

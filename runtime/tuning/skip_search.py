@@ -20,10 +20,10 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask
 from edgeinfer.runtime.layer_skip.divergence import entropy_bits
 from edgeinfer.runtime.layer_skip.entropy import Entropies, rolling_means
-from edgeinfer.runtime.layer_skip.policies import Ladder, kept_layers, layers_mask
+from edgeinfer.runtime.layer_skip.policies import SkipLevels, kept_layers, layers_mask
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute
 
-__all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "search_ladder", "skip_units"]
+__all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "search_skip_levels", "skip_units"]
 
 Progress = Callable[[int, int], None]
 
@@ -37,7 +37,7 @@ _TRIED, _EXCHANGED = 8, 4
 _EVEN = (1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 
 
-def search_ladder(
+def search_skip_levels(
     backend: Backend,
     samples: Sequence[Sample],
     costs: BlockCosts,
@@ -45,7 +45,7 @@ def search_ladder(
     granularity: int = 1,
     evaluations: int = 400,
     progress: Progress | None = None,
-) -> Ladder:
+) -> SkipLevels:
     """Searches sets of blocks to skip, by texts of the model's own; empties the cache.
 
     Args:
@@ -74,11 +74,11 @@ def calibrate_skips(
     granularity: int,
     evaluations: int,
     progress: Progress | None,
-) -> tuple[Ladder, BlockCosts]:
-    """Searches the sets of blocks of "calibrated", keeps and uses them; errors as `search_ladder`."""
+) -> tuple[SkipLevels, BlockCosts]:
+    """Searches the sets of blocks of "calibrated", keeps and uses them; errors as `search_skip_levels`."""
     costs = reduced.block_costs()
     try:
-        levels = search_ladder(
+        levels = search_skip_levels(
             reduced.engine.backend, samples, costs, granularity=granularity, evaluations=evaluations, progress=progress
         )
     finally:
@@ -209,7 +209,7 @@ class _Search:
         mask: Mask = np.logical_not(self._units[~running].any(axis=0))
         return mask
 
-    def ladder(self) -> Ladder:
+    def ladder(self) -> SkipLevels:
         """What no other set beats."""
         masks = [(self._mask(np.frombuffer(key, np.bool_)), loss) for key, loss in self._scores.items()]
         best: list[tuple[float, Mask]] = []
@@ -221,7 +221,7 @@ class _Search:
             # Blocks that change nothing can be left out for nothing, but nobody who asks for no speed has to.
             best.append((0.0, np.ones(self._units.shape[1], np.bool_)))
         best.reverse()
-        return Ladder(np.array([mask for _, mask in best]), np.array([loss for loss, _ in best], np.float64))
+        return SkipLevels(np.array([mask for _, mask in best]), np.array([loss for loss, _ in best], np.float64))
 
 
 def _without(running: NDArray[np.bool_], unit: int) -> NDArray[np.bool_]:

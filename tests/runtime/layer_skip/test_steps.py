@@ -18,13 +18,13 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Mask, Prompt, Wanted, feed, whole_pass
-from edgeinfer.runtime.layer_skip.divergence import Floor
-from edgeinfer.runtime.layer_skip.exiting import Exiting
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, Wanted, feed, whole_pass
+from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
+from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
 from edgeinfer.runtime.layer_skip.policies import importance
-from edgeinfer.runtime.layer_skip.skipping import PromptStates, Skipping
-from edgeinfer.runtime.layer_skip.strategy import Steps, Surroundings
-from edgeinfer.runtime.layer_skip.switching import Switching
+from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptStates
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -57,7 +57,7 @@ class Fixed:
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
 
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         return self._mask
 
 
@@ -92,11 +92,11 @@ def engine(backend: Backend) -> Iterator[Engine]:
     backend.truncate(0)
 
 
-def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> Surroundings:
-    return Surroundings(backend, sampler, ComputeOptions(**options), chunk, 16, 2.0)
+def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
+    return StrategyArguments(backend, sampler, ComputeOptions(**options), chunk, 16, 2.0)
 
 
-def reply(engine: Engine, steps: Steps | None, sampler: Greedy, most: int = MOST) -> list[int]:
+def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: int = MOST) -> list[int]:
     """Tokens of a reply; afterwards the cache holds whole rows of the first tokens, as the engine believes."""
     made = [
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
@@ -123,7 +123,7 @@ def plain(engine: Engine, most: int = MOST) -> tuple[list[int], list[Floats]]:
 def test_skipping_nothing_is_plain(engine: Engine) -> None:
     expected, logits = plain(engine)
     sampler = Greedy()
-    steps = Skipping(given(engine.backend, sampler), Fixed(np.ones_like(SKIPS)), COSTS)
+    steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(np.ones_like(SKIPS)), COSTS)
     assert reply(engine, steps, sampler) == expected
     assert all(map(np.array_equal, sampler.logits, logits))
     use = steps.compute_use()
@@ -133,7 +133,7 @@ def test_skipping_nothing_is_plain(engine: Engine) -> None:
 def test_skipped_blocks_do_not_run(engine: Engine) -> None:
     """As if every token after the prompt were fed with the mask, one by one."""
     sampler, backend = Greedy(), engine.backend
-    steps = Skipping(given(backend, sampler), Fixed(SKIPS), COSTS)
+    steps = LayerSkipDecoding(given(backend, sampler), Fixed(SKIPS), COSTS)
     made = reply(engine, steps, sampler)
     assert made != plain(engine)[0]
     list(feed(whole_pass(backend), PROMPT, 0, [], 4))
@@ -149,7 +149,7 @@ def test_skipped_blocks_do_not_run(engine: Engine) -> None:
 
 def test_a_generous_floor_measures_and_lets_pass(engine: Engine) -> None:
     sampler = Greedy()
-    steps = Skipping(given(engine.backend, sampler, quality_floor=1e3), Fixed(SKIPS), COSTS)
+    steps = LayerSkipDecoding(given(engine.backend, sampler, quality_floor=1e3), Fixed(SKIPS), COSTS)
     made = reply(engine, steps, sampler, 40)
     use = steps.compute_use()
     assert use.reduced == 39 and use.stopped_at is None and use.sampled >= 16 and use.caught_up >= 24
@@ -161,15 +161,15 @@ def test_a_generous_floor_measures_and_lets_pass(engine: Engine) -> None:
 def test_a_tight_floor_skips_nothing(engine: Engine) -> None:
     """The prompt shows already that these blocks matter."""
     sampler = Greedy()
-    steps = Skipping(given(engine.backend, sampler, quality_floor=1e-4), Fixed(SKIPS), COSTS)
+    steps = LayerSkipDecoding(given(engine.backend, sampler, quality_floor=1e-4), Fixed(SKIPS), COSTS)
     assert reply(engine, steps, sampler) == plain(engine)[0]
     assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
 
 
 def test_a_floor_ends_skipping_within_the_reply(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Skipping, "_try", lambda self, share: None)
+    monkeypatch.setattr(LayerSkipDecoding, "_try", lambda self, share: None)
     sampler = Greedy()
-    steps = Skipping(given(engine.backend, sampler, quality_floor=1e-4), Fixed(SKIPS), COSTS)
+    steps = LayerSkipDecoding(given(engine.backend, sampler, quality_floor=1e-4), Fixed(SKIPS), COSTS)
     made = reply(engine, steps, sampler)
     use = steps.compute_use()
     assert (use.stopped_at, use.reduced) == (8, 8)
@@ -186,7 +186,7 @@ def test_a_floor_ends_skipping_within_the_reply(engine: Engine, monkeypatch: pyt
 
 def test_a_full_cache_ends_a_reply(engine: Engine) -> None:
     sampler = Greedy()
-    steps = Skipping(given(engine.backend, sampler), Fixed(SKIPS), COSTS)
+    steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(SKIPS), COSTS)
     made = [s.token for s in engine.generate(PROMPT, sampler, max_tokens=None, stop_ids=frozenset(), strategy=steps)]
     assert len(made) == engine.backend.capacity - len(PROMPT) + 1
 
@@ -195,7 +195,7 @@ def test_sure_of_nothing_is_plain(engine: Engine) -> None:
     for most in (1, 2, 9, MOST):
         expected, logits = plain(engine, most)
         sampler = Greedy()
-        steps = Exiting(given(engine.backend, sampler, exit_confidence=1.0), 2, COSTS)
+        steps = EarlyExitDecoding(given(engine.backend, sampler, exit_confidence=1.0), 2, COSTS)
         assert reply(engine, steps, sampler, most) == expected
         assert all(map(np.array_equal, sampler.logits, logits))
         assert steps.compute_use().lossless
@@ -205,7 +205,7 @@ def test_sure_of_nothing_is_plain(engine: Engine) -> None:
 def test_exits_follow_their_confidence(engine: Engine) -> None:
     """Token by token, the first layers where they are sure, else the whole model, both with whole rows before them."""
     backend, sampler, first = engine.backend, Greedy(), np.arange(2 * LAYERS) < 4
-    steps = Exiting(given(backend, sampler, exit_confidence=0.05), 2, COSTS)
+    steps = EarlyExitDecoding(given(backend, sampler, exit_confidence=0.05), 2, COSTS)
     made = reply(engine, steps, sampler, 40)
     left = waiting = 0
     engine.forget()
@@ -231,7 +231,7 @@ def test_exits_follow_their_confidence(engine: Engine) -> None:
 
 def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> None:
     backend, sampler = engine.backend, Greedy()
-    steps = Exiting(given(backend, sampler, exit_confidence=0.0, skip_cache="below"), 2, COSTS)
+    steps = EarlyExitDecoding(given(backend, sampler, exit_confidence=0.0, skip_cache="below"), 2, COSTS)
     seen: list[Any] = []
     forward = backend.forward
 
@@ -257,9 +257,9 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
 
 
 def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Exiting, "_try", lambda self, share: None)
+    monkeypatch.setattr(EarlyExitDecoding, "_try", lambda self, share: None)
     sampler = Greedy()
-    steps = Exiting(given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4), 2, COSTS)
+    steps = EarlyExitDecoding(given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4), 2, COSTS)
     reply(engine, steps, sampler)
     use = steps.compute_use()
     assert use.reduced == use.sampled == use.stopped_at == 7
@@ -269,7 +269,7 @@ def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine, monkeypa
 def test_there_is_no_such_exit(backend: Backend) -> None:
     for layer in (0, LAYERS, LAYERS + 3):
         with pytest.raises(UsageError, match="no exit"):
-            Exiting(given(backend, Greedy()), layer, COSTS)
+            EarlyExitDecoding(given(backend, Greedy()), layer, COSTS)
             pytest.fail(f"an exit after layer {layer}")
 
 
@@ -297,7 +297,7 @@ def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
     backend, sampler = engine.backend, Greedy()
     turns = [True, False, False, False, True, True, *[False] * 6, True, False, False, True, False, False, False]
     policy = Script(turns)
-    steps = Switching(given(backend, sampler, chunk=4), ModelDrafter(other, 4), policy, 0.25)
+    steps = ModelSwitchDecoding(given(backend, sampler, chunk=4), ModelDrafter(other, 4), policy, 0.25)
     made = reply(engine, steps, sampler)
     text = [*PROMPT, *made]
     said = {}
@@ -319,7 +319,7 @@ def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
 def test_a_large_model_alone_is_plain(engine: Engine, other: Backend) -> None:
     expected, logits = plain(engine)
     sampler = Greedy()
-    steps = Switching(given(engine.backend, sampler), ModelDrafter(other, 4), Script([True] * MOST), 0.25)
+    steps = ModelSwitchDecoding(given(engine.backend, sampler), ModelDrafter(other, 4), Script([True] * MOST), 0.25)
     assert reply(engine, steps, sampler) == expected
     assert all(map(np.array_equal, sampler.logits, logits))
     assert steps.compute_use().lossless
@@ -331,7 +331,11 @@ def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backe
     expected, logits = plain(engine)
     sampler, drafter = Greedy(), ModelDrafter(other, 4)
     parts = given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4)
-    steps = Exiting(parts, 2, COSTS) if way == "exit" else Switching(parts, drafter, Script([False] * 50), 0.25)
+    steps = (
+        EarlyExitDecoding(parts, 2, COSTS)
+        if way == "exit"
+        else ModelSwitchDecoding(parts, drafter, Script([False] * 50), 0.25)
+    )
     assert reply(engine, steps, sampler) == expected
     assert all(map(np.array_equal, sampler.logits, logits))
     assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
@@ -340,12 +344,12 @@ def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backe
 def test_a_floor_gives_the_text_to_the_large_model(
     engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promising = Floor(1e-3)
+    promising = DivergenceLimit(1e-3)
     promising.add(np.zeros(4, np.float32), np.zeros(4, np.float32))
-    monkeypatch.setattr(Switching, "_try", lambda self, share: self._floor.expect(promising))
+    monkeypatch.setattr(ModelSwitchDecoding, "_try", lambda self, share: self._limit.expect(promising))
     sampler = Greedy()
     parts = given(engine.backend, sampler, quality_floor=1e-3)
-    steps = Switching(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
+    steps = ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
     reply(engine, steps, sampler, 45)
     use = steps.compute_use()
     # It looks after four tokens, and stays.
@@ -357,7 +361,7 @@ def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine) 
     bundle = export("portable", num_hidden_layers=2, seed=9)
     short = ModelDrafter(make_backend("portable", bundle, 16), 4)
     sampler = Greedy()
-    steps = Switching(given(engine.backend, sampler), short, Script([False] * 30), 0.25)
+    steps = ModelSwitchDecoding(given(engine.backend, sampler), short, Script([False] * 30), 0.25)
     reply(engine, steps, sampler)
     use = steps.compute_use()
     assert use.reduced == 16 - len(PROMPT) and use.tokens == MOST - 1
@@ -367,8 +371,8 @@ def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.
     can = dataclasses.replace(engine.backend.capabilities, layer_skip=False)
     monkeypatch.setattr(engine.backend, "capabilities", can)
     for make in (
-        lambda: Skipping(given(engine.backend, Greedy()), Fixed(SKIPS), COSTS),
-        lambda: Exiting(given(engine.backend, Greedy()), 2, COSTS),
+        lambda: LayerSkipDecoding(given(engine.backend, Greedy()), Fixed(SKIPS), COSTS),
+        lambda: EarlyExitDecoding(given(engine.backend, Greedy()), 2, COSTS),
     ):
         with pytest.raises(CapabilityError, match="cannot"):
             make()

@@ -23,6 +23,7 @@ from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
+from edgeinfer.runtime.speculation.memory import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 
@@ -44,7 +45,9 @@ def subject() -> PlanInput:
     bundle = dataclasses.replace(bundle, manifest=manifest)
     memory = OnnxMemory(bundle, "native", merge_pairs=True, packed_ready=True)
     kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
-    return PlanInput("onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory)
+    return PlanInput(
+        "onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory, option_bytes=OPTION_BYTES
+    )
 
 
 def pace_of(configuration: Configuration) -> Pace:
