@@ -125,7 +125,7 @@ def search_ladder(
     units = skip_units(backend.geometry.num_layers, granularity)
     search = _Search(_Scorer(backend, samples), costs, units, evaluations, progress)
     search.run()
-    backend.truncate(0)
+    backend.cache.trim(0)
     return search.ladder()
 
 

@@ -67,7 +67,7 @@ class Skipping(Steps):
 
     def _logits(self, lost: int) -> Floats:  # (V,)
         assert self._mask is not None, "first comes first"
-        root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
+        root, place = np.array(self._tokens[-1:]), np.array([self._backend.cache.length])
         whole = bool(self._mask.all()) or self._floor.stopped
         output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
@@ -85,14 +85,14 @@ class Skipping(Steps):
             if (len(self._pending) - 1) % stride == 0:
                 self._kept.append((len(self._pending) - 1, logits.copy()))
         # What makes room in a full cache must find rows that all layers wrote.
-        full = self._backend.length == self._backend.capacity
+        full = self._backend.cache.length == self._backend.cache.capacity
         if full or (self._floor.watching and len(self._pending) == self._window):
             self._watch()
 
     def _watch(self) -> None:
         """Makes the pending rows whole and compares."""
-        start = self._backend.length - len(self._pending)
-        self._backend.truncate(start)
+        start = self._backend.cache.length - len(self._pending)
+        self._backend.cache.trim(start)
         reduced = dict(self._kept)
         for index, logits in feed(whole_pass(self._backend), self._pending, start, list(reduced), self._chunk):
             self._floor.add(logits, reduced[index])
@@ -105,7 +105,7 @@ class Skipping(Steps):
 
     def leave(self) -> None:
         """Drops rows that the whole model did not make."""
-        self._backend.truncate(self._backend.length - len(self._pending))
+        self._backend.cache.trim(self._backend.cache.length - len(self._pending))
         self._pending.clear()
         self._kept.clear()
 

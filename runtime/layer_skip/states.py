@@ -45,13 +45,13 @@ class PromptStates:
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another way to compute less."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
-        end = self._backend.length
+        end = self._backend.cache.length
         begin = end - min(end, len(self._prompt), _MOST)
         tokens = np.array(self._prompt[len(self._prompt) - (end - begin) :], np.int64)
         states = np.empty((self.layers + 1, end - begin, self._backend.geometry.hidden_size), np.float32)
         for at in range(0, len(tokens), self._chunk):
             part = slice(at, min(at + self._chunk, len(tokens)))
-            self._backend.truncate(begin + at)
+            self._backend.cache.trim(begin + at)
             self._fill(states[:, part], tokens[part], begin + at)
         return states
 
@@ -61,7 +61,7 @@ class PromptStates:
         for layer in range(-1, self.layers):
             mask = np.arange(2 * self.layers) // 2 == layer
             entering = None if layer < 0 else states[layer]
-            self._backend.truncate(start)
+            self._backend.cache.trim(start)
             output = self._backend.forward(ForwardInput(tokens, positions, nothing, layer_mask=mask, hidden=entering))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states[layer + 1] = output.hidden

@@ -60,7 +60,7 @@ class Switching(Steps):
         return {len(tokens) - len(said) + place: logits for place, logits in enumerate(said)}
 
     def _logits(self, lost: int) -> Floats:  # (V,)
-        held = self._backend.length + lost  # tokens that the large model has seen
+        held = self._backend.cache.length + lost  # tokens that the large model has seen
         unseen = len(self._tokens) - held
         large = self._policy.large() or self._floor.stopped
         if self._floor.watching:
@@ -68,7 +68,7 @@ class Switching(Steps):
             begins = unseen == 1 and not self._floor.allows(self._window, self._books.reduced, self._books.tokens)
             large = large or unseen > self._window or begins
         # All that is unseen must fit its cache.
-        large = large or self._backend.length + unseen >= self._backend.capacity
+        large = large or self._backend.cache.length + unseen >= self._backend.cache.capacity
         logits = None if large else self._small.after(self._tokens)
         large = logits is None  # also where the text is too long for the small one
         if logits is None:
@@ -87,7 +87,7 @@ class Switching(Steps):
         wanted = [*(index - held for index in sorted(self._kept)), unseen - 1]
         last: Floats | None = None
         run = whole_pass(self._backend)
-        for index, logits in feed(run, self._tokens[held:], self._backend.length, wanted, self._chunk):
+        for index, logits in feed(run, self._tokens[held:], self._backend.cache.length, wanted, self._chunk):
             if index < unseen - 1:
                 self._floor.add(logits, self._kept[held + index])
             last = logits

@@ -63,8 +63,8 @@ class Cautious(Way):
         chooser, begun = self._parts.chooser, logits.copy()
         law = chooser.law(begun)
         count = trials_for(entropy(law))
-        longest = min(room, _LONGEST, 1 + (self._backend.capacity - self._backend.length) // count)
-        self._settled = self._backend.length
+        longest = min(room, _LONGEST, 1 + (self._backend.cache.capacity - self._backend.cache.length) // count)
+        self._settled = self._backend.cache.length
         branches = Branches(self._parts, self._tally)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):

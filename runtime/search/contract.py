@@ -136,7 +136,7 @@ class Passes:
         """
         for begin in range(0, len(tokens), MOST_ROWS):
             self.check()
-            part, start = tokens[begin : begin + MOST_ROWS], self._backend.length
+            part, start = tokens[begin : begin + MOST_ROWS], self._backend.cache.length
             rows = np.arange(len(part))
             output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
             self._tally.passes += 1

@@ -51,7 +51,7 @@ class DrawnWay(Way):
         """The whole reply."""
         limit = self._share(self._config.samples, room)
         begun, replies = logits.copy(), self._begin(prompt)
-        self._settled = self._backend.length
+        self._settled = self._backend.cache.length
         branches = Branches(self._parts, self._tally)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:

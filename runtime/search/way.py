@@ -46,7 +46,7 @@ class Way(ABC):
     def leave(self) -> None:
         """Drops the rows of what was looked at."""
         if self._settled is not None:
-            self._backend.truncate(min(self._settled, self._backend.length))
+            self._backend.cache.trim(min(self._settled, self._backend.cache.length))
             self._settled = None
 
     def use(self) -> SearchUse:
@@ -72,7 +72,7 @@ class Way(ABC):
     def _plain(self, lost: int = 0) -> tuple[int]:
         """One token as plain decoding makes it."""
         logits = self._passes.feed(self._root)
-        return self._accept(self._parts.chooser.token(logits, self._backend.length + lost), logits)
+        return self._accept(self._parts.chooser.token(logits, self._backend.cache.length + lost), logits)
 
     def _take(self, tokens: Sequence[int], logits: Floats) -> Sequence[int]:  # (V,)
         """The tokens join the reply, and all but the last the cache, by passes of the reply's own text.
@@ -92,7 +92,7 @@ class Way(ABC):
         Raises:
             UsageError: so many were asked for that they do not fit.
         """
-        free = (self._backend.capacity - self._backend.length) // count
+        free = (self._backend.cache.capacity - self._backend.cache.length) // count
         if self._config.max_tokens is not None and free < room:
             message = f"{count} replies of {room} tokens do not fit the context, which has room for {free} of each."
             raise UsageError(message, "Ask for fewer or shorter ones, or load the model with a larger context (-c).")

@@ -16,7 +16,8 @@ from edgeinfer.bundle.heads import add_heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.profile.layer_drafting import Tuning
@@ -133,7 +134,7 @@ class Subject:
         rounds = self.rounds(chooser, config, drafters, width, noise) if drafters else None
         steps = self.engine.generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=stop_ids, rounds=rounds)
         tokens = [step.token for step in steps]
-        return Text(tokens, chooser.logits, self.backend.snapshot(), rounds)
+        return Text(tokens, chooser.logits, self.backend.cache.snapshot(), rounds)
 
     def rounds(
         self, chooser: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
@@ -141,7 +142,7 @@ class Subject:
         verification = find_verification(config.verification)
         model = self._model() if {"model", "hierarchical"} & {*names} else None
         if model is not None:
-            model.truncate(0)
+            model.cache.trim(0)
         parts = DrafterParts(self.backend, model, 8, Tuning(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
