@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED
 from edgeinfer.apps.bench.environment import current_environment
-from edgeinfer.apps.bench.expand import COST_EXPANDED
 from edgeinfer.apps.bench.spec_results import CONTROL, GROUPS, PLAIN, SpecResults
 from edgeinfer.apps.bench.tables import print_table
 

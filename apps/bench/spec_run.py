@@ -14,14 +14,13 @@ from typing import Any
 import psutil
 
 import edgeinfer
-from edgeinfer.apps.bench.artifacts import BundleKind, default_folder
 from edgeinfer.apps.bench.driver import Worker
-from edgeinfer.apps.bench.expand import TrainedArtifacts
+from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
 from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
-from edgeinfer.apps.bench.shapes import find_shape
 from edgeinfer.apps.bench.spec import SpecConfig, describe_setup, edgeinfer_modes, llamacpp_modes, measure
 from edgeinfer.apps.bench.spec_modes import Learns, Mode
 from edgeinfer.apps.bench.spec_results import PromptTimes, SpecResults
+from edgeinfer.apps.bench.synthetic import find_shape
 from edgeinfer.errors import CheckpointError, UsageError
 
 __all__ = ["EXPANDED_SHAPE", "SpecOptions", "run_spec"]

@@ -1,28 +1,29 @@
-"""`edgeinfer bench` and its benchmark of speculation; knows nothing of the others or of how anything is measured."""
+"""`edgeinfer bench`: a subcommand for each benchmark, generated from the options that it declares."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.bench_compute import add_compute_parser
-from edgeinfer.apps.cli.bench_curve import add_curve_parser
-from edgeinfer.apps.cli.bench_files import names, require_place, write_results
+from edgeinfer.apps.cli.bench_files import names, require_place, write_results, write_text
 from edgeinfer.apps.cli.bench_memory import add_memory_parsers
 from edgeinfer.apps.cli.bench_peers import add_peers_parser
 from edgeinfer.apps.cli.bench_quality import add_quality_parser
 from edgeinfer.apps.cli.bench_report import add_report_parser
-from edgeinfer.apps.cli.bench_speed import add_speed_parser
-from edgeinfer.apps.cli.loading import load_model
-from edgeinfer.apps.cli.options import add_command, add_load_options, load_options
+from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, command_line
 
 if TYPE_CHECKING:
+    from edgeinfer.apps.bench.benchmark import Benchmark
     from edgeinfer.apps.bench.spec_run import SpecOptions
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
-__all__ = ["add_parser", "execute_spec"]
+__all__ = ["add_parser"]
 
 _DESCRIPTION = """\
 Measure on this device.
@@ -49,24 +50,78 @@ With --expand the figures are those of a cost-expanded model: a small trained ch
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand and its own."""
+    from edgeinfer.apps.bench.registry import BENCHMARKS, GROUPS
+
     layout = argparse.RawDescriptionHelpFormatter
     text = "measure speed, what speculation gains, memory and quality"
     parser = commands.add_parser(
         "bench", help=text, description=_DESCRIPTION, formatter_class=layout, allow_abbrev=False
     )
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    groups: dict[str, Subparsers] = {}
+    for benchmark in BENCHMARKS:
+        group, _, name = benchmark.name.rpartition(" ")
+        if group and group not in groups:
+            text, description = GROUPS[group]
+            inner = kinds.add_parser(
+                group, help=text, description=description, formatter_class=layout, allow_abbrev=False
+            )
+            groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
+        _add_benchmark(groups[group] if group else kinds, name, benchmark)
     spec = add_command(kinds, "spec", execute_spec, "speculation against plain decoding", _SPEC_DESCRIPTION)
     add_load_options(spec)
     _add_workload(spec)
     _add_model_files(spec)
     spec.add_argument("--json", type=Path, metavar="FILE", help="write everything, samples included")
     add_memory_parsers(kinds)
-    add_speed_parser(kinds)
-    add_curve_parser(kinds)
     add_quality_parser(kinds)
     add_compute_parser(kinds)
     add_peers_parser(kinds)
     add_report_parser(kinds)
+
+
+def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> None:
+    from edgeinfer.apps.bench.benchmark import add_declared
+
+    parser = add_command(commands, name, lambda args: _execute(benchmark, args), benchmark.help, benchmark.description)
+    if benchmark.loads:
+        add_load_options(parser)
+    add_declared(parser, benchmark.options)
+    if benchmark.files:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, samples included")
+    if benchmark.chart:
+        parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the figures")
+
+
+def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
+    from edgeinfer.apps.bench.benchmark import BenchContext, options_from
+    from edgeinfer.apps.bench.plots import chart_svg
+    from edgeinfer.apps.bench.render import print_section, result_json
+
+    options = options_from(benchmark.options, args)
+    out, written, drawn = (getattr(args, name, None) for name in ("out", "json", "svg"))
+    require_place(out, written, drawn)
+    model, load = (args.model, load_options(args)) if benchmark.loads else (None, {})
+    with progress_bar() as bar:
+        shown: dict[str, Any] = {} if bar is None else {"progress": bar}
+        context = BenchContext(model, load, load_model, command=command_line(), **shown)
+        result = benchmark.run(options, context)
+    text = benchmark.text(options, result.data) if benchmark.text else None
+    data = result.data if text is not None else json.loads(result_json(benchmark.key, command_line(), result.data))
+    if text is None:
+        print_section(benchmark.section(data))
+    elif out:
+        write_text(out, text)
+    else:
+        sys.stdout.write(text)
+    if written:
+        write_text(written, result_json(benchmark.key, command_line(), result.data))
+    if drawn and benchmark.chart:
+        write_text(drawn, chart_svg(benchmark.chart(data)))
+    if not result.finished:
+        print_note("Interrupted: the figures are of what was done.")
+        return 130
+    return 0 if result.passed else 1
 
 
 def _add_workload(parser: Parser) -> None:

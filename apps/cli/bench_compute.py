@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.bench_files import require_place, write_results, write_text
-from edgeinfer.apps.cli.loading import load_model
-from edgeinfer.apps.cli.options import add_command, add_load_options, load_options
+from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import progress_bar
+from edgeinfer.apps.cli.parser import add_command
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.compute import ComputeMaterial
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_compute_parser"]
 
@@ -99,8 +99,7 @@ def _expanded(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
     """The bundle to load; the draft model goes into the options."""
     if args.checkpoint is None:
         return None if args.model is None else str(args.model)
-    from edgeinfer.apps.bench.artifacts import default_folder
-    from edgeinfer.apps.bench.compute_expanded import expanded_bundle
+    from edgeinfer.apps.bench.model_files import default_folder, expanded_bundle
 
     folder = args.work or default_folder()
     if args.draft_checkpoint:

@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.options import (
-    add_command,
-    add_device_option,
-    add_json_option,
-    add_model_option,
-    add_native_option,
-    read_paragraphs,
-    read_text,
-)
+from edgeinfer.apps.cli.options import add_device_option, add_model_option, add_native_option
 from edgeinfer.apps.cli.output import Progress, print_json, print_table, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.text_files import read_paragraphs, read_text
 from edgeinfer.config import KV_TYPES, LoadConfig, format_size, parse_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer import Divergence, Evaluation
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 

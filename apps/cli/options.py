@@ -1,19 +1,16 @@
-"""Options that several subcommands share, and their way into keyword arguments; knows nothing of any one command."""
+"""Options that several commands share, and their way into keyword arguments and a loaded model."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shlex
-import sys
+from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from edgeinfer.adaptive import ComputeOptions
-from edgeinfer.apps.cli.compute_options import add_compute_options
-from edgeinfer.apps.cli.search_options import add_search_options
+import edgeinfer
+from edgeinfer.adaptive import COMPUTES, SKIP_CACHES, ComputeOptions
+from edgeinfer.apps.cli.output import progress_bar
+from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.config import (
     COUNTED,
     DRAFTERS,
@@ -23,62 +20,29 @@ from edgeinfer.config import (
     WEIGHTS_MODES,
     GenerationConfig,
     LoadConfig,
-    format_size,
     parse_size,
 )
-from edgeinfer.errors import PromptError, UsageError
-from edgeinfer.searching import SearchOptions
+from edgeinfer.searching import ANSWERS, SEARCHES, SearchOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from edgeinfer.apps.cli.parser import Parser
 
     Subparsers = argparse._SubParsersAction["Parser"]
+    from edgeinfer import Model
 
 __all__ = [
     "PLANNED",
-    "Parser",
-    "add_command",
     "add_device_option",
     "add_drafting_options",
     "add_generation_options",
-    "add_json_option",
     "add_load_options",
+    "add_memory_options",
     "add_model_option",
     "add_native_option",
-    "command_line",
     "generation_options",
+    "load_model",
     "load_options",
-    "read_paragraphs",
-    "read_stream",
-    "read_text",
-    "utf8",
 ]
-
-# The longest contexts, ten million tokens, hold less text.
-_MOST_PROMPT_BYTES = 64 * 1000**2
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one UsageError instead of a page and an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", f"See: {self.prog} --help")
-
-
-def add_command(
-    commands: Subparsers, name: str, execute: Callable[[argparse.Namespace], int], help: str, description: str
-) -> Parser:
-    """Adds a subcommand; its description ends in an example and is shown as written."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=help, description=description, formatter_class=layout, allow_abbrev=False)
-    parser.set_defaults(execute=execute)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
-
-
-def add_json_option(parser: Parser) -> None:
-    """Adds --json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
 
 
 def add_model_option(parser: Parser) -> None:
@@ -228,8 +192,8 @@ def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
     group.add_argument("--choice", dest="choices", action="append", metavar="TEXT", help=text)
     text = "special tokens spelled out in the prompt become those tokens (default: of -p and -f, not of chats)"
     group.add_argument("--parse-special", action=argparse.BooleanOptionalAction, help=text)
-    add_compute_options(parser)
-    add_search_options(parser)
+    _add_compute_options(parser)
+    _add_search_options(parser)
 
 
 _GENERATION = (
@@ -268,60 +232,73 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def command_line() -> str:
-    """The running command as a shell takes it, for figures that are to be had again."""
-    return shlex.join(["edgeinfer", *sys.argv[1:]])
+def _add_compute_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ComputeOptions, by its names."""
+    group = parser.add_argument_group("less compute (lossy)")
+    text = (
+        "how much of the model each token takes: all of it; entropy: the draft model writes where the text is easy; "
+        "unified, calibrated, importance, routers: some layers are skipped; exit: sure tokens leave (default: full)"
+    )
+    group.add_argument("--compute", choices=COMPUTES, help=text)
+    text = "how many times faster a pass with skipped layers is to be (default: 1.5)"
+    group.add_argument("--compute-speedup", type=float, metavar="X", help=text)
+    text = "share of tokens that the large model makes, of --compute entropy (default: 0.5)"
+    group.add_argument("--compute-share", type=float, metavar="X", help=text)
+    text = "bits of entropy above which it makes them (default: what gives that share)"
+    group.add_argument("--entropy-threshold", type=float, metavar="BITS", help=text)
+    text = "tokens that a model makes at least before the other one takes over (default: 4)"
+    group.add_argument("--entropy-stay", type=int, metavar="N", help=text)
+    text = "layers after which a pass may be left (default: the bundle's, or two thirds)"
+    group.add_argument("--exit-layer", type=int, metavar="N", help=text)
+    text = "probability from which on the first layers are believed (default: 0.9)"
+    group.add_argument("--exit-confidence", type=float, metavar="P", help=text)
+    text = "deeper layers run later for tokens that left, or take keys and values of the layer below (default: exact)"
+    group.add_argument("--skip-cache", choices=SKIP_CACHES, help=text)
+    text = "leave nothing more out where predictions diverge this far from the whole model's (default: not checked)"
+    group.add_argument("--quality-floor", type=float, metavar="NATS", help=text)
 
 
-def utf8(text: str, source: str) -> str:
-    """`text`, if the bytes it came from were UTF-8; Python hides others in surrogates.
-
-    Raises:
-        PromptError: they were not.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(f"{source} is not UTF-8 text.", "Convert it, for example with iconv -t UTF-8.") from error
-    return text
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 file without a byte order mark and without the newline that editors put at its end.
-
-    Raises:
-        PromptError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        # A pipe that nobody writes into is empty, where opening it as usual would wait for somebody.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        with os.fdopen(handle, "rb") as file:
-            if hasattr(os, "O_NONBLOCK"):
-                os.set_blocking(handle, True)
-            return read_stream(file, str(path))
-    except OSError as error:
-        raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
-
-
-def read_paragraphs(path: Path) -> list[str]:
-    """The paragraphs of a text file, which empty lines part.
-
-    Raises:
-        PromptError: as `read_text`, or there is no text in it.
-    """
-    paragraphs = [p.strip() for p in re.split(r"\n\s*\n", read_text(path)) if p.strip()]
-    if not paragraphs:
-        raise PromptError(f"{path} has no text.", "Give a file with some paragraphs.")
-    return paragraphs
+def _add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of SearchOptions, by its names."""
+    group = parser.add_argument_group("search")
+    text = (
+        "samples: several replies side by side; first-finish, vote: of several the first to end, or the commonest; "
+        "cautious, lookahead, contrast: more care where the next token is uncertain; momentum: resist repetition; "
+        "beam: beam search. All are lossy but samples (default: off)"
+    )
+    group.add_argument("--search", choices=SEARCHES, help=text)
+    text = "replies drawn by samples, first-finish and vote (default: 4)"
+    group.add_argument("--samples", type=int, metavar="N", help=text)
+    text = "what of a reply vote counts: the text, its last line, its last number (default: text)"
+    group.add_argument("--answer", choices=ANSWERS, help=text)
+    group.add_argument("--beams", type=int, metavar="N", help="beginnings that beam keeps (default: 4)")
+    text = "groups of beams that avoid each other's tokens (default: 1)"
+    group.add_argument("--beam-groups", type=int, metavar="N", help=text)
+    text = "log-probability a token loses for each earlier group that chose it (default: 0.5)"
+    group.add_argument("--diversity", type=float, metavar="X", help=text)
+    text = "beam compares log-probability / length to the power of X (default: 1)"
+    group.add_argument("--length-penalty", type=float, metavar="X", help=text)
+    group.add_argument("--look-ahead", type=int, metavar="N", help="tokens that lookahead looks ahead (default: 5)")
+    text = "tokens that lookahead and momentum choose among (default: 3 and 5)"
+    group.add_argument("--candidates", type=int, metavar="N", help=text)
+    text = "entropy in nats above which lookahead and contrast take care (default: 1.5)"
+    group.add_argument("--uncertainty", type=float, metavar="X", help=text)
+    text = "of contrast: a worse prompt, whose reply is to be avoided"
+    group.add_argument("--lame-prompt", metavar="TEXT", help=text)
+    text = "how far contrast moves away from it (default: 0.5)"
+    group.add_argument("--contrast-strength", type=float, metavar="X", help=text)
+    text = "what momentum takes off for repeating 1, 2, ... tokens, with commas (default: 0,0,0,5)"
+    group.add_argument("--resistance", type=_numbers, metavar="X,X", help=text)
+    text = "by which momentum multiplies it (default: 0.2)"
+    group.add_argument("--resistance-weight", type=float, metavar="X", help=text)
 
 
-def read_stream(file: BinaryIO, source: str) -> str:
-    """The text of an open file, as `read_text`; `source` names it."""
-    data = file.read(_MOST_PROMPT_BYTES + 1)
-    if len(data) > _MOST_PROMPT_BYTES:
-        raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        hint = "Convert it, for example with iconv -t UTF-8."
-        raise PromptError(f"{source} is not UTF-8 text (byte {error.start}).", hint) from error
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def load_model(model: str | None, options: Mapping[str, Any]) -> Model:
+    """Loads a model; a bar shows when its weights have to be converted first. Errors as `edgeinfer.load`."""
+    with progress_bar() as progress:
+        shown: dict[str, Any] = {} if progress is None else {"progress": progress}
+        return edgeinfer.load(model, **options, **shown)

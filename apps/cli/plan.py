@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING
 import edgeinfer
 from edgeinfer.apps.cli.options import (
     PLANNED,
-    add_command,
     add_device_option,
     add_drafting_options,
-    add_json_option,
     add_memory_options,
     add_model_option,
     add_native_option,
 )
 from edgeinfer.apps.cli.output import print_json, print_table
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 
 if TYPE_CHECKING:
     from edgeinfer import MemoryPlan
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 

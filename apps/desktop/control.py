@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 
 from edgeinfer.apps.desktop.feed import Feed
-from edgeinfer.apps.desktop.library import BUILT_IN, Library, model_of
-from edgeinfer.apps.desktop.plans import Planner
+from edgeinfer.apps.desktop.library import BUILT_IN, Library, Planner, model_of
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.errors import BudgetError, EdgeInferError

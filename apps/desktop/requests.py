@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values
 from edgeinfer.apps.desktop.feed import News
-from edgeinfer.apps.desktop.texts import LONGEST_SEARCH, check_name, check_values
-from edgeinfer.apps.server.body import read_json
+from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 

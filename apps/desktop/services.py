@@ -12,9 +12,8 @@ from edgeinfer.apps.desktop.downloads import Downloads
 from edgeinfer.apps.desktop.feed import Feed
 from edgeinfer.apps.desktop.folders import DataFolder
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.library import Library
-from edgeinfer.apps.desktop.plans import Planner
-from edgeinfer.apps.desktop.replies import Replies
+from edgeinfer.apps.desktop.library import Library, Planner
+from edgeinfer.apps.desktop.replies import ConversationReplies
 from edgeinfer.apps.desktop.settings import SettingsFile
 from edgeinfer.apps.desktop.views import download_view
 from edgeinfer.apps.server.host import ModelHost
@@ -38,7 +37,7 @@ class Services:
     planner: Planner
     library: Library
     control: ModelControl
-    replies: Replies
+    replies: ConversationReplies
     downloads: Downloads
     feed: Feed
     notices: tuple[str, ...]
@@ -76,7 +75,9 @@ class Services:
         def told() -> None:
             feed.publish("conversations", {})
 
-        replies = Replies(host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told)
+        replies = ConversationReplies(
+            host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told
+        )
         downloads = Downloads(lambda state: feed.publish("download", download_view(state), state.key))
         notices = tuple(
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one begun."

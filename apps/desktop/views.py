@@ -11,7 +11,7 @@ from edgeinfer.apps.desktop.library import BUILT_IN, ListedModel
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
 from edgeinfer.apps.desktop.records import Conversation, Message, Role, Summary
 from edgeinfer.apps.desktop.replies import RunningReply
-from edgeinfer.apps.desktop.settings import Settings
+from edgeinfer.apps.desktop.settings import AppSettings
 
 __all__ = [
     "conversation_view",
@@ -83,7 +83,7 @@ def download_view(download: Download) -> dict[str, Any]:
     return dataclasses.asdict(download)
 
 
-def settings_view(settings: Settings) -> dict[str, Any]:
+def settings_view(settings: AppSettings) -> dict[str, Any]:
     """The settings that the window shows."""
     data = dataclasses.asdict(settings)
     del data["recent"]

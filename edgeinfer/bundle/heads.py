@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.additions import add_file
+from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.spec import Geometry
-from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, write_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tensor_bytes import Arrays, decode_tensors, encode_tensors
+from edgeinfer.bundle.writing import MANIFEST, write_bundle
 from edgeinfer.errors import BundleError, StorageError
 
 __all__ = [

@@ -27,6 +27,7 @@ __all__ = [
     "ancestors",
     "check_pass",
     "in_window",
+    "require",
 ]
 
 
@@ -157,6 +158,19 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Frees everything; the backend is unusable afterwards."""
+
+
+def require(able: bool, backend: Backend, what: str, hint: str) -> None:
+    """Refuses a backend that lacks a capability.
+
+    Args:
+        what: it would have to do, in the message.
+
+    Raises:
+        CapabilityError: it is not able.
+    """
+    if not able:
+        raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
 
 
 def check_pass(backend: Backend, batch: ForwardInput) -> None:

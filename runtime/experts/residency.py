@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.experts.cost import AROUND_BYTES
+from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
 
 __all__ = ["Pages", "Residency"]
 

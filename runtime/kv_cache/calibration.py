@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.arithmetic import inverse_frequencies, rotate
 from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, KV, QUANTIZED_KV, KVType, load, store
-from edgeinfer.bundle.rope import inverse_frequencies, rotate
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import KV, LLAMA_KV, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
-from edgeinfer.bundle.store import new_file
+from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.version import VERSION

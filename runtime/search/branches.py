@@ -17,7 +17,7 @@ from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput, Visibility
-from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
+from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
 
 __all__ = ["Branch", "Branches"]
 
@@ -43,12 +43,12 @@ class Branches:
 
     Args:
         parts: of the way.
-        tally: counts passes, rows and branches.
+        statistics: counts passes, rows and branches.
     """
 
-    def __init__(self, parts: SearchParts, tally: Tally) -> None:
-        self._backend, self._tally = parts.backend, tally
-        self._passes = Passes(parts, tally)
+    def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
+        self._backend, self._statistics = parts.backend, statistics
+        self._passes = Passes(parts, statistics)
         self._trunk = parts.backend.cache.length
         self._places: Ints = np.arange(parts.backend.cache.capacity)
         self._live: list[Branch] = []
@@ -75,14 +75,14 @@ class Branches:
             self._places[start : start + piece.length] = branch.place + np.arange(piece.length)
             branch.place += piece.length
         self._live.append(branch)
-        self._tally.branches += 1
+        self._statistics.branches += 1
         return branch
 
     def fork(self, branch: Branch) -> Branch:
         """A branch that goes on from where another is now, whose rows both have."""
         forked = Branch(branch.sees.copy(), branch.place)
         self._live.append(forked)
-        self._tally.branches += 1
+        self._statistics.branches += 1
         return forked
 
     def drop(self, branch: Branch) -> None:
@@ -123,8 +123,8 @@ class Branches:
         for (branch, part), end in zip(fed, ends, strict=True):
             branch.sees[start + end + 1 - len(part) : start + end + 1] = True
             branch.place += len(part)
-        self._tally.passes += 1
-        self._tally.rows += size
+        self._statistics.passes += 1
+        self._statistics.rows += size
         return output.logits
 
     def _used(self) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.profile.costs import filler_tokens
+from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = ["ExactCheck", "check_exact", "near_edge"]
 

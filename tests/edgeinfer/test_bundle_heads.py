@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import MANIFEST, Bundle, FileEntry, additions, open_bundle
+from edgeinfer.bundle import MANIFEST, Bundle, FileEntry, open_bundle, opening
 from edgeinfer.bundle.heads import HEADS, Heads, add_heads, copy_with_heads, has_heads, heads_bytes, read_heads
 from edgeinfer.bundle.tensor_bytes import decode_tensors, encode_tensors
 from edgeinfer.errors import BundleError, StorageError, UsageError
@@ -104,7 +104,7 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
 def test_a_damaged_file_is_refused_in_one_line(bundle: Bundle, name: str) -> None:
     """Also where whoever damaged it wrote its digest into the manifest."""
     header, rest = header_of(random_heads(bundle, "acceptance").to_bytes())
-    broken = additions.add_file(bundle, "heads/acceptance.safetensors", BROKEN[name](header, rest))
+    broken = opening.add_file(bundle, "heads/acceptance.safetensors", BROKEN[name](header, rest))
     with pytest.raises(BundleError) as caught:
         read_heads(broken, "acceptance")
     assert "\n" not in caught.value.message and caught.value.hint

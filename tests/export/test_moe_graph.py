@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, graph, open_bundle
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.conversion import convert_weights
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput

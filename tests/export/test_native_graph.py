@@ -16,10 +16,9 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
-from edgeinfer.bundle.arithmetic import rms_norm, silu, softmax
+from edgeinfer.bundle.arithmetic import rms_norm, rope_tables, rotate, silu, softmax
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
-from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

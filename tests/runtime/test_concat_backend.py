@@ -23,7 +23,9 @@ from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.registry import make_backend, subject_of
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.planning.ways import configurations
+from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from tests.runtime.interrupts import within_runs
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
@@ -294,11 +296,14 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     assert isinstance(backend, ConcatBackend)
     engine = Engine(backend, chunk=3)
 
-    class Greedy:
-        def token(self, logits: NDArray[np.float32], position: int) -> int:
+    class Greedy(Sampler):
+        def __init__(self) -> None:
+            pass
+
+        def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
             return int(logits.argmax())
 
-        def accept(self, token: int, logits: NDArray[np.float32]) -> None:
+        def accept(self, token: int, logits: Logits) -> None:
             pass
 
     tokens = [1, 2, 3, 4]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
-from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11
@@ -138,17 +139,17 @@ class TableBackend:
         self.held.clear()
 
 
-class Greedy:
+class Greedy(Sampler):
     """Takes the most likely token and notes the positions it is asked for."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
 
-    def token(self, logits: Floats, position: int) -> int:
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
         self.positions.append(position)
         return int(logits.argmax())
 
-    def accept(self, token: int, logits: Floats) -> None:
+    def accept(self, token: int, logits: Logits) -> None:
         pass
 
 
@@ -180,9 +181,9 @@ def test_feeds_the_prompt_in_chunks_and_each_token_once(engine: Engine, table: T
 
 
 def test_asks_for_the_token_of_each_absolute_position(engine: Engine) -> None:
-    chooser = Greedy()
-    assert len(list(engine.generate([1, 2, 3], chooser, max_tokens=4, stop_ids=frozenset()))) == 4
-    assert chooser.positions == [3, 4, 5, 6]
+    sampler = Greedy()
+    assert len(list(engine.generate([1, 2, 3], sampler, max_tokens=4, stop_ids=frozenset()))) == 4
+    assert sampler.positions == [3, 4, 5, 6]
 
 
 def test_times_every_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,14 @@ from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.static.options import StaticOptions
+from edgeinfer.export.options.config import StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of
 from edgeinfer.runtime.backends.static.backend import StaticBackend
-from edgeinfer.runtime.planning.ways import configurations
+from edgeinfer.runtime.planning.candidates import configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
 

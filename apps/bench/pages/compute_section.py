@@ -12,8 +12,7 @@ from edgeinfer.apps.bench.compute_report import (
     floor_rows,
     point_rows,
 )
-from edgeinfer.apps.bench.pages.page import Note, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 
 __all__ = ["compute_section"]
 
@@ -23,9 +22,9 @@ def compute_section(data: Any) -> Section:
     points = Table("Every policy at several levels", HEADER, tuple(point_rows(data["points"])))
     tables = [Table(title, header, tuple(rows)) for title, header, rows in comparison_rows(data)]
     floors = Table("Floors, on texts that nothing was calibrated with", floor_header(), tuple(floor_rows(data)))
-    notes = [Note(f"{policy}: skipped: {reason}") for policy, reason in data["skipped"].items()]
+    notes = [Paragraph(f"{policy}: skipped: {reason}") for policy, reason in data["skipped"].items()]
     if data.get("expanded"):
-        notes.append(Note("Speeds are those of cost-expanded models: small ones at the sizes of larger ones."))
+        notes.append(Paragraph("Speeds are those of cost-expanded models: small ones at the sizes of larger ones."))
     drafter = (("Draft model", data["drafter"]),) if data["drafter"] else ()
     facts = (("Model", data["model"]), *drafter, ("Text", data["text"]), *run_facts(data))
     return Section(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Facts, Note, Part, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
+from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.spec_results import PLAIN
 
 __all__ = ["spec_section"]
@@ -29,8 +28,8 @@ def spec_section(data: Any) -> Section:
     parts: tuple[Part, ...] = (
         Table("Times faster than plain decoding, mean over prompts, and the least", header, tuple(rows)),
         Table("Tokens per pass of the model", ("category", *modes), tuple(lengths)),
-        Note(f"{wrong} replies had other tokens than plain decoding's."),
-        *(Note(f"{mode}: skipped: {reason}") for mode, reason in data["skipped"].items()),
+        Paragraph(f"{wrong} replies had other tokens than plain decoding's."),
+        *(Paragraph(f"{mode}: skipped: {reason}") for mode, reason in data["skipped"].items()),
     )
     return Section("Drafting ahead", (*_facts(data["setup"]), *run_facts(data)), parts, commands(data))
 

@@ -16,8 +16,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Capabilities, KVScales, Layout, Manifest, graph
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
-from edgeinfer.bundle.arithmetic import attend, rms_norm, route, silu
+from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
 from edgeinfer.bundle.experts import expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (

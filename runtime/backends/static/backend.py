@@ -14,8 +14,8 @@ import dataclasses
 import numpy as np
 
 from edgeinfer.bundle import WEIGHTS, Bundle
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.backends.contract import (

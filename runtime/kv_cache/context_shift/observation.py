@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgeinfer.bundle import Bundle, DecoderSpec
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 

@@ -6,8 +6,8 @@ The bit axis of ELMoE-3D's elastic self-speculation: half of the weights' bytes 
 from __future__ import annotations
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["BitsDrafter"]
 

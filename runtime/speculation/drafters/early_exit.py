@@ -12,9 +12,9 @@ import numpy as np
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.contracts import Context, Resumption
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["EarlyExitDrafter"]
 

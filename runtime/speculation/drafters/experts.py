@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["ExpertsDrafter", "ResidentDrafter", "fewer_experts"]
 

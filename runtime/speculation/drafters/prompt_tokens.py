@@ -14,10 +14,9 @@ import numpy as np
 
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
 
 __all__ = ["PromptDrafter"]
 

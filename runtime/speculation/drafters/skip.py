@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["SkipDrafter", "every_second"]
 

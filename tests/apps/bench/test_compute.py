@@ -12,8 +12,9 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.bench.compute import ComputeMaterial, ComputeResults, Levels, Point, measure_compute
-from edgeinfer.apps.bench.compute_expanded import expanded_bundle, grown
 from edgeinfer.apps.bench.compute_report import compute_chart, dominates, point_rows
+from edgeinfer.apps.bench.cost_expanded import grown
+from edgeinfer.apps.bench.model_files import expanded_bundle
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
@@ -140,7 +141,7 @@ def test_the_command_measures(bundles: tuple[Path, Path], tmp_path: Path, capsys
 
 
 def test_expanded_models_compute_what_the_small_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exports_here(monkeypatch, "compute_expanded")
+    exports_here(monkeypatch, "model_files")
     make_checkpoint(tmp_path / "small", "Llama", **LLAMA)
     bundle = expanded_bundle(tmp_path / "small", 2, tmp_path / "work")
     assert expanded_bundle(tmp_path / "small", 2, tmp_path / "work") == bundle

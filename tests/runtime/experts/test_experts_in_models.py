@@ -17,8 +17,8 @@ from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.experts.cost import expected_experts
 from edgeinfer.runtime.experts.statistics import active_experts
+from edgeinfer.runtime.weights.expert_bytes import expected_experts
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 from tests.speculation import PROMPT, load_eager, plain, same

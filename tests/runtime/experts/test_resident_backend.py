@@ -20,9 +20,9 @@ from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, Pass
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
 from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
-from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.experts.residency import Residency
 from edgeinfer.runtime.system.memory import process_memory
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 

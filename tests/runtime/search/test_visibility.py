@@ -12,7 +12,7 @@ from edgeinfer.bundle import Capabilities
 from edgeinfer.bundle.graph import TREE_ROWS
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.static.options import StaticOptions
+from edgeinfer.export.options.config import StaticOptions
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, Visibility
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

@@ -19,9 +19,10 @@ from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.profile import costs as module
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, measure_guesses, measure_passes
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.speculation import measuring as module
 from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess
+from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes
 
 CURVES = st.builds(
     lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),

@@ -20,7 +20,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
 from tests.cache import made
@@ -186,8 +186,8 @@ def test_a_greedy_choice_is_near_an_edge_where_it_is_near_a_tie(row: Floats, noi
 
 
 def sampled(row: Floats, position: int, **options: Any) -> Callable[[Floats], int]:
-    sampler = Sampler(GenerationConfig(**options), len(row), seed=3)
-    return lambda logits: sampler.token(logits, position)
+    processor = LogitsProcessor(GenerationConfig(**options), len(row), seed=3)
+    return lambda logits: processor.sample(logits, position)
 
 
 @given(ROWS, NOISE, st.integers(0, 2**20), st.integers(0, 2**32), st.floats(0.3, 3))

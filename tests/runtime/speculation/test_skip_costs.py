@@ -7,7 +7,7 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 # Two layers whose MLP blocks cost twice their attention; rows of a pass cost a little.
@@ -56,7 +56,7 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
         return forward(batch)
 
     monkeypatch.setattr(backend, "forward", timed)
-    monkeypatch.setattr("edgeinfer.runtime.speculation.skip_costs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("edgeinfer.runtime.layer_skip.block_costs.time.perf_counter", lambda: now[0])
     costs = measure_costs(backend, longest=3, repeats=2, past=8)
     assert costs.fixed == pytest.approx(COSTS.fixed)
     assert costs.blocks == pytest.approx(COSTS.blocks)

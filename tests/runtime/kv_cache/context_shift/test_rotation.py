@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import RopeSpec
-from edgeinfer.bundle.rope import rope_tables
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

@@ -16,7 +16,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Probabilities, Round, Verdict
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -68,16 +68,16 @@ def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:
     return OnnxBackend(bundle, capacity)
 
 
-def greedy(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+def greedy(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
     """The most likely token."""
     return int(logits.argmax()), None
 
 
-def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
-    """A token drawn from the logits' law, the same one whenever this place is drawn again."""
-    law = np.exp(logits.astype(np.float64) - logits.max())
-    law /= law.sum()
-    return int(np.random.default_rng([7, *drafted]).choice(len(law), p=law)), law
+def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
+    """A token drawn from the logits' distribution, the same one whenever this place is drawn again."""
+    probabilities = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities /= probabilities.sum()
+    return int(np.random.default_rng([7, *drafted]).choice(len(probabilities), p=probabilities)), probabilities
 
 
 def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:

@@ -15,14 +15,14 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Prober, Round, Verdict
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.spine import spine_tip
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.heads import random_heads
@@ -86,10 +86,12 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
     drafter = Listener(backend, random_heads(bundle, "medusa"))
     acceptance = Acceptance()
     acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-    chooser = TokenChooser(Sampler(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
+    sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
     governor = kind([drafter], Prices(FLAT), acceptance, 3, 1)
-    rounds = Rounds(backend, chooser, [drafter], governor, find_verification("keyed"), timed=lambda ms: None)
-    steps = Engine(backend, 8).generate(PROMPT, chooser, max_tokens=16, stop_ids=frozenset(), rounds=rounds)
+    rounds = SpeculativeDecoding(
+        backend, sampler, [drafter], governor, find_verification("keyed"), timed=lambda ms: None
+    )
+    steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
     backend.cache.trim(0)

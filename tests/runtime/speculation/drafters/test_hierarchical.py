@@ -106,7 +106,7 @@ def test_it_guesses_what_its_model_guesses(
     draw: Draw,
     look_ahead: int,
 ) -> None:
-    """Tokens, signs and laws, whatever the cheap drafter says, on its path and beside it."""
+    """Tokens, signs and distributions, whatever the cheap drafter says, on its path and beside it."""
     _, alone = drafters(backends)
     right: list[int] = []
     while len(right) < 12:
@@ -121,7 +121,7 @@ def test_it_guesses_what_its_model_guesses(
         found, expected = (drafter.guesses(now, path, width) for drafter in (hierarchy, alone))
         assert [(g.token, g.sign) for g in found] == [(g.token, g.sign) for g in expected]
         for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one.law, other.law)
+            np.testing.assert_array_equal(one.probabilities, other.probabilities)
 
 
 def test_right_tokens_of_cheap_drafters_save_passes(
