@@ -96,7 +96,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._main_branch_only = main_branch_only
         self._noise = noise
         self._on_plain_ms = on_plain_ms
-        self._most = backend.capacity  # tokens in a draft
+        self._most = backend.cache.capacity  # tokens in a draft
         self._plain_left = 0  # plain steps still to take before drafters are asked
         self._unobserved = 0  # plain steps that drafters have not been told of
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
@@ -111,7 +111,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._unobserved, self._plain_hidden = 0, None
         self._context.tokens[:] = [*prompt, *tokens]
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
-        latest = self._context.tokens[-self._backend.capacity :]
+        latest = self._context.tokens[-self._backend.cache.capacity :]
         for drafter in self._drafters.values():
             drafter.begin(latest)
         return tokens
@@ -122,7 +122,7 @@ class SpeculativeDecoding(DecodingStrategy):
         Raises:
             BackendError: a pass failed or was cancelled; the cache is as it was before the round.
         """
-        base, self._lost = self._backend.length, lost
+        base, self._lost = self._backend.cache.length, lost
         assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
         if self._plain_left == 0:
             self._count_plain_steps()
@@ -137,8 +137,8 @@ class SpeculativeDecoding(DecodingStrategy):
         try:
             return self._round(base, room)
         except BaseException:
-            if self._backend.length > base:
-                self._backend.truncate(base)
+            if self._backend.cache.length > base:
+                self._backend.cache.trim(base)
             raise
 
     def _round(self, base: int, room: int) -> Sequence[int]:
@@ -151,7 +151,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._catch_up()
 
         # Propose: a tree of tokens that may follow the root. The root and the token after the draft need room too.
-        most = min(room - 1, self._backend.capacity - base - 1, self._most)
+        most = min(room - 1, self._backend.cache.capacity - base - 1, self._most)
         draft = main_branch_first(self._governor.draft(self._context, most))
         drafted = perf_counter_ns()
 
@@ -167,9 +167,9 @@ class SpeculativeDecoding(DecodingStrategy):
         # The cache keeps the rows of the root and of the accepted path.
         rows = [0, *(node + 1 for node in verdict.accepted)]
         if draft.is_chain:
-            self._backend.truncate(base + len(rows))
+            self._backend.cache.trim(base + len(rows))
         else:
-            self._backend.keep(base, rows)
+            self._backend.cache.keep(base, rows)
         verdict, logits = self._recheck(verdict, target, passed, base)
 
         # Commit: accepted tokens and the verdict's join the reply, and everything that learns is told.
@@ -212,20 +212,20 @@ class SpeculativeDecoding(DecodingStrategy):
         if draft.is_chain:
             for name in dict.fromkeys(draft.sources):
                 resumption = self._drafters[name].resume(self._context, draft.tokens) or resumption
-        if self._backend.length != base:
-            self._backend.truncate(base)
+        if self._backend.cache.length != base:
+            self._backend.cache.trim(base)
         return resumption
 
     def _probe_states(self, draft: Draft, fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
         """What enters the first layer of a pass with a drafter's probe rows; None where there are none."""
         probing = self._probing
-        if probing is None or base + len(fed) + probing.probes > self._backend.capacity:
+        if probing is None or base + len(fed) + probing.probes > self._backend.cache.capacity:
             return None
         if not self._governor.allows_probes(probing.name, draft, probing.probes):
             return None
         states = probing.embed(fed)
-        if self._backend.length != base:
-            self._backend.truncate(base)
+        if self._backend.cache.length != base:
+            self._backend.cache.trim(base)
         return states
 
     def _recheck(
@@ -244,7 +244,7 @@ class SpeculativeDecoding(DecodingStrategy):
             if not target.near_tie(node, self._noise):
                 continue
             logits = passed.logits.copy()
-            self._backend.truncate(base + place)
+            self._backend.cache.trim(base + place)
             batch = ForwardInput(passed.fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
             logits[node + 1] = self._backend.forward(batch).logits[0]
             token = self._sampler.sample(logits[node + 1], target.position(node), target.path(node))
