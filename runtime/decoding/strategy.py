@@ -88,11 +88,11 @@ class DecodingStrategy:
     def _plain_step(self, lost: int = 0) -> tuple[int]:
         """One token as plain decoding makes it: forward one row, sample, accept."""
         logits = self._forward(self._root)
-        return self._accept(self._sampler.sample(logits, self._backend.length + lost), logits)
+        return self._accept(self._sampler.sample(logits, self._backend.cache.length + lost), logits)
 
     def _forward(self, token: int) -> Floats:  # (V,)
         """The logits after one more token of the text; a view that the next pass overwrites."""
-        self._tokens_fed[0], self._position[0] = token, self._backend.length
+        self._tokens_fed[0], self._position[0] = token, self._backend.cache.length
         logits: Floats = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW)).logits[0]
         return logits
 

@@ -136,7 +136,7 @@ class Passes:
         """
         for begin in range(0, len(tokens), MOST_ROWS):
             self.check()
-            part, start = tokens[begin : begin + MOST_ROWS], self._backend.length
+            part, start = tokens[begin : begin + MOST_ROWS], self._backend.cache.length
             rows = np.arange(len(part))
             output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
             self._statistics.passes += 1
@@ -179,7 +179,7 @@ class SearchStrategy(DecodingStrategy):
     def leave(self) -> None:
         """Drops the rows of what was looked at."""
         if self._settled is not None:
-            self._backend.truncate(min(self._settled, self._backend.length))
+            self._backend.cache.trim(min(self._settled, self._backend.cache.length))
             self._settled = None
 
     def search_use(self) -> SearchUse:
@@ -217,7 +217,7 @@ class SearchStrategy(DecodingStrategy):
         Raises:
             UsageError: so many were asked for that they do not fit.
         """
-        free = (self._backend.capacity - self._backend.length) // count
+        free = (self._backend.cache.capacity - self._backend.cache.length) // count
         if self._config.max_tokens is not None and free < room:
             message = f"{count} replies of {room} tokens do not fit the context, which has room for {free} of each."
             raise UsageError(message, "Ask for fewer or shorter ones, or load the model with a larger context (-c).")

@@ -78,7 +78,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._timed = timed
         self._untold = 0  # plain steps that drafters have not heard of
         self._left = 0  # plain steps still to take before anybody is asked
-        self._most = backend.capacity  # tokens in a draft
+        self._most = backend.cache.capacity  # tokens in a draft
         self._pass_ns: list[int] = []
         self._other_ns = 0
         self._root_row, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -95,7 +95,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._untold, self._hidden = 0, None
         self._context.tokens[:] = [*prompt, token]
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
-        latest = self._context.tokens[-self._backend.capacity :]
+        latest = self._context.tokens[-self._backend.cache.capacity :]
         for drafter in self._drafters.values():
             drafter.begin(latest)
         return (token,)
@@ -110,7 +110,7 @@ class SpeculativeDecoding(DecodingStrategy):
         Raises:
             BackendError: a pass failed or was cancelled; the cache is as it was before the round.
         """
-        base, self._lost = self._backend.length, lost
+        base, self._lost = self._backend.cache.length, lost
         assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
         if self._left == 0:
             self._end_rest()
@@ -123,8 +123,8 @@ class SpeculativeDecoding(DecodingStrategy):
         try:
             return self._round(base, room, begun)
         except BaseException:
-            if self._backend.length > base:
-                self._backend.truncate(base)
+            if self._backend.cache.length > base:
+                self._backend.cache.trim(base)
             raise
 
     def _plain(self, base: int) -> tuple[int]:
@@ -181,7 +181,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
     def _round(self, base: int, room: int, begun: int) -> tuple[int, ...]:
         # The root and the token after the last node need a place too.
-        most = min(room - 1, self._backend.capacity - base - 1, self._most)
+        most = min(room - 1, self._backend.cache.capacity - base - 1, self._most)
         draft = spine_first(self._governor.draft(self._context, most))
         drafted = time.perf_counter_ns()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
@@ -197,9 +197,9 @@ class SpeculativeDecoding(DecodingStrategy):
             verdict = settle(draft, verdict)
         rows = [0, *(node + 1 for node in verdict.accepted)]
         if draft.is_chain:
-            self._backend.truncate(base + len(rows))
+            self._backend.cache.trim(base + len(rows))
         else:
-            self._backend.keep(base, rows)
+            self._backend.cache.keep(base, rows)
         # A pass over the root alone is the one that plain decoding runs.
         logits = seen
         if self._noise and (draft or len(probed)):
@@ -225,20 +225,20 @@ class SpeculativeDecoding(DecodingStrategy):
         if draft.is_chain:
             for name in dict.fromkeys(draft.sources):
                 resumption = self._drafters[name].resume(self._context, draft.tokens) or resumption
-        if self._backend.length != base:
-            self._backend.truncate(base)
+        if self._backend.cache.length != base:
+            self._backend.cache.trim(base)
         return resumption
 
     def _riders(self, draft: Draft, fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
         """What enters the first layer of a pass in which a drafter's own rows ride along; None where none do."""
         prober = self._prober
-        if prober is None or base + len(fed) + prober.probes > self._backend.capacity:
+        if prober is None or base + len(fed) + prober.probes > self._backend.cache.capacity:
             return None
         if not self._governor.lets_ride(prober.name, draft, prober.probes):
             return None
         states = prober.embed(fed)
-        if self._backend.length != base:
-            self._backend.truncate(base)
+        if self._backend.cache.length != base:
+            self._backend.cache.trim(base)
         return states
 
     def _verify(
@@ -275,7 +275,7 @@ class SpeculativeDecoding(DecodingStrategy):
             if not view.near_tie(node, self._noise):
                 continue
             logits = logits.copy()
-            self._backend.truncate(base + place)
+            self._backend.cache.trim(base + place)
             position = np.array([base + place])
             output = self._backend.forward(ForwardInput(fed[node + 1 : node + 2], position, np.zeros(1, np.int64)))
             logits[node + 1] = output.logits[0]

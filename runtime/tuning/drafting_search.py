@@ -110,7 +110,7 @@ def best_exit(
         matchness = scorer(mask)
         gain = costs.exit_gain(exit_layer, matchness)
         found.append(SkipSet(mask, matchness, gain.length, gain.speedup, 0))
-    backend.truncate(0)
+    backend.cache.trim(0)
     return replace(max(found, key=lambda exit: exit.speedup), evaluations=len(found))
 
 
@@ -147,7 +147,7 @@ def best_skip_set(
         search.step()
         if progress is not None:
             progress(search.scored, most)
-    backend.truncate(0)
+    backend.cache.trim(0)
     return search.result()
 
 

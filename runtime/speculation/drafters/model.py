@@ -68,20 +68,20 @@ class ModelDrafter(LogitDrafter):
         self._follower.doubt()
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if len(context.tokens) + len(drafted) > self._backend.capacity:
+        if len(context.tokens) + len(drafted) > self._backend.cache.capacity:
             return None
         self._row = -1
         return self._widened(self._follower.follow(context.tokens, drafted, 1)[0])
 
     def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
         """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
-        if len(tokens) > self._backend.capacity:
+        if len(tokens) > self._backend.cache.capacity:
             return None
         return self._widened(self._follower.follow(tokens, (), 1)[0])
 
     def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
         """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
-        if len(tokens) > self._backend.capacity:
+        if len(tokens) > self._backend.cache.capacity:
             return None
         return [self._widened(row).copy() for row in self._follower.follow(tokens, (), count)]
 
@@ -100,7 +100,7 @@ class ModelDrafter(LogitDrafter):
 
         `guesses` then gives up to `width` of them without a pass: the very ones that it would have given anyway.
         """
-        room = self._backend.capacity - len(context.tokens) - len(drafted)
+        room = self._backend.cache.capacity - len(context.tokens) - len(drafted)
         if room < 0 or self.knows(drafted):
             return
         path, proposed = tuple(drafted), proposed[:room]

@@ -82,9 +82,9 @@ class PromptDrafter(LogitDrafter):
         missing = [token for token in wanted if token not in self._rows]
         if not missing:
             return True
-        start, most = self._target.length, len(self._kept)
+        start, most = self._target.cache.length, len(self._kept)
         full = len(self._rows) + len(missing) > most
-        if len(wanted) > most or len(wanted if full else missing) > self._target.capacity - start:
+        if len(wanted) > most or len(wanted if full else missing) > self._target.cache.capacity - start:
             return False
         if full:
             self._rows.clear()
@@ -97,7 +97,7 @@ class PromptDrafter(LogitDrafter):
         first = len(self._rows)
         self._kept[first : first + len(missing)] = output.hidden
         self._rows |= {token: first + place for place, token in enumerate(missing)}
-        self._target.truncate(start)
+        self._target.cache.trim(start)
         return True
 
     def begin(self, tokens: Sequence[int]) -> None:

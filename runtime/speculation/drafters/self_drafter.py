@@ -30,7 +30,7 @@ class SelfDrafter(LogitDrafter):
     def __init__(self, target: Backend) -> None:
         super().__init__(target.geometry.vocab_size)
         self._target = target
-        self._follower = Follower(target, self._run, target.capacity)
+        self._follower = Follower(target, self._run, target.cache.capacity)
 
     @abstractmethod
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:  # (S,), (S,), (R,) -> (R, V)
@@ -42,7 +42,7 @@ class SelfDrafter(LogitDrafter):
         self._follower.leave()
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if context.root_row + 1 + len(drafted) > self._target.capacity:
+        if context.root_row + 1 + len(drafted) > self._target.cache.capacity:
             return None
         logits: Floats = self._follower.follow(self._head(context), drafted, 1)[0]
         return logits
@@ -51,6 +51,6 @@ class SelfDrafter(LogitDrafter):
         """The root; the rows after it are this drafter's own of this round from here on."""
         base = context.root_row
         # Several self-drafters may take turns at one cache within a round.
-        if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.length:
+        if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.cache.length:
             self._follower.restart(base)
         return context.tokens[-1:]

@@ -99,7 +99,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[OnnxBackend]:
 
 def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
     """One pass over root and draft."""
-    start = backend.length
+    start = backend.cache.length
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
     tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
     tokens = np.array([root, *draft.tokens])
@@ -111,15 +111,15 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
     draft = spine_first(draft)
     size = 1 + spine_of(draft)
-    backend.truncate(0)
+    backend.cache.trim(0)
     backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
     logits = feed(backend, 5, draft)[:size]
-    backend.keep(past, range(size))
-    cache = backend.snapshot()
-    backend.truncate(past)
+    backend.cache.keep(past, range(size))
+    cache = backend.cache.snapshot()
+    backend.cache.trim(past)
     rows = np.arange(size)
     chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[:size], rows + past, rows)).logits
     assert np.array_equal(logits, chain)
-    plain = backend.snapshot()
+    plain = backend.cache.snapshot()
     pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

@@ -58,7 +58,7 @@ class Target(TableBackend):
         paths: list[list[int]] = []
         for token, parent in zip(tokens.tolist(), parents, strict=True):
             paths.append([*(self.held if parent < 0 else paths[parent]), token])
-        self.held += tokens.tolist()
+        self.cache.held += tokens.tolist()
         logits = [target_logits(paths[row]) for row in batch.rows]
         return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
 

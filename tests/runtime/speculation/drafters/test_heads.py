@@ -94,7 +94,7 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
     steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
-    backend.truncate(0)
+    backend.cache.trim(0)
     whole = backend.forward(ForwardInput(np.array(text), np.arange(len(text)), np.arange(len(text))))
     assert whole.hidden is not None
     for token, state in drafter.told:
@@ -112,11 +112,11 @@ def test_embeddings_are_the_models_own(kind: str) -> None:
     take_in(backend, PROMPT)
     fed = np.array([62, 73, 62, 84])
     states = drafter.embed(fed)
-    assert states is not None and states.shape == (7, 128) and backend.length == len(PROMPT)
+    assert states is not None and states.shape == (7, 128) and backend.cache.length == len(PROMPT)
     assert np.array_equal(states[0], states[2])
     rows = np.arange(4)
     plain = backend.forward(ForwardInput(fed, rows + len(PROMPT), rows)).logits.copy()
-    backend.truncate(len(PROMPT))
+    backend.cache.trim(len(PROMPT))
     riding = np.arange(7)
     output = backend.forward(ForwardInput(np.pad(fed, (0, 3)), riding + len(PROMPT), riding, hidden=states))
     tolerance = 1e-4 if kind == "reference" else 0.0
@@ -144,7 +144,7 @@ def test_embeddings_are_read_once_and_no_more_than_fit(bundle: Bundle, monkeypat
     assert drafter.embed(np.arange(6)) is None
     take_in(backend, PROMPT)
     assert drafter.embed(np.array([9])) is None and drafter.embed(np.array([6])) is not None
-    assert backend.length == 8
+    assert backend.cache.length == 8
 
 
 def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> None:

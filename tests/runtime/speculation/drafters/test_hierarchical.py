@@ -87,7 +87,7 @@ def drafters(
 ) -> tuple[HierarchicalDrafter, ModelDrafter]:
     """A hierarchy with cheap drafters of these texts, and its model alone."""
     for backend in backends:
-        backend.truncate(0)
+        backend.cache.trim(0)
     model, alone = (ModelDrafter(backend, 8) for backend in backends)
     return HierarchicalDrafter(model, [Scripted(text) for text in texts], look_ahead), alone
 
