@@ -62,8 +62,8 @@ def _add_options(parser: Parser) -> None:
     """Adds the target, how the drafter is stored and how it is trained."""
     text = "bundle directory (tales is the built-in model), checkpoint directory, or hub id of either"
     parser.add_argument("target", metavar="TARGET", help=text)
-    parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to _make")
-    text = "also _make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
+    parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
+    text = "also make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
     parser.add_argument("--into", type=Path, metavar="BUNDLE", help=text)
     parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="of a weight (default: 8)")
     text = "of the embedding, which is most of a tiny model (default: as --bits)"
@@ -155,7 +155,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     if not args.json:
         size = f"{choice.size.width}x{choice.size.layers}"
         print_note(
-            f"A drafter of {size} may _make it {choice.speedup:.2f} times as fast, at {choice.acceptance:.0%} accepted."
+            f"A drafter of {size} may make it {choice.speedup:.2f} times as fast, at {choice.acceptance:.0%} accepted."
         )
     return choice.size
 

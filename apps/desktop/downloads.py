@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer import hub
-from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
+from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError, error_view
 from edgeinfer.errors import EdgeInferError, InternalError
 
 __all__ = ["Download", "Downloads", "main"]
@@ -172,7 +172,7 @@ def main(repo: str) -> int:
         path = hub.pull(repo, progress=_Progress())
     except EdgeInferError as error:
         finished.set()
-        _tell({"error": {"message": error.message, "hint": error.hint}})
+        _tell({"error": error_view(error)})
         return error.exit_code
     except Exception as error:  # the last resort of a program: the window shows a line
         finished.set()

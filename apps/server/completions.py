@@ -11,12 +11,12 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import compiles, json_body
-from edgeinfer.apps.server.errors import ClientGoneError
-from edgeinfer.apps.server.events import EventStream
+from edgeinfer.apps.server.errors import ClientGoneError, error_answer
+from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, first_error, while_connected
 from edgeinfer.apps.server.host import BusyError, HostReply, ModelHost
 from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.service import Service
@@ -25,11 +25,13 @@ from edgeinfer.openai import Completion, make_completion
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.results import Result
 
-__all__ = ["Emit", "answer", "completion_paths", "while_connected"]
+__all__ = ["completion_paths"]
 
 # By path after /v1.
 _KINDS = {"/chat/completions": "chat.completion", "/completions": "text_completion", "/responses": "response"}
 _RESPONSE = "response"
+
+Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
 
 
 def completion_paths(service: Service) -> list[tuple[str, Callable[[Request], Awaitable[Response]]]]:
@@ -40,7 +42,7 @@ def completion_paths(service: Service) -> list[tuple[str, Callable[[Request], Aw
 async def _complete(service: Service, kind: str, request: Request) -> Response:
     completion = await _read(service, kind, request)
     if completion.stream:
-        return _Streamed(partial(_stream, service, kind, completion))
+        return StreamedResponse(partial(_stream, service, kind, completion))
     await while_connected(request.receive, _answer(service, completion, _drop))
     return JSONResponse(completion.whole())
 
@@ -49,7 +51,7 @@ async def _read(service: Service, kind: str, request: Request) -> Completion:
     """The request, checked, with its prompt made tokens of; what else it said is not kept."""
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = service.model_of(body)
-        # Not on the model's thread: a hostile schema takes seconds, in which nobody's reply would go on.
+        # Not on the model's thread: a hostile schema takes seconds, in which no reply would go on.
         async with service.compiling if compiles(body) else contextlib.nullcontext():
             completion = await asyncio.to_thread(_made, kind, body, model)
         del body
@@ -68,46 +70,38 @@ def _made(kind: str, body: dict[str, Any], model: Model) -> Completion:
 
 async def _stream(service: Service, kind: str, completion: Completion, receive: Receive, send: Send) -> None:
     named = kind == _RESPONSE
-    stream = EventStream(send, service.security, named=named, opening=completion.opening())
+
+    def event(data: dict[str, Any]) -> Event:
+        return Event(data, data["type"] if named else "")
+
+    async def emit(datas: list[dict[str, Any]]) -> None:
+        await stream.events(map(event, datas))
+
+    stream = EventStream(send, service.security.comment_seconds, opening=list(map(event, completion.opening())))
     try:
-        await while_connected(receive, _answer(service, completion, stream.events), stream.comment())
-        await stream.events(completion.closing())
+        await while_connected(receive, _answer(service, completion, emit), stream.comment())
+        await emit(completion.closing())
     except ClientGoneError:
         raise
     except Exception as error:
-        if not stream.begun:
+        if not stream.started:
             raise
-        await stream.fail(error)
+        body = error_answer(error)[1]
+        await stream.end(event({"type": "error"} | body if named else body).encoded())
     else:
         await stream.end(b"" if named else b"data: [DONE]\n\n")
 
 
-def _answer(service: Service, completion: Completion, emit: Callable[[list[dict[str, Any]]], Awaitable[None]]) -> Any:
+def _answer(service: Service, completion: Completion, emit: Emit) -> Coroutine[Any, Any, None]:
     # Fair shares are between requests: one that wants several replies gets no more than one that wants one.
-    return answer(service.host, completion, secrets.token_hex(8), emit, service.metrics)
+    return _make_replies(service.host, completion, secrets.token_hex(8), emit, service.metrics)
 
 
 async def _drop(events: list[dict[str, Any]]) -> None:
     """Of an answer that is sent whole, the events are not."""
 
 
-class _Streamed(Response):
-    """An answer that is written while it is made."""
-
-    def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
-        super().__init__()
-        self._write = write
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes it."""
-        await self._write(receive, send)
-
-
-Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
-Work = Coroutine[Any, Any, None]
-
-
-async def answer(host: ModelHost, completion: Completion, owner: str, emit: Emit, metrics: Metrics) -> None:
+async def _make_replies(host: ModelHost, completion: Completion, owner: str, emit: Emit, metrics: Metrics) -> None:
     """Makes all replies of a request, and calls `emit` with the events of each step.
 
     Args:
@@ -131,7 +125,7 @@ async def answer(host: ModelHost, completion: Completion, owner: str, emit: Emit
                     group.create_task(_follow(reply, index, completion, emit, metrics))
         except ExceptionGroup as errors:
             metrics.failed()
-            raise _first(errors) from None
+            raise first_error(errors) from None
 
 
 async def _follow(reply: HostReply, index: int, completion: Completion, emit: Emit, metrics: Metrics) -> None:
@@ -152,37 +146,3 @@ def _result(reply: HostReply) -> Result | None:
         return reply.result
     except UsageError:
         return None
-
-
-async def while_connected(receive: Receive, work: Work, *beside: Work) -> None:
-    """Runs `work` to its end, or until the client hangs up.
-
-    Args:
-        receive: of the request, whose body has been read.
-        beside: runs as long.
-
-    Raises:
-        ClientGoneError: the client hung up; `work` was cancelled.
-    """
-    try:
-        async with asyncio.TaskGroup() as group:
-            others = [group.create_task(other) for other in (_watch(receive), *beside)]
-            await group.create_task(work)
-            for other in others:
-                other.cancel()
-    except ExceptionGroup as errors:
-        raise _first(errors) from None
-
-
-async def _watch(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientGoneError
-
-
-def _first(errors: ExceptionGroup[Exception]) -> Exception:
-    """What went wrong first; the rest followed from it."""
-    error: Exception = errors
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
