@@ -133,7 +133,7 @@ class Measured(Tokenizing):
         evaluations: int = 400,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[SkipLevel, ...]:
-        """Finds the blocks that answers can skip at the least harm (compute="calibrated"), for every speed-up that is
+        """Finds the blocks that answers can skip with the least harm (compute="calibrated"), for every speed-up that is
         to be had; they are kept, and used from now on.
 
         Args:

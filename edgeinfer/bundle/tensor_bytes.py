@@ -64,10 +64,10 @@ def decode_tensors(data: bytes, source: str) -> tuple[dict[str, NDArray[Any]], d
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + size])
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{source} has a header that is not valid JSON.", _AGAIN) from error
-    _require(isinstance(header, dict), source, "has a header that is no object")
+    _require(isinstance(header, dict), source, "has a header that is not an object")
     notes = header.pop(_NOTES, {})
     texts = isinstance(notes, dict) and all(isinstance(text, str) for text in notes.values())
-    _require(texts, source, "has notes that are no texts")
+    _require(texts, source, "has metadata that is not text")
     arrays: dict[str, NDArray[Any]] = {}
     start = offset = _LENGTH_BYTES + size
     for name, entry in sorted(header.items(), key=lambda item: _begin(item[1], source)):

@@ -267,7 +267,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("minutes") != options.minutes:
             hint = "Give another working folder, or remove this one to start again."
-            raise UsageError(f"{work} holds a training of other minutes.", hint)
+            raise UsageError(f"{work} holds a training with another time limit.", hint)
         return Schedule(**kept)
     found = measure()
     write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())

@@ -115,7 +115,9 @@ def _from_checkpoint(path: Path) -> tuple[Any, str]:
     config = read_config(path)
     if config.model_type not in _FAMILIES:
         hint = f"Give one of {', '.join(_FAMILIES)}."
-        raise ModelError(f"{path} is a {config.model_type or 'model of no known type'}, which is not trained on.", hint)
+        raise ModelError(
+            f"{path} is a {config.model_type or 'model of no known type'}, which training does not support.", hint
+        )
     with Checkpoint(path):  # says plainly what is wrong with its files
         pass
     try:

@@ -112,7 +112,7 @@ class TextSource:
             raise UsageError("There is no text to train on.", _HINT)
         for file in self.files:
             if file.suffix not in (".txt", ".jsonl") or not file.is_file():
-                raise UsageError(f"{file} is no file of text.", _HINT)
+                raise UsageError(f"{file} is not a text file.", _HINT)
 
     def digest(self) -> str:
         """Of the contents."""

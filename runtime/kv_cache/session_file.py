@@ -53,7 +53,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ELSE = "Give a file written by Chat.save or Model.save_session."
-_COPY = "Use another copy of it, or begin the conversation anew."
+_COPY = "Use another copy of it, or start the conversation again."
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class SkipLevels:
             return None
         masks, losses = state.get("masks"), state.get("losses")
         if masks is None or losses is None or not _fit(masks, losses, layers):
-            raise StorageError("The calibrated sets are of another model.", "Run edgeinfer tune --skip again.")
+            raise StorageError("The calibrated sets belong to another model.", "Run edgeinfer tune --skip again.")
         return cls(masks, losses)
 
     def choose(self, wanted: Wanted) -> Mask:
@@ -213,7 +213,7 @@ class PolicyParts:
 
 def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
     if parts.ladder is None:
-        message = "No sets of blocks to skip are known of this model."
+        message = "No sets of blocks to skip are known for this model."
         raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
     return CalibratedPolicy(parts.ladder)
 

@@ -130,7 +130,7 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
         some = f", {format_size(chosen.expert_bytes)} of them in memory," if chosen.expert_bytes else ""
         lost.append(f"weights {chosen.weights}{windows}{some} instead of {wanted.weights}")
     if chosen.tokenizer != wanted.tokenizer:
-        lost.append("tokenizer made anew for every prompt")
+        lost.append("tokenizer loaded again for every prompt")
     if not chosen.draft_max and wanted.draft_max:
         lost.append("no drafting")
     elif chosen.drafters != wanted.drafters:

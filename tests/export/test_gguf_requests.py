@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
         ("Q4_0", {"tensor_types": {"token_embd.weight": "IQ1_S"}}, "without importance"),
         ("Q4_0", {"importance": {DOWN: np.ones(64, np.float32)}}, "columns"),
         ("Q4_0", {"importance": {DOWN: np.full(16, np.nan, np.float32)}}, "finite"),
-        ("Q4_0", {"importance": {"output_norm.weight": np.ones(8, np.float32)}}, "no matrix"),
+        ("Q4_0", {"importance": {"output_norm.weight": np.ones(8, np.float32)}}, "not a matrix"),
     ],
 )
 def test_what_is_impossible_is_refused_before_llama_cpp_sees_it(

@@ -263,7 +263,7 @@ class LlamaCppBackend:
             return
         sequence = branches.sequence_of(rows)
         if sequence is None or start != branches.start:
-            raise BackendError(f"Rows {list(rows)} of a draft tree are no path from token {branches.start} on.")
+            raise BackendError(f"Rows {list(rows)} of a draft tree are not a path from token {branches.start} on.")
         stop = start + len(rows)
         if sequence != _TEXT:
             self._context.cut(_TEXT, start)
