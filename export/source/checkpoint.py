@@ -11,35 +11,29 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self, TypeGuard
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.errors import CheckpointError
 
-__all__ = ["Checkpoint", "StoredTensor", "parse_object", "read_bytes"]
+__all__ = ["Checkpoint", "parse_object", "read_bytes"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "Download the checkpoint again."
-# The format's own limit on the header, from the safetensors specification.
-_MAX_HEADER_BYTES = 100_000_000
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-_ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 # Bytes read at a time; the conversion of one piece to float32 stays small beside the tensor.
 _PIECE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in its file."""
+class _Tensor:
+    """A tensor of one of the checkpoint's files."""
 
     file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    stored: StoredArray
 
 
 class Checkpoint:
@@ -54,7 +48,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, _Tensor] = {}
         self._files: dict[Path, BinaryIO] = {}
         single, index = folder / _SINGLE, folder / _INDEX
         if single.is_file():
@@ -82,7 +76,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> str:
         """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
-        return self._tensors[name].dtype
+        return self._tensors[name].stored.dtype
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Checks that a tensor is there with this shape and a floating-point type.
@@ -90,16 +84,17 @@ class Checkpoint:
         Raises:
             CheckpointError: it is not.
         """
-        stored = self._tensors.get(name)
-        if stored is None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
             hint = "The checkpoint is incomplete, or config.json describes another model."
             raise CheckpointError(f"{self.folder} has no tensor {name!r} (expected shape {shape}).", hint)
+        stored, file = tensor.stored, tensor.file.name
         if stored.shape != shape:
-            message = f"Tensor {name!r} in {stored.file.name} has shape {stored.shape}, config.json implies {shape}."
+            message = f"Tensor {name!r} in {file} has shape {stored.shape}, config.json implies {shape}."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
         if stored.dtype not in ("F32", "F16", "BF16"):
             hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
-            raise CheckpointError(f"Tensor {name!r} in {stored.file.name} has type {stored.dtype}.", hint)
+            raise CheckpointError(f"Tensor {name!r} in {file} has type {stored.dtype}.", hint)
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
@@ -112,33 +107,33 @@ class Checkpoint:
         Raises:
             CheckpointError: the file ended early, or cannot be read.
         """
-        stored = self._tensors[name]
-        shape = stored.shape if within is None else stored.shape[1:]
+        tensor = self._tensors[name]
+        shape = tensor.stored.shape if within is None else tensor.stored.shape[1:]
         stop = shape[0] if stop is None else stop
         row_items = math.prod(shape[1:])
         values = np.empty((stop - start, *shape[1:]), np.float32)
         start += 0 if within is None else within * shape[0]
-        flat = values.reshape(-1)
-        item = _ITEM_BYTES[stored.dtype]
         try:
-            self._read_into(flat, stored, stored.offset + start * row_items * item)
+            self._read_into(values.reshape(-1), tensor, start * row_items)
         except OSError as error:
-            raise _unreadable(stored.file, error) from error
+            raise _unreadable(tensor.file, error) from error
+        except ArrayFileError as error:
+            raise CheckpointError(f"{tensor.file} {error}.", _AGAIN) from error
         return values
 
-    def _read_into(self, flat: NDArray[np.float32], stored: StoredTensor, offset: int) -> None:
-        """Fills a flat array from a place in a tensor's file, piece by piece."""
-        item = _ITEM_BYTES[stored.dtype]
-        file = self._open(stored.file)
-        file.seek(offset)
-        step = _PIECE_BYTES // item
+    def _read_into(self, flat: NDArray[np.float32], tensor: _Tensor, start: int) -> None:
+        """Fills a flat array with a tensor's numbers from number `start` on, piece by piece."""
+        stored = tensor.stored
+        file = self._open(tensor.file)
+        file.seek(stored.offset + start * stored.item_bytes)
+        step = _PIECE_BYTES // stored.item_bytes
         for begin in range(0, flat.size, step):
             piece = flat[begin : begin + step]
             if stored.dtype == "F32":
-                _fill(file, piece.view(np.uint8), stored)
+                read_into(file, piece)
                 continue
             raw = np.empty(piece.size, np.uint16)
-            _fill(file, raw.view(np.uint8), stored)
+            read_into(file, raw)
             if stored.dtype == "F16":
                 piece[:] = raw.view(np.float16)
             else:
@@ -160,29 +155,19 @@ class Checkpoint:
         if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
             raise CheckpointError(f"{index} has no weight_map from tensors to files.", _AGAIN)
         present = {entry.name for entry in self.folder.iterdir() if entry.is_file()}
-        headers: dict[str, dict[str, StoredTensor]] = {}
+        headers: dict[str, dict[str, _Tensor]] = {}
         for name, file in shards.items():
             if file not in headers:
                 if PurePosixPath(file).name != file or "\\" in file:
-                    raise CheckpointError(f"{index} names {file!r}, which leaves its folder.", "Do not use it.")
+                    raise CheckpointError(f"{index} names {file!r}, which is outside its folder.", "Do not use it.")
                 if file not in present:
-                    raise CheckpointError(f"{self.folder / file} is missing, {index.name} lists it.", _AGAIN)
+                    raise CheckpointError(f"{self.folder / file} is missing, although {index.name} lists it.", _AGAIN)
                 headers[file] = _read_header(self.folder / file)
             if name not in headers[file]:
-                raise CheckpointError(f"{self.folder / file} has no tensor {name!r}, {index.name} says so.", _AGAIN)
+                raise CheckpointError(
+                    f"{self.folder / file} has no tensor {name!r}, although {index.name} lists it.", _AGAIN
+                )
             self._tensors[name] = headers[file][name]
-
-
-def _fill(file: BinaryIO, out: NDArray[np.uint8], stored: StoredTensor) -> None:
-    view, done = out.data, 0
-    while done < len(view):
-        try:
-            count = file.readinto(view[done:])  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
-        except OSError as error:
-            raise _unreadable(stored.file, error) from error
-        if not count:
-            raise CheckpointError(f"{stored.file} ended before a tensor did.", _AGAIN)
-        done += count
 
 
 def _no_weights(folder: Path) -> CheckpointError:
@@ -225,54 +210,12 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Reads and checks the header: eight bytes of length, JSON, then the tensors' bytes without gaps."""
+def _read_header(path: Path) -> dict[str, _Tensor]:
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            valid = length <= min(size - 8, _MAX_HEADER_BYTES)
-            header = file.read(length) if valid else b""
+            index = read_index(file, path.stat().st_size)
     except OSError as error:
         raise _unreadable(path, error) from error
-    if not valid:
-        message = f"{path} is truncated or not a safetensors file: {size} bytes, header of {length}."
-        raise CheckpointError(message, _AGAIN)
-    entries = parse_object(header, f"The header of {path}")
-    entries.pop("__metadata__", None)
-    tensors = {name: _read_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
-    _check_extent(path, tensors, 8 + length, size)
-    return tensors
-
-
-def _read_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES or not _naturals(shape) or not _is_pair(offsets):
-        raise CheckpointError(f"{path}: the header entry of {name!r} is malformed.", _AGAIN)
-    nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
-    if offsets[1] - offsets[0] != nbytes:
-        message = f"{path}: {name!r} has {offsets[1] - offsets[0]} bytes, its shape and type need {nbytes}."
-        raise CheckpointError(message, _AGAIN)
-    return StoredTensor(path, dtype, tuple(shape), base + offsets[0], nbytes)
-
-
-def _is_pair(value: Any) -> TypeGuard[list[int]]:
-    return _naturals(value) and len(value) == 2
-
-
-def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
-
-
-def _check_extent(path: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
-    """Tensors must fill the file from the header to its end, one after another."""
-    end = start
-    for stored in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
-        if stored.offset != end:
-            raise CheckpointError(f"{path}: tensors overlap or leave gaps at byte {end}.", _AGAIN)
-        end += stored.nbytes
-    if end > size:
-        raise CheckpointError(f"{path} is truncated: {size} bytes, its header describes {end}.", _AGAIN)
-    if end < size:
-        raise CheckpointError(f"{path} has {size - end} bytes that its header does not describe.", _AGAIN)
+    except ArrayFileError as error:
+        raise CheckpointError(f"{path} {error}.", _AGAIN) from error
+    return {stored.name: _Tensor(path, stored) for stored in index.arrays}
