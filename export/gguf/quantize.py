@@ -226,13 +226,9 @@ def _check(
 def _check_importance(tensor: GgufTensor | None, name: str, values: Floats) -> None:
     """Refuses importance that is not of the tensor, or not usable."""
     if tensor is None or len(tensor.shape) < 2:
-<<<<<<< HEAD
-        raise UsageError(f"There is importance data of {name}, which is not a matrix of the file.", "Gather it again.")
-=======
         raise UsageError(
             f"There are importance data for {name}, which is not a matrix of the file.", "Gather it again."
         )
->>>>>>> main
     experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if values.shape != (experts * tensor.shape[-1],):
         message = (

@@ -265,11 +265,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("minutes") != options.minutes:
             hint = "Give another working folder, or remove this one to start again."
-<<<<<<< HEAD
-            raise UsageError(f"{work} holds a training with another time limit.", hint)
-=======
             raise UsageError(f"{work} holds a training with another number of minutes.", hint)
->>>>>>> main
         return Schedule(**kept)
     found = measure()
     write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())
