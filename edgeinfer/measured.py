@@ -12,8 +12,8 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning import measure
+from edgeinfer.runtime.tuning.fewer_experts import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning.reply_reading import ReplyReading, read_reply
 from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 from edgeinfer.tokenizing import Tokenizing
