@@ -76,7 +76,7 @@ def _execute_exits(args: argparse.Namespace) -> int:
     require_free(args.out)
     with torch_needed():
         from edgeinfer.export.training.exits import ExitsOptions, tune_exits
-        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 

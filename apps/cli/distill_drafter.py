@@ -86,7 +86,7 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
     source = _checked(args)
     with torch_needed():
         from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
-        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 

@@ -25,7 +25,7 @@ from edgeinfer.hub import is_bundle
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
     from edgeinfer.bundle.heads import Heads
-    from edgeinfer.export.training.heads_run import HeadsTraining
+    from edgeinfer.export.training.heads import HeadsTraining
 
 __all__ = ["add_heads_parsers"]
 
@@ -104,8 +104,8 @@ def _execute(args: argparse.Namespace) -> int:
     if not in_place:
         require_free(args.out)
     with torch_needed():
-        from edgeinfer.export.training.heads_run import HeadsOptions, train_heads
-        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.heads import HeadsOptions, train_heads
+        from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 

@@ -238,10 +238,10 @@ def _print_layers(result: TuneResult) -> None:
     """The layers that draft."""
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
-        ("  matchness", f"{result.exit.matchness:.3f}"),
+        ("  match rate", f"{result.exit.match_rate:.3f}"),
         ("  predicted speed-up", _gain(result.exit.speedup, result.tuning.exit_layer is not None)),
         ("blocks skipped", f"{int((~result.skip.layer_mask).sum())} of {len(result.skip.layer_mask)}"),
-        ("  matchness", f"{result.skip.matchness:.3f}"),
+        ("  match rate", f"{result.skip.match_rate:.3f}"),
         ("  predicted speed-up", _gain(result.skip.speedup, result.tuning.layer_mask is not None)),
         ("sets tried", f"{result.skip.evaluations}"),
     ]
@@ -280,7 +280,7 @@ def _layer_facts(result: TuneResult) -> dict[str, Any]:
         name: {
             "layers": each.layers,
             "layer_mask": each.layer_mask.tolist(),
-            "matchness": each.matchness,
+            "matchness": each.match_rate,
             "predicted_speedup": each.speedup,
             "draft_length": each.length,
             "sets_tried": each.evaluations,

@@ -25,8 +25,8 @@ __all__ = [
     "kernel_name",
     "make_backend",
     "own_tokenizer",
+    "plan_input_of",
     "run_layout",
-    "subject_of",
     "tunable",
 ]
 
@@ -77,7 +77,7 @@ def tunable(bundle: Bundle, config: LoadConfig) -> tuple[str, ...]:
     return _kind(bundle, config).tunes
 
 
-def subject_of(
+def plan_input_of(
     bundle: Bundle,
     layout: Layout,
     config: LoadConfig,

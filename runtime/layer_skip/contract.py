@@ -1,7 +1,4 @@
-"""What ways of computing less promise: sets of layers decided after the prompt, and models that take turns.
-
-Knows nothing of any one policy.
-"""
+"""What policies of reduced compute promise: sets of layers decided after the prompt, and models that take turns."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class Wanted:
 
 
 class EvaluatedPrompt(Protocol):
-    """A prompt that was taken in by the whole model, as policies may look at it."""
+    """A prompt that the whole model evaluated, as policies may look at it."""
 
     @property
     def layers(self) -> int:

@@ -32,9 +32,9 @@ def likeliest(logits: Floats) -> tuple[int, float]:  # (V,)
 def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
     """Kullback-Leibler divergence of the reduced model's prediction from the whole model's, in nats."""
     ours, theirs = _log_softmax(reduced), _log_softmax(whole)
-    chance = np.exp(theirs)
-    possible = chance > 0
-    return max(0.0, float((chance[possible] * (theirs[possible] - ours[possible])).sum()))
+    probabilities = np.exp(theirs)
+    possible = probabilities > 0
+    return max(0.0, float((probabilities[possible] * (theirs[possible] - ours[possible])).sum()))
 
 
 def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]:  # (V,)

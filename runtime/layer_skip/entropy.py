@@ -1,4 +1,4 @@
-"""Entropy Adaptive Decoding (Simonds 2025): the large model writes where predictions are unsure; knows no models.
+"""Entropy Adaptive Decoding (Simonds 2025): the large model writes where predictions are unsure.
 
 The rolling mean of the active model's entropy is compared with a threshold. Where that is not given, it is a quantile
 of the means seen, those that `edgeinfer tune --entropy` kept among them, at a level that follows the share of tokens

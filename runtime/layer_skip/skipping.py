@@ -1,6 +1,6 @@
 """A reply whose tokens skip the same blocks, chosen after its prompt, and the whole passes that keep watch over it.
 
-Knows nothing of how blocks are chosen. Rows of the cache that were made with blocks left out are `pending`: blocks that
+Rows of the cache that were made with blocks left out are `pending`: blocks that
 ran wrote what no whole model had written, others nothing. A watch runs the whole model over all of them in one pass,
 which gives its predictions for many tokens at once and makes their rows whole.
 """
@@ -26,7 +26,7 @@ _FIRST, _LONGEST = 8, 64
 
 
 class LayerSkipDecoding(ReducedDecoding):
-    """A reduced-compute strategy.
+    """A reply whose tokens skip the blocks that a policy chose after its prompt.
 
     Args:
         given: what it works with.
@@ -121,7 +121,7 @@ _MOST = 128
 class PromptStates:
     """Implements `contract.EvaluatedPrompt`.
 
-    The passes write the rows that are there anew, which stay what they are: layer by layer or at once is the same.
+    The passes write the cached rows again, which stay what they are: layer by layer or at once is the same.
 
     Args:
         backend: whose cache holds the prompt and nothing else; must skip layers and resume from hidden states.

@@ -1,4 +1,4 @@
-"""What all ways of computing less do alike: the first token, a reply's books, its floor; knows not what is left out."""
+"""What all strategies of reduced compute share: the first token, a reply's statistics, its limit of divergence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TRIED = 32
 
 @dataclass(frozen=True)
 class StrategyArguments:
-    """What the steps of a reply work with.
+    """What the strategy of a reply works with.
 
     Attributes:
         backend: of the whole model.
@@ -77,7 +77,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         self._tokens: list[int] = []  # prompt and reply; the last is the root
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after a prompt that the whole model took in."""
+        """The token after a prompt that the whole model evaluated."""
         accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
         self._tokens[:] = [*prompt, *accepted]
         started = time.perf_counter()
@@ -98,14 +98,14 @@ class ReducedDecoding(DecodingStrategy, ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Rows that the whole model did not make are dropped."""
+        """Drops rows that the whole model did not make."""
 
     @abstractmethod
     def _begin(self, logits: Floats) -> None:  # (V,)
         """Decides what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
 
     def _try(self, share: float) -> None:
-        """Reads the prompt's last tokens in both ways, where a floor is to be kept: if what is left out diverges too
+        """Reads the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
         far there already, nothing is left out of the reply.
 
         Args:
@@ -130,8 +130,8 @@ class ReducedDecoding(DecodingStrategy, ABC):
 
     @abstractmethod
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
-        """Copies of what is said behind these of the prompt's last tokens with less; those that would be made in full
-        all the same are left out. The cache holds what is before them, and may be written to."""
+        """Copies of the reduced predictions behind these of the prompt's last tokens; those that would be made in full
+        anyway are left out. The cache holds what is before them, and may be written to."""
 
     @abstractmethod
     def _logits(self, lost: int) -> Floats:  # (V,)

@@ -1,4 +1,4 @@
-"""The memory plan: what will run, what every part of it takes, what was given up; knows nothing of how it is found."""
+"""The memory plan: what will run, what every part of it takes, what was given up."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class _OwnMemory:
         self.memory.import_libraries()
 
     def weights(self, configuration: Configuration) -> Footprint:
-        """On the device; in the process the pages of the file that they are copied from, which may stay resident."""
+        """On the device; in the process the pages of the file that they are copied from, which may stay in memory."""
         whole = self.memory.weights(configuration)
         size = sum(whole.anonymous.values()) + sum(whole.file.values())
         return Footprint({"weights_packed": 0}, {"weights_mapped": size}, {"weights": size})

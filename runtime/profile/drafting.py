@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 
-__all__ = ["REACH", "TUNING", "Reach", "Tuning", "reach_of"]
+__all__ = ["ACCEPTANCE", "LAYER_DRAFTING", "LayerDrafting", "PositionAcceptance", "acceptance_by_position"]
 
 # Name of its arrays in a profile.
-TUNING = "tuning"
+LAYER_DRAFTING = "tuning"
 
 
 @dataclass(frozen=True)
-class Tuning:
+class LayerDrafting:
     """Self-drafting that pays on this device.
 
     Attributes:
@@ -39,7 +39,7 @@ class Tuning:
         return arrays
 
     @classmethod
-    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> Tuning:
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> LayerDrafting:
         """Takes back what `state` gave, for a model of so many layers.
 
         Raises:
@@ -54,7 +54,7 @@ class Tuning:
         return cls(None if exits is None else int(exits[0]), mask)
 
 
-REACH = "reach"
+ACCEPTANCE = "reach"
 # Rounds after which what was seen counts half.
 _HALF_LIFE = 2000.0
 # Rounds that tell anything, and places that are counted.
@@ -62,7 +62,7 @@ _ENOUGH = 50
 _PLACES = 63
 
 
-class Reach:
+class PositionAcceptance:
     """Counts, of the rounds seen, how many had the token at each place of a draft accepted.
 
     Args:
@@ -86,8 +86,8 @@ class Reach:
         return {"counts": self._counts.copy()}
 
 
-def reach_of(kept: Mapping[str, NDArray[Any]] | None) -> tuple[float, ...]:
-    """Chance that a draft's token at each place is accepted; () where too little was seen to tell."""
+def acceptance_by_position(kept: Mapping[str, NDArray[Any]] | None) -> tuple[float, ...]:
+    """Acceptance rate of a draft's token at each position; () where too few rounds were seen."""
     if kept is None or not _is_sound(kept) or kept["counts"][0] < _ENOUGH:
         return ()
     rounds, accepted = float(kept["counts"][0]), np.trim_zeros(kept["counts"][1:], "b")

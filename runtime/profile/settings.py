@@ -78,7 +78,7 @@ class TunedSettings:
         """Those that hold beside what the caller set himself, which is never overridden.
 
         Args:
-            proved_with: threads that the settings were proved with; with others nobody knows what they do.
+            proved_with: threads that the settings were proved with; with another number they were not measured.
         """
         if (config.threads or self.threads or physical_cores()) != proved_with:
             return UNTUNED

@@ -214,7 +214,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
         if not given and not os.path.lexists(path):
             return UNTUNED
     except StorageError:
-        # Nobody who has no home folder tuned anything.
+        # Without a home folder nothing was tuned.
         return UNTUNED
     try:
         profile = read_profile(path)

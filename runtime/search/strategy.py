@@ -19,6 +19,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
@@ -29,7 +30,6 @@ __all__ = [
     "Passes",
     "Reader",
     "SearchParts",
-    "SearchStatistics",
     "SearchStrategy",
     "entropy",
     "likeliest",
@@ -40,16 +40,6 @@ __all__ = [
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
 MOST_ROWS = 16
 _SEEDS = 2**64
-
-
-@dataclass
-class SearchStatistics:
-    """What searching took."""
-
-    passes: int = 0
-    rows: int = 0
-    branches: int = 0
-    trials: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import MANIFEST, open_bundle
 from edgeinfer.bundle.heads import has_heads
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.training.judge import JudgeTask
+from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
@@ -67,7 +67,7 @@ def test_acceptance_and_routers_go_into_the_bundle_itself(
     assert len(json.loads(report.read_text("utf-8"))["losses"]) == 3
     assert has_heads(open_bundle(drafter), "acceptance")
     # Where the drafter's own probability is the better judge, the user is told.
-    monkeypatch.setattr(JudgeTask, "curves", lambda task, held_out: (0.6, 0.8))
+    monkeypatch.setattr(AcceptanceHeadTask, "curves", lambda task, held_out: (0.6, 0.8))
     again = ("--target", folder / "target", *text, *TRAINED[:-1])
     assert "own probability tells it better" in distill(capsys, "acceptance", drafter, tmp_path / "judged", *again)[2]
     made = tmp_path / "routed"

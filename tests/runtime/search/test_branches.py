@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search import branches as module
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
+from edgeinfer.runtime.search.strategy import Passes, SearchParts
 from tests.runtime.search.fakes import PROMPT, Letters, LettersBackend, V, letters_logits
 
 

@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
@@ -137,7 +137,7 @@ class Subject:
         model = self._model() if {"model", "hierarchical"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
-        parts = DrafterParts(self.backend, model, 8, Tuning(), bundle=self.bundle)
+        parts = DrafterParts(self.backend, model, 8, LayerDrafting(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
             if not names:
@@ -152,7 +152,14 @@ class Subject:
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         settled = width > 1 and isinstance(self.backend, OnnxBackend)
         return SpeculativeDecoding(
-            self.backend, sampler, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
+            self.backend,
+            sampler,
+            made,
+            governor,
+            verification,
+            main_branch_only=settled,
+            noise=noise,
+            on_plain_ms=lambda ms: None,
         )
 
 

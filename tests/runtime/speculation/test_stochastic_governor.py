@@ -82,7 +82,7 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     acceptance.add("model", [0.9] * len(drafter.priors))
     kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
     governor = kind([drafter], Prices(FLAT), acceptance, 6, width)
-    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, timed=lambda ms: None)
+    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
     steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
     assert rounds.statistics.drafted > 0

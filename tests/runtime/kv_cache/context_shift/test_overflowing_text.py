@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
-from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
@@ -83,7 +83,7 @@ class Writer:
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = OnnxBackend(self.bundle, self.backend.cache.capacity) if "model" in names else None
-        parts = DrafterParts(self.backend, small, 8, Tuning())
+        parts = DrafterParts(self.backend, small, 8, LayerDrafting())
         if not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [make_drafter(name, parts) for name in names]
@@ -92,7 +92,7 @@ class Writer:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
         governor = Governor(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
         verification = find_verification(config.verification)
-        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, timed=lambda ms: None)
+        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, on_plain_ms=lambda ms: None)
 
 
 @pytest.fixture(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
+from edgeinfer.runtime.speculation.drafters.self_drafters import EarlyExitDrafter
 from tests.runtime.speculation.drafters.models import assert_same_cache, context, export, make_backend, take_in
 
 EXIT = 2

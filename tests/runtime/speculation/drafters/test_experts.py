@@ -13,7 +13,7 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
-from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter, fewer_experts
+from edgeinfer.runtime.speculation.drafters.self_drafters import ExpertsDrafter, ResidentDrafter, fewer_experts
 from tests.runtime.speculation.drafters.models import (
     Plain,
     assert_same_cache,

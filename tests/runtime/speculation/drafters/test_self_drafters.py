@@ -14,9 +14,12 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Drafter
-from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
-from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
-from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter, every_second
+from edgeinfer.runtime.speculation.drafters.self_drafters import (
+    BitsDrafter,
+    EarlyExitDrafter,
+    SkipDrafter,
+    every_second,
+)
 from tests.runtime.speculation.drafters.models import (
     BACKENDS,
     Plain,

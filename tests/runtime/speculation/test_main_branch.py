@@ -15,8 +15,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict
-from edgeinfer.runtime.speculation.spine import settle, spine_first
+from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict, keep_main_branch, main_branch_first
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -49,7 +48,7 @@ def spine_of(draft: Draft) -> int:
 @settings(deadline=None)
 @given(trees())
 def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None:
-    ordered = spine_first(draft)
+    ordered = main_branch_first(draft)
     assert paths(ordered) == paths(draft)
     assert all(parent < node for node, parent in enumerate(ordered.parents))
     firsts, node = [], -1
@@ -65,13 +64,13 @@ def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None
 @settings(deadline=None)
 @given(trees(), st.data())
 def test_a_verdict_settles_on_rows_of_the_spine(draft: Draft, data: st.DataObject) -> None:
-    draft = spine_first(draft)
+    draft = main_branch_first(draft)
     accepted, node = [], data.draw(st.integers(-1, len(draft) - 1))
     while node >= 0:
         accepted.append(node)
         node = draft.parents[node]
     verdict = Verdict(tuple(accepted[::-1]), 7, True)
-    settled = settle(draft, verdict)
+    settled = keep_main_branch(draft, verdict)
     spine = [node for node in verdict.accepted if node < spine_of(draft)]
     assert list(settled.accepted) == spine
     if len(spine) == len(verdict.accepted):
@@ -109,7 +108,7 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 @given(trees(), st.integers(1, PAST))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
-    draft = spine_first(draft)
+    draft = main_branch_first(draft)
     size = 1 + spine_of(draft)
     backend.cache.trim(0)
     backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
