@@ -30,7 +30,7 @@ class LayerDrafting:
     layer_mask: NDArray[np.bool_] | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
+        """The arrays to keep, by name."""
         arrays: dict[str, NDArray[Any]] = {}
         if self.exit_layer is not None:
             arrays["exit_layer"] = np.array([self.exit_layer])
@@ -82,7 +82,7 @@ class PositionAcceptance:
         self._counts[1 : 1 + len(places)] += places
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """What is to be kept."""
+        """The arrays to keep, by name."""
         return {"counts": self._counts.copy()}
 
 

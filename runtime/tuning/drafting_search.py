@@ -40,7 +40,7 @@ _SPREAD, _NOISE = 1.0, 0.2
 
 @dataclass(frozen=True)
 class SkipSet:
-    """What a search found.
+    """A set of blocks that a search found.
 
     Attributes:
         layer_mask: blocks that run while drafting. (2 L,)
@@ -189,7 +189,7 @@ class _Search:
         return mask
 
     def _first_sets(self) -> list[NDArray[np.bool_]]:  # (U,) each
-        """In reverse: SWIFT's first set, as far as units allow it, then each unit alone."""
+        """The first sets to score, in reverse: SWIFT's first set, as far as units allow it, then each unit alone."""
         alone = list(np.eye(len(self.units), dtype=np.bool_))[::-1]
         num_layers = self.units.shape[1] // 2
         if num_layers < 3:
@@ -247,7 +247,7 @@ _PAYS = 1.05
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What was found.
+    """The layers that draft best.
 
     Attributes:
         exit: the early exit that drafts best.
