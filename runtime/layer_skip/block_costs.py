@@ -47,11 +47,11 @@ class BlockCosts:
         return self.fixed + float(np.dot(self.blocks, layer_mask))
 
     def gain(self, layer_mask: NDArray[np.bool_], acceptance: float) -> Gain:  # (2 L,)
-        """Of drafting with these blocks and then verifying in a whole pass, where tokens are accepted this often."""
+        """The gain of drafting with these blocks and verifying in a whole pass, at this acceptance rate."""
         return self._best(acceptance, self.ms(layer_mask), 0.0, 1.0)
 
     def exit_gain(self, exit_layer: int, acceptance: float) -> Gain:
-        """Of drafting with the first layers, which see the last token once more, and verifying with the others."""
+        """The gain of drafting with the first layers, which see the last token again, and verifying with the others."""
         first = sum(self.blocks[: 2 * exit_layer])
         return self._best(acceptance, self.fixed + first, first, 1 - first / self.whole[0])
 

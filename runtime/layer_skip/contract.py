@@ -42,7 +42,7 @@ class EvaluatedPrompt(Protocol):
 
     @property
     def layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
 
     def states(self) -> Floats:
         """Hidden states of its last tokens: those entering each layer, then those leaving the last. (L + 1, S, D)"""
@@ -52,7 +52,7 @@ class SkipPolicy(Protocol):
     """Decides once per reply what runs for its tokens."""
 
     def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
-        """The blocks that run."""
+        """Chooses the blocks that run."""
 
 
 class SmallModel(Protocol):

@@ -126,7 +126,7 @@ class EarlyExitDecoding(ReducedDecoding):
         return said
 
     def _chosen(self, logits: Floats) -> None:
-        """What waits goes deeper when a token needs it."""
+        """Leaves what waits until a token needs the deeper layers."""
 
     def leave(self) -> None:
         """Drops rows that lack deeper layers, or rest on others that did."""
@@ -135,7 +135,7 @@ class EarlyExitDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far."""
+        """What reduced compute did so far."""
         return self._predicted(self._first, self._costs)
 
 

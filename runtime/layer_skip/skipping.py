@@ -108,7 +108,7 @@ class LayerSkipDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far."""
+        """What reduced compute did so far."""
         if self._mask is None:
             return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
@@ -139,11 +139,11 @@ class PromptStates:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
         return self._backend.geometry.num_layers
 
     def states(self) -> Floats:  # (L + 1, S, D)
-        """Of the last tokens; L + 1 passes over them, without a head."""
+        """Computes the states of the last tokens in L + 1 passes over them, without a head."""
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another way to compute less."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
@@ -158,7 +158,7 @@ class PromptStates:
         return states
 
     def _fill(self, states: Floats, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> None:
-        """One chunk, of which the cache lacks the rows. (L + 1, S, D), (S,)"""
+        """Fills in one chunk, of which the cache lacks the rows. (L + 1, S, D), (S,)"""
         positions, nothing = start + np.arange(len(tokens)), np.zeros(0, np.int64)
         for layer in range(-1, self.layers):
             mask = np.arange(2 * self.layers) // 2 == layer

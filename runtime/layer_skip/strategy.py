@@ -13,6 +13,7 @@ import numpy as np
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.statistics import ReducedStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
@@ -46,18 +47,6 @@ class StrategyArguments:
     plain_ms: float | None
 
 
-@dataclass
-class ReducedStatistics:
-    """What happened to a reply's tokens after the first."""
-
-    tokens: int = 0
-    reduced: int = 0
-    caught_up: int = 0
-    blocks_skipped: int = 0
-    decide_ms: float = 0.0
-    ms: float = 0.0
-
-
 class ReducedDecoding(DecodingStrategy, ABC):
     """Decodes one token at a time with less than the whole model.
 
@@ -77,7 +66,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         self._tokens: list[int] = []  # prompt and reply; the last is the root
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after a prompt that the whole model evaluated."""
+        """Makes the token after a prompt that the whole model evaluated."""
         accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
         self._tokens[:] = [*prompt, *accepted]
         started = time.perf_counter()
@@ -86,7 +75,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return accepted
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """One further token."""
+        """Makes one further token."""
         started = time.perf_counter()
         logits = self._logits(lost)
         accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
@@ -135,20 +124,20 @@ class ReducedDecoding(DecodingStrategy, ABC):
 
     @abstractmethod
     def _logits(self, lost: int) -> Floats:  # (V,)
-        """After the text's last token; a view that the next pass overwrites."""
+        """The logits after the text's last token, a view that the next pass overwrites."""
 
     @abstractmethod
     def _chosen(self, logits: Floats) -> None:  # (V,)
-        """A token was chosen from these logits and joined the text, so that passes may run again."""
+        """Called when a token sampled from these logits has joined the text, so that passes may run again."""
 
     def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
-        """What happened so far where reduced tokens run these blocks."""
+        """What reduced compute did so far, where reduced tokens run these blocks."""
         ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
         use, mask = ReducedDecoding.compute_use(self), tuple(layer_mask.tolist())
         return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far."""
+        """What reduced compute did so far."""
         statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
         plain, sampled = self._plain_ms, self._limit.mean
         return ComputeUse(

@@ -106,10 +106,10 @@ class ModelSwitchDecoding(ReducedDecoding):
         self._policy.seen(entropy_bits(logits))
 
     def leave(self) -> None:
-        """The large model's rows are its own."""
+        """Drops nothing: the large model's rows are its own."""
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far; without another measure, the large model's own passes tell what a plain one takes."""
+        """What reduced compute did so far; without another measure, the large model's own passes time a plain one."""
         if self._plain_ms is None and self._large_ms:
             self._plain_ms = median(self._large_ms)
         tokens = max(self._statistics.tokens, 1)

@@ -28,7 +28,7 @@ _AMPLE = 0.1
 
 @dataclass(frozen=True)
 class Relief:
-    """A way to take less.
+    """A way to free memory.
 
     Attributes:
         name: what is given up, for people; "" where its loss is not noticed.

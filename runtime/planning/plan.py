@@ -33,7 +33,7 @@ class Alternative:
     speed: Speed
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Converts it to JSON's types."""
         return {
             "name": self.name,
             "planned_bytes": self.planned_bytes,

@@ -30,7 +30,7 @@ _WITHOUT_RECYCLE, _COPY_ALONE = 0.97, 0.63
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted pace.
+    """A predicted pace.
 
     Attributes:
         tokens_per_second: of a reply.
@@ -97,7 +97,7 @@ class SpeedModel:
 
 
 def _token_ms(pace: Pace, configuration: Configuration) -> float:
-    """By the governor's rule: the length of draft with the least time per token, none among them."""
+    """Milliseconds per token at the best length of draft, as the governor chooses it; 0 is one of them."""
     best = pace.passes.ms(1)
     share, tokens = _share(configuration.drafters), 1.0
     for length in range(1, configuration.draft_max + 1):
@@ -107,7 +107,7 @@ def _token_ms(pace: Pace, configuration: Configuration) -> float:
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:
-    """One chunk of a prompt: beyond the passes that were measured a row costs what it does in the largest of them."""
+    """Milliseconds of a chunk of a prompt; beyond the measured passes a row costs what it does in the largest."""
     largest = pace.passes.largest
     return pace.passes.ms(chunk) if chunk <= largest else pace.passes.ms(largest) * chunk / largest
 

@@ -124,7 +124,7 @@ def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
 
 
 class DeviceProfile:
-    """One folder of what is kept. Nothing that is wrong with it raises: it is then as if nothing had been kept.
+    """A folder of measured costs and learned arrays. One that is damaged or unusable counts as empty and never raises.
 
     Args:
         folder: made when something is first saved; None keeps nothing.
@@ -154,7 +154,7 @@ class DeviceProfile:
         return None
 
     def save_costs(self, costs: Costs) -> None:
-        """Keeps costs."""
+        """Writes costs to the folder."""
         data = json.dumps(costs.to_dict(), indent=1) + "\n"
         self._guarded(lambda folder: _keep(folder, _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
@@ -183,7 +183,7 @@ class DeviceProfile:
             self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Forgets the arrays of a name, as whoever they were made for does not understand them."""
+        """Removes the arrays of a name, which their reader could not use."""
         file_name = _file_name(name)
         self._guarded(lambda folder: (folder / file_name).unlink(missing_ok=True))
 

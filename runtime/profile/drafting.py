@@ -30,7 +30,7 @@ class LayerDrafting:
     layer_mask: NDArray[np.bool_] | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
+        """The arrays to keep, by name."""
         arrays: dict[str, NDArray[Any]] = {}
         if self.exit_layer is not None:
             arrays["exit_layer"] = np.array([self.exit_layer])
@@ -50,7 +50,7 @@ class LayerDrafting:
         if exits is not None:
             fits = fits and exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers
         if not fits:
-            raise StorageError("What was tuned is of another model.", "Run edgeinfer tune again.")
+            raise StorageError("The tuned layers belong to another model.", "Run edgeinfer tune again.")
         return cls(None if exits is None else int(exits[0]), mask)
 
 
@@ -82,7 +82,7 @@ class PositionAcceptance:
         self._counts[1 : 1 + len(places)] += places
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """What is to be kept."""
+        """The arrays to keep, by name."""
         return {"counts": self._counts.copy()}
 
 

@@ -10,8 +10,8 @@ from edgeinfer.bundle.nesting import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
 from edgeinfer.runtime.backends.registry import make_backend
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -48,8 +48,8 @@ def make_speculator(
     # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
     model = None if drafter is None else _draft_backend(drafter, config, plan)
     resident = None
-    if isinstance(target, WatchedBackend) and target.residency is not None:
-        resident = target.residency.bias
+    if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
+        resident = target.expert_cache.bias
     tuning = _tuning(profile, target)
     acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
     parts = DrafterParts(

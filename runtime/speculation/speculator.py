@@ -189,8 +189,8 @@ class Speculator:
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
-                whom = ", ".join(self._allowed) or "nobody"
-                message = f"The model was loaded to draft by {whom}, not by {name}."
+                allowed = f"only with {', '.join(self._allowed)}" if self._allowed else "without drafters"
+                message = f"{name} cannot draft: the model was loaded {allowed}."
                 raise UsageError(message, f"Load it with speculation='auto', or with {name} among the drafters.")
         return names
 
@@ -203,7 +203,7 @@ class Speculator:
                 drafter.restore(self._profile.arrays(name) or {})
                 self._acceptance.restore(name, self._kept)
             except StorageError as error:
-                _log.warning("%s It begins anew.", error.message)
+                _log.warning("%s It starts again from nothing.", error.message)
                 self._profile.drop(name)
             self._drafters[name] = drafter
         return self._drafters[name]

@@ -145,5 +145,5 @@ class _Words:
 
 
 def _unquoted(text: str) -> str:
-    """As jinja2 reads a text in quotes."""
+    """Reads a text in quotes as jinja2 does."""
     return text[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")

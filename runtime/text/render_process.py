@@ -64,7 +64,7 @@ class RenderProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last; None where none is."""
+        """The id of the process that was started last; None where there is none."""
         return None if self._process is None else self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:

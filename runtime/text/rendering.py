@@ -58,7 +58,7 @@ class _Moment:
     parts: Mapping[str, str]
 
     def format(self, text: str) -> str:
-        """As `strftime`."""
+        """Formats the moment as `strftime` does."""
         return _DIRECTIVE.sub(self._part, text)
 
     def _part(self, match: re.Match[str]) -> str:

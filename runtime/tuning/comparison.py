@@ -73,7 +73,7 @@ def _median_above(ratios: Sequence[float], error_rate: float) -> float:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured.
+    """How long a comparison measures.
 
     Attributes:
         looks: numbers of pairs after which it is asked whether they tell enough.
@@ -85,7 +85,7 @@ class Effort:
 
     @property
     def visit_ms(self) -> float:
-        """Of one visit, so that the second look comes in time."""
+        """Milliseconds of one visit, so that the second look comes in time."""
         return self.seconds * 1e3 / (2 * self.looks[1])
 
 

@@ -40,7 +40,7 @@ _SPREAD, _NOISE = 1.0, 0.2
 
 @dataclass(frozen=True)
 class SkipSet:
-    """What a search found.
+    """A set of blocks that a search found.
 
     Attributes:
         layer_mask: blocks that run while drafting. (2 L,)
@@ -139,7 +139,7 @@ def best_skip_set(
         BackendError: a text does not fit the cache.
     """
     if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers from 1 on.")
+        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     scorer = _Scorer(backend, samples, window)
     search = _Search(scorer, costs, skip_units(backend.geometry.num_layers, granularity), np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)
@@ -189,7 +189,7 @@ class _Search:
         return mask
 
     def _first_sets(self) -> list[NDArray[np.bool_]]:  # (U,) each
-        """In reverse: SWIFT's first set, as far as units allow it, then each unit alone."""
+        """The first sets to score, in reverse: SWIFT's first set, as far as units allow it, then each unit alone."""
         alone = list(np.eye(len(self.units), dtype=np.bool_))[::-1]
         num_layers = self.units.shape[1] // 2
         if num_layers < 3:
@@ -247,7 +247,7 @@ _PAYS = 1.05
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What was found.
+    """The layers that draft best.
 
     Attributes:
         exit: the early exit that drafts best.

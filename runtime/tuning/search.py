@@ -92,7 +92,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class SettingsFound:
-    """What was found.
+    """The settings that a search found and proved.
 
     Attributes:
         settings: that are proved better; UNTUNED where none are.
@@ -116,7 +116,7 @@ def search_settings(
     clock: Callable[[], float],
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> SettingsFound:
-    """Searches.
+    """Searches one setting after the other, and proves the result.
 
     Args:
         clock: in seconds.

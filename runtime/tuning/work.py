@@ -80,7 +80,7 @@ def sized(times: Times, visit_ms: float, most: Work) -> Work:
 
 
 def fitting(work: Work, context: int) -> Work:
-    """As much of the work as a context holds.
+    """Cuts the work to what a context holds.
 
     Raises:
         UsageError: the context is too small to measure in.
