@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.errors import UsageError
-from edgeinfer.export.source.checkpoint import Checkpoint
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -312,6 +311,8 @@ def convert_checkpoint(source: Path, target: Path, dtype: Dtype) -> None:
     Raises:
         CheckpointError: there is no such file, or it holds something else than floating point.
     """
+    from edgeinfer.export.source.checkpoint import Checkpoint  # needs the export extra
+
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.name not in (_WEIGHTS, _CONFIG):
