@@ -35,6 +35,6 @@ def make_strategy(
         given = SearchParts(
             engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
         )
-        return make_search(given, forgets=engine.overflow is not None)
+        return make_search(given, forgets=engine.context_shift is not None)
     reduced = parts.reduced.strategy(config, sampler)
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced

@@ -1,4 +1,4 @@
-"""One reply as it is made: engine steps become streamed text and, at the end, a Result; knows nothing of loading."""
+"""One reply as it is made: engine steps become streamed text and, at the end, a Result."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class TokenStream:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody else can still be iterating: the calling thread started it, or its thread has ended."""
+        """Whether no other thread can still be iterating: the calling thread started it, or its thread has ended."""
         left = self._thread is threading.current_thread() or not self._thread.is_alive()
         if left and self._lock.acquire(blocking=False):
             self._lock.release()
@@ -220,10 +220,10 @@ class TokenStream:
 
     def _run(self) -> Generator[Chunk]:
         reason: FinishReason = "length"
-        begun = (time.perf_counter() - self._started) * 1e3
+        started = (time.perf_counter() - self._started) * 1e3
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
-                self._record(step, begun + self._waited_ms)
+                self._record(step, started + self._waited_ms)
                 self._parts.ledger.check()
                 if step.token in self._stop_ids:
                     reason = "stop"
@@ -275,7 +275,7 @@ class TokenStream:
         return step
 
     def _add_prefill(self) -> None:
-        """Enters in the books how the engine took in what it was last given of the prompt."""
+        """Adds how the engine evaluated what it was last given of the prompt."""
         latest, before = self._parts.engine.prefill, self._prefill
         if before is None:
             self._prefill = latest
@@ -324,9 +324,9 @@ class TokenStream:
         self._finish(reason)
         return Chunk(text, (), reason, logprobs)
 
-    def _record(self, step: Step, begun: float) -> None:
+    def _record(self, step: Step, started: float) -> None:
         self._token_ids.append(step.token)
-        self._step_ms.append(step.ms + (0.0 if self._step_ms else begun))
+        self._step_ms.append(step.ms + (0.0 if self._step_ms else started))
 
     def _finish(self, reason: FinishReason) -> None:
         self._close_steps()
@@ -354,7 +354,7 @@ class TokenStream:
             ),
             speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),
             model=parts.info,
-            overflow=overflow_summary(parts.engine.overflow, parts.engine.lost),
+            overflow=overflow_summary(parts.engine.context_shift, parts.engine.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),

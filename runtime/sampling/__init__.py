@@ -1,4 +1,4 @@
-"""From logits to a token: penalties, constraints, truncation, position-keyed draw; knows nothing of models or text."""
+"""From logits to a token: penalties, constraints, truncation, position-keyed draw."""
 
 from __future__ import annotations
 

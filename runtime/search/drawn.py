@@ -52,12 +52,12 @@ class DrawnSearch(SearchStrategy):
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The whole reply."""
         limit = self._share(self._config.samples, room)
-        begun, replies = logits.copy(), self._begin(prompt)
-        self._settled = self._backend.cache.length
+        first_logits, replies = logits.copy(), self._begin(prompt)
+        self._reply_rows = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:
-            reply.draw(begun, len(prompt))
+            reply.draw(first_logits, len(prompt))
             live.append((branches.begin(), reply))
         for length in range(1, limit):
             live = [(branch, reply) for branch, reply in live if self._goes_on(branches, branch, reply)]
@@ -67,11 +67,11 @@ class DrawnSearch(SearchStrategy):
             for (_, reply), row in zip(live, rows, strict=True):
                 reply.draw(row, len(prompt) + length)
         branches.end()
-        self._settled = None
+        self._reply_rows = None
         self._texts = tuple(self._told(reply.reader, reply.score) for reply in replies)
         self._statistics.trials = len(replies)
         self._chosen = self._choose(replies)
-        return self._take(replies[self._chosen].reader.tokens, begun)
+        return self._take(replies[self._chosen].reader.tokens, first_logits)
 
     def next(self, room: int, lost: int) -> tuple[int]:
         """Where the context had no room for as much of all of them: the reply goes on alone."""

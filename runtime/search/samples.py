@@ -18,7 +18,7 @@ from edgeinfer.runtime.search.branches import Branches
 from edgeinfer.runtime.search.strategy import Reader, SearchParts, SearchStrategy, logprob
 from edgeinfer.searching import SearchUse
 
-__all__ = ["Samples"]
+__all__ = ["ParallelSamples"]
 
 # Tokens of a stretch, at first few as somebody waits for them, then more as every stretch copies all rows.
 _FIRST, _LONGEST = 8, 64
@@ -59,7 +59,7 @@ class _Reply:
         return token
 
 
-class Samples(SearchStrategy):
+class ParallelSamples(SearchStrategy):
     """Answers with reply 0; the others are told at the end."""
 
     lossless = True
@@ -108,20 +108,20 @@ class Samples(SearchStrategy):
                 self._given += len(fresh)
                 self._restore(self._given - 1)
                 return fresh
-            self._settled = self._prompt
+            self._reply_rows = self._prompt
             if all(other.over for other in others):
                 reply.most = most
             self._advance([r for r in self._replies if not r.over])
 
     def _advance(self, live: Sequence[_Reply]) -> None:
         """Draws a stretch of each of these replies."""
-        held = sum(len(reply.tokens) - 1 for reply in live)
-        size = min(self._stretch, (self._backend.cache.capacity - self._prompt - held) // len(live))
+        drawn = sum(len(reply.tokens) - 1 for reply in live)
+        size = min(self._stretch, (self._backend.cache.capacity - self._prompt - drawn) // len(live))
         self._stretch = min(2 * self._stretch, _LONGEST)
         if len(live) > 1 and size > 1:
             self._guess(live, size)
         for reply in live:
-            self._settle(reply, size)
+            self._confirm(reply, size)
 
     def _guess(self, live: Sequence[_Reply], size: int) -> None:
         """Draws tokens of these replies side by side, none of them for certain."""
@@ -142,7 +142,7 @@ class Samples(SearchStrategy):
         ended = reply.guessed[-1] in self._parts.stop_ids
         return not ended and len(reply.tokens) + len(reply.guessed) < reply.most
 
-    def _settle(self, reply: _Reply, size: int) -> None:
+    def _confirm(self, reply: _Reply, size: int) -> None:
         """Draws a stretch of one reply as it is drawn alone, in passes over what was guessed."""
         self._load(reply)
         start = self._backend.cache.length
@@ -170,4 +170,4 @@ class Samples(SearchStrategy):
         """Leaves so many rows of reply 0 behind the prompt's."""
         self._load(self._replies[0])
         self._backend.cache.trim(self._prompt + rows)
-        self._settled = None
+        self._reply_rows = None

@@ -158,7 +158,7 @@ class SearchStrategy(DecodingStrategy):
         self._parts, self._config = parts, parts.config
         self._statistics = SearchStatistics()
         self._passes = Passes(parts, self._statistics)
-        self._settled: int | None = None  # rows of the cache that are the reply's, while others are behind them
+        self._reply_rows: int | None = None  # rows of the cache that are the reply's, while others are behind them
         self._chosen = 0
         self._texts: tuple[SearchedText, ...] = ()
 
@@ -168,9 +168,9 @@ class SearchStrategy(DecodingStrategy):
 
     def leave(self) -> None:
         """Drops the rows of what was looked at."""
-        if self._settled is not None:
-            self._backend.cache.trim(min(self._settled, self._backend.cache.length))
-            self._settled = None
+        if self._reply_rows is not None:
+            self._backend.cache.trim(min(self._reply_rows, self._backend.cache.length))
+            self._reply_rows = None
 
     def search_use(self) -> SearchUse:
         """What was done so far."""

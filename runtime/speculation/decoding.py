@@ -15,7 +15,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.statistics import RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.speculation.contracts import (
+from edgeinfer.runtime.speculation.drafters.contract import (
     Context,
     Draft,
     Drafter,
@@ -29,7 +29,7 @@ from edgeinfer.runtime.speculation.contracts import (
     main_branch_first,
 )
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.verification import RoundView, Verification
+from edgeinfer.runtime.speculation.verification import RoundView, VerificationRule
 
 __all__ = ["SpeculativeDecoding"]
 
@@ -81,7 +81,7 @@ class SpeculativeDecoding(DecodingStrategy):
         sampler: Sampler,
         drafters: Sequence[Drafter],
         governor: Governor,
-        verification: Verification,
+        verification: VerificationRule,
         *,
         main_branch_only: bool = False,
         noise: float = 0.0,

@@ -36,7 +36,7 @@ def test_drafters_given_by_name_are_what_auto_means(small_bundle: Path) -> None:
         assert {"exit", "copy"} == set(model.drafting_state()) - {"acceptance"}
         assert "exit" in same(model, "auto", max_tokens=30, ignore_eos=True).per_drafter
         assert set(same(model, "copy", max_tokens=30, ignore_eos=True).per_drafter) <= {"copy"}
-        with pytest.raises(UsageError, match=r"loaded to draft by exit, copy, not by recycle\. Load it with"):
+        with pytest.raises(UsageError, match=r"loaded to draft with exit, copy, not with recycle\. Load it with"):
             model.generate(PROMPT, speculation="recycle")
         assert len(model.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
 

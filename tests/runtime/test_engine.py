@@ -291,7 +291,7 @@ def test_a_pass_without_memory_empties_the_cache(
     table.fails_at, table.failure = fails_at, failure
     with pytest.raises(type(failure)):
         generate(engine, [1, 2, 3, 4, 5, 6])
-    assert (table.cache.length, engine.held, engine.prefix_bytes) == (0, (), 0)
+    assert (table.cache.length, engine.cached_tokens, engine.prefix_bytes) == (0, (), 0)
     assert generate(engine, [1, 2, 3, 4, 5, 6]) == continued([1, 2, 3, 4, 5, 6], 5)
 
 
