@@ -61,6 +61,7 @@ class LogitsProcessor:
         self._seed = seed
         self._penalties = Penalties.from_config(config, vocab_size)
         self._vocab_size = vocab_size
+        self._greedy, self._adjusts = config.greedy, self._penalties.active
         self._row = np.empty(vocab_size if self._penalties.active else 0, np.float32)
         # Arrays of a large vocabulary are fresh pages each time they are allocated, and faulting those in costs more
         # than the arithmetic; so the ones every draw needs are kept.
@@ -82,7 +83,7 @@ class LogitsProcessor:
     @property
     def takes_likeliest(self) -> bool:
         """Whether a token is simply that of the largest logit."""
-        return self._config.greedy and not self._penalties.active
+        return self._greedy and not self._adjusts
 
     @property
     def counting(self) -> bool:
@@ -121,7 +122,7 @@ class LogitsProcessor:
         """
         row = self._masked(logits, counts, allowed)
         best = self._best(row, logits, allowed)
-        ids, weights = (np.array([best]), np.ones(1)) if self._config.greedy else self._truncated(row, best)
+        ids, weights = (np.array([best]), np.ones(1)) if self._greedy else self._truncated(row, best)
         return ids if allowed is None else allowed[ids], weights
 
     def sample(
@@ -142,7 +143,7 @@ class LogitsProcessor:
             BackendError: the logits hold NaN or allow no token.
             UsageError: the bias bans all that may follow.
         """
-        if self._config.greedy:
+        if self._greedy:
             best = self._best(self._masked(logits, counts, allowed), logits, allowed)
             return best if allowed is None else int(allowed[best])
         ids, weights = self.support(logits, counts, allowed)
@@ -220,7 +221,7 @@ class LogitsProcessor:
     def _masked(self, logits: Logits, counts: TokenCounts | None, allowed: Ids | None) -> Logits:  # (A,) or (V,)
         assert logits.shape == (self._vocab_size,), f"logits of shape {logits.shape}, expected ({self._vocab_size},)"
         assert allowed is None or len(allowed), "a constraint that lets no token follow"
-        if not self._penalties.active:
+        if not self._adjusts:
             return logits if allowed is None else logits[allowed]
         if allowed is None or len(allowed) * _SPARSE > len(logits):
             np.copyto(self._row, logits)

@@ -131,8 +131,8 @@ class Beam(SearchStrategy):
     def _tell(self, prompt: Sequence[int], ranked: Sequence[_Beginning]) -> None:
         texts = []
         for beginning in ranked:
-            reader = self._parts.reader(prompt)
+            text = self._parts.reply_text(prompt)
             for token in beginning.tokens:
-                reader.push(token)
-            texts.append(self._told(reader, beginning.total))
+                text.push(token)
+            texts.append(self._searched_text(text, beginning.total))
         self._texts = tuple(texts)

@@ -15,7 +15,8 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branches
-from edgeinfer.runtime.search.strategy import Reader, SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.text import ReplyText
 from edgeinfer.searching import SearchUse
 
 __all__ = ["ParallelSamples"]
@@ -36,7 +37,7 @@ class _Reply:
     """
 
     sampler: Sampler
-    reader: Reader
+    text: ReplyText
     most: int
     rows: list[CacheSnapshot] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
@@ -44,18 +45,18 @@ class _Reply:
 
     @property
     def tokens(self) -> list[int]:
-        return self.reader.tokens
+        return self.text.tokens
 
     @property
     def over(self) -> bool:
-        return self.reader.ended or len(self.tokens) >= self.most
+        return self.text.ended or len(self.tokens) >= self.most
 
     def draw(self, logits: Floats, prompt: int) -> int:  # (V,)
         """Its next token."""
         token = self.sampler.sample(logits, prompt + len(self.tokens))
         self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
-        self.reader.push(token)
+        self.text.push(token)
         return token
 
 
@@ -77,7 +78,7 @@ class ParallelSamples(SearchStrategy):
         share = self._share(count, room)
         self._prompt = self._backend.cache.length
         samplers = [parts.sampler, *(parts.another_sampler(prompt, index) for index in range(1, count))]
-        self._replies = [_Reply(sampler, parts.reader(prompt), share) for sampler in samplers]
+        self._replies = [_Reply(sampler, parts.reply_text(prompt), share) for sampler in samplers]
         self._statistics.trials = count
         for reply in self._replies:
             reply.draw(logits, self._prompt)
@@ -89,7 +90,7 @@ class ParallelSamples(SearchStrategy):
 
     def search_use(self) -> SearchUse:
         """What was done so far; replies that were cut off are told as far as they came."""
-        self._texts = tuple(self._told(reply.reader, reply.score) for reply in self._replies)
+        self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in self._replies)
         return super().search_use()
 
     def _give(self, most: int) -> Sequence[int]:
@@ -100,7 +101,7 @@ class ParallelSamples(SearchStrategy):
         """
         reply, others = self._replies[0], self._replies[1:]
         while True:
-            fresh, ended = reply.tokens[self._given :], reply.reader.ended or len(reply.tokens) >= most
+            fresh, ended = reply.tokens[self._given :], reply.text.ended or len(reply.tokens) >= most
             waits = ended and not all(other.over for other in others)
             if fresh and waits:
                 fresh = fresh[:-1]
