@@ -47,7 +47,7 @@ def test_a_model_loaded_without_drafters_decodes_plainly(small_bundle: Path, tmp
         assert model.plan.draft_max == 0
         found = model.generate(PROMPT, max_tokens=5).speculation
         assert (found.mode, found.rounds, found.plain_ms) == ("off", 0, None)
-        with pytest.raises(UsageError, match="draft by nobody, not by copy"):
+        with pytest.raises(UsageError, match="without drafters, so copy cannot draft"):
             model.generate(PROMPT, max_tokens=5, speculation="copy")
         assert model.drafting_state() == {"acceptance": {}}
     assert contents(tmp_path) == {}

@@ -19,7 +19,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11

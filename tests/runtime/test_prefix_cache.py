@@ -20,7 +20,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from tests.speculation import random_bundle
 
 LAYERS, HEADS, HEAD = 2, 3, 4

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.sampling.logits import draw_from
+from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
 from edgeinfer.runtime.speculation.rejection import residual, verify_rejection, without
 from edgeinfer.runtime.speculation.verification import VERIFIERS
