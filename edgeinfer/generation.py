@@ -16,7 +16,7 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.kv_cache.context_shift.contracts import overflow_summary
+from edgeinfer.runtime.kv_cache.context_shift.policy import overflow_summary
 from edgeinfer.runtime.sampling import (
     ChoiceConstraint,
     Constraint,

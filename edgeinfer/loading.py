@@ -21,17 +21,17 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.backends.registry import (
     device_of,
     engine_version,
     kernel_name,
     make_backend,
     own_tokenizer,
+    plan_input_of,
     run_layout,
-    subject_of,
 )
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
 from edgeinfer.runtime.kv_cache.session_file import origin_of
@@ -41,7 +41,7 @@ from edgeinfer.runtime.planning.ledger import Ledger, Relief
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
-from edgeinfer.runtime.profile.device_profile import Profile, profile_folder
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
@@ -107,8 +107,8 @@ class Bundles:
         if self.drafter is not None:
             # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
             own = dataclasses.replace(config, backend=None, device="cpu")
-            drafter = subject_of(self.drafter, run_layout(self.drafter, own), own, settings=self._shared())
-        target = subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+            drafter = plan_input_of(self.drafter, run_layout(self.drafter, own), own, settings=self._shared())
+        target = plan_input_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
         return dataclasses.replace(target, option_bytes=OPTION_BYTES)
 
     def _shared(self) -> TunedSettings:
@@ -142,9 +142,9 @@ def fingerprint_for(bundle: Bundle, config: LoadConfig) -> Fingerprint:
 def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     """What was learnt and measured of each variant of a model on this device, where it may be kept."""
 
-    def open_variant(variant: str) -> Profile:
+    def open_variant(variant: str) -> DeviceProfile:
         if not config.remember:
-            return Profile(None)
+            return DeviceProfile(None)
         bundle, layout = subject.bundle, subject.layout
         drafter = None if subject.drafter is None else subject.drafter.bundle
         kernel = f"{kernel_name(bundle, layout, config)} of {engine_version(bundle, config)}"
@@ -156,8 +156,8 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
         try:
             folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
         except StorageError:
-            return Profile(None)
-        return Profile.open(folder)
+            return DeviceProfile(None)
+        return DeviceProfile.open(folder)
 
     return open_variant
 
@@ -253,7 +253,7 @@ def _make_parts(
         parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_overflow(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
-    profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else Profile(None)
+    profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
     kept = profiles(subject.variant(plan.configuration))
     reduced = ReducedCompute(_reduced_parts(subject, plan, engine, speculator), kept)
@@ -273,7 +273,7 @@ def _make_parts(
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         verification=verification,
         threads=subject.threads,
-        watched=backend if isinstance(backend, WatchedBackend) else None,
+        watched=backend if isinstance(backend, ExpertCountingBackend) else None,
     )
 
 

@@ -289,7 +289,7 @@ def _geometry(model: onnx.ModelProto, config: Any) -> Geometry:
     heads = {tuple(shapes[name][i] for i in (1, 3)) for name in pasts if len(shapes[name]) == 4}
     if not layers or inputs - optional != wanted or not produced <= outputs or len(heads) != 1:
         listed = ", ".join(f"{name}{shapes[name]}" for name in sorted(inputs)[:6])
-        raise UnsupportedArchitectureError(f"Optimum's graph has a cache of another kind: {listed}.", _ELSEWHERE)
+        raise UnsupportedArchitectureError(f"Optimum's graph has an unsupported kind of cache: {listed}.", _ELSEWHERE)
     num_kv_heads, head_dim = heads.pop()
     vocab_size = shapes[concat_graph.LOGITS][-1] or config.vocab_size
     return Geometry(vocab_size, config.hidden_size, layers, num_kv_heads, head_dim, _max_positions(config))
@@ -304,7 +304,7 @@ def _max_positions(config: Any) -> int:
     """The longest context; at most what a sliding window shows, because Optimum's caches drop what has left it."""
     longest = next((v for v in (getattr(config, n, None) for n in _LENGTHS) if isinstance(v, int) and v > 0), None)
     if longest is None:
-        message = "config.json does not say how many tokens the model takes."
+        message = "config.json does not say how long a context the model supports."
         raise CheckpointError(message, 'Add its training length to config.json: "max_position_embeddings": 2048.')
     window = getattr(config, "sliding_window", None)
     return longest if window is None else min(longest, window - 1)

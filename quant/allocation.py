@@ -125,7 +125,7 @@ def _smallest(
 
 def _too_small(least: int, budget: int) -> BudgetError:
     message = f"The weights cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
-    hint = f"The smallest possible take {format_size(least)} ({least:,} bytes): allow as much."
+    hint = f"The smallest possible weights take {format_size(least)} ({least:,} bytes): allow as much."
     return BudgetError(message, hint, minimum_bytes=least)
 
 

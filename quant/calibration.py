@@ -168,10 +168,10 @@ def calibrate(
 
 def _check(spec: DecoderSpec, texts: Sequence[Ints]) -> None:
     if not texts or not all(len(text) for text in texts):
-        raise UsageError("There is no text to calibrate with.", "Give one with some paragraphs.")
+        raise UsageError("There is no text to calibrate with.", "Give a text of a few paragraphs.")
     low, high = (int(f(f(text) for text in texts)) for f in (min, max))
     if low < 0 or high >= spec.vocab_size:
-        message = f"Token {low if low < 0 else high} is not among the model's {spec.vocab_size}."
+        message = f"Token {low if low < 0 else high} is outside the model's vocabulary of {spec.vocab_size}."
         raise UsageError(message, "Use the tokenizer that belongs to the model.")
 
 

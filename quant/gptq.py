@@ -173,7 +173,7 @@ def upper_factor(hessian: Floats, order: NDArray[np.intp]) -> Floats:  # (K', K'
         lower = np.linalg.cholesky(scaled)
     except np.linalg.LinAlgError:
         raise UsageError(
-            "The Hessian of a layer's inputs is not that of any inputs, or too little is added to its diagonal.",
+            "The Hessian of a layer's inputs is not positive definite, even with the damping that is added to it.",
             "Gather it again, or choose a larger damping.",
         ) from None
     lower /= root[:, None]

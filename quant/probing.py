@@ -112,7 +112,7 @@ class _ProbeWalk(LayerWalk):
     """Runs layers for the unrounded stream and for those of probes."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int], look: Look) -> None:
-        self._held: dict[str, Floats] = {}
+        self._cached: dict[str, Floats] = {}
         super().__init__(spec, self._hold, lengths, lambda name, weight, statistics: weight, (False,), hessian=False)
         self.errors: dict[str, dict[str, float]] = {}
         self._read = tensors
@@ -123,9 +123,9 @@ class _ProbeWalk(LayerWalk):
 
     def _hold(self, name: str) -> Floats:
         """A tensor, read once for all streams of a layer."""
-        if name not in self._held:
-            self._held[name] = self._read(name)
-        return self._held[name]
+        if name not in self._cached:
+            self._cached[name] = self._read(name)
+        return self._cached[name]
 
     def step(self, layer: int, streams: dict[str, Floats]) -> dict[str, Floats]:  # (T, D) each
         """The streams after a layer, and those of the probes that begin in it."""
@@ -138,7 +138,7 @@ class _ProbeWalk(LayerWalk):
         rest = [name for name in streams if name]
         for start in range(0, len(rest), _STREAMS):
             after |= self._run(layer, {name: streams[name] for name in rest[start : start + _STREAMS]})
-        self._held.clear()
+        self._cached.clear()
         return after
 
     def _run(self, layer: int, streams: dict[str, Floats]) -> dict[str, Floats]:

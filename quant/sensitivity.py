@@ -121,9 +121,9 @@ def choose_texts(texts: Sequence[Ints] | None, tokens: int, vocabulary: int) -> 
     below what errors of weights alone lead to.
     """
     if texts is None:
-        chance = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         count = max(tokens // _TEXT_TOKENS, 1)
-        return [chance.integers(0, vocabulary, min(_TEXT_TOKENS, tokens)) for _ in range(count)]
+        return [rng.integers(0, vocabulary, min(_TEXT_TOKENS, tokens)) for _ in range(count)]
     count = min(max(tokens // _TEXT_TOKENS, 1), len(texts))
     places = np.linspace(0, len(texts) - 1, count).round().astype(int)
     return [texts[place][: max(tokens // count, 1)] for place in places]

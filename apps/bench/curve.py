@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, numbers, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, option
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import describe_run
@@ -44,20 +44,14 @@ class CurveConfig:
         repeats: visits, each with a look at the machine's limits beside it.
     """
 
-    sizes: Sequence[int] = option(
-        "--sizes",
+    sizes: tuple[int, ...] = option(
+        "--sizes LIST",
         default=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
-        type=numbers,
-        metavar="LIST",
         group="passes",
-        help="numbers of tokens, separated by commas (default: 1 to 8, 10, 12, 16)",
+        help="numbers of tokens, separated by commas",
     )
-    past: int = option(
-        "-d", "--n-depth", default=64, type=int, metavar="N", group="passes", help="tokens that precede the pass"
-    )
-    repeats: int = option(
-        "-r", "--repetitions", default=9, type=int, metavar="N", group="passes", help="visits to each size"
-    )
+    past: int = option("-d", "--n-depth N", default=64, help="tokens that precede the pass")
+    repeats: int = option("-r", "--repetitions N", default=9, help="visits to each size")
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or self.past < 0 or self.repeats < 1:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED, expand_checkpoint, expanded_shape, grown
 from edgeinfer.apps.bench.driver import child_environment, engine_environment
 from edgeinfer.apps.bench.safetensors_file import convert_checkpoint
-from edgeinfer.apps.bench.synthetic import Shape, write_random_checkpoint, write_random_gguf
+from edgeinfer.apps.bench.synthetic import Shape, write_random_checkpoint
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import BackendError
@@ -107,6 +107,10 @@ class ModelFiles:
         )
         return target
 
+    def gguf(self) -> Path:
+        """A GGUF file with every matrix in Q4_0."""
+        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
+
     def exported_gguf(self, kind: str) -> Path:
         """A GGUF file of one of llama.cpp's types, exported from the checkpoint.
 
@@ -188,10 +192,6 @@ class Artifacts(ModelFiles):
         """A Hugging Face checkpoint in float32."""
         return self._make("checkpoint", lambda path: write_random_checkpoint(path, self._shape))
 
-    def gguf(self) -> Path:
-        """A GGUF file with every matrix in Q4_0, of weights of its own."""
-        return self._make("q4_0.gguf", lambda path: write_random_gguf(path, self._shape))
-
 
 class TrainedArtifacts(Artifacts):
     """A small trained checkpoint, as it is or cost-expanded, in the formats of the engines; built once and kept.
@@ -217,10 +217,6 @@ class TrainedArtifacts(Artifacts):
         if shape is None:
             return self._source
         return self._make("checkpoint", lambda path: expand_checkpoint(self._source, path, shape))
-
-    def gguf(self) -> Path:
-        """A GGUF file of it with every matrix in Q4_0."""
-        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
 
 
 def write_q4_0(checkpoint: Path, path: Path) -> None:

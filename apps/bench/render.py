@@ -74,9 +74,9 @@ class Table:
     """
 
     caption: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: tuple[str, ...] = ()
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

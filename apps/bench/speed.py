@@ -91,56 +91,29 @@ class SpeedConfig:
         out: file that is written instead of stdout.
     """
 
-    prompts: Sequence[int] = option(
+    prompts: tuple[int, ...] = option(
         "-p",
-        "--n-prompt",
+        "--n-prompt LIST",
         default=(512,),
-        type=numbers,
-        metavar="LIST",
         group=_TESTS,
-        help="lengths of prompts, separated by commas; 0 for none (default: 512)",
+        help="lengths of prompts, separated by commas; 0 for none",
     )
-    replies: Sequence[int] = option(
-        "-n",
-        "--n-gen",
-        default=(128,),
-        type=numbers,
-        metavar="LIST",
-        group=_TESTS,
-        help="lengths of replies; 0 for none (default: 128)",
-    )
+    replies: tuple[int, ...] = option("-n", "--n-gen LIST", default=(128,), help="lengths of replies; 0 for none")
     both: Sequence[tuple[int, int]] = option(
-        "-pg",
+        "-pg P,N",
         default=(),
         action="append",
         type=_pair,
-        metavar="P,N",
-        group=_TESTS,
         help="a prompt and a reply timed together; may be given several times",
     )
-    depths: Sequence[int] = option(
-        "-d",
-        "--n-depth",
-        default=(0,),
-        type=numbers,
-        metavar="LIST",
-        group=_TESTS,
-        help="tokens that precede them, in tests of their own each (default: 0)",
+    depths: tuple[int, ...] = option(
+        "-d", "--n-depth LIST", default=(0,), help="tokens that precede them, in tests of their own each"
     )
-    repeats: int = option(
-        "-r", "--repetitions", default=5, type=int, metavar="N", group=_TESTS, help="timed visits to each test"
-    )
+    repeats: int = option("-r", "--repetitions N", default=5, help="timed visits to each test")
     output: str = option(
-        "-o",
-        "--output",
-        default="md",
-        choices=("md", "csv", "json", "jsonl"),
-        group=_TESTS,
-        help="md, csv, json or jsonl (default: md)",
+        "-o", "--output", default="md", choices=("md", "csv", "json", "jsonl"), help="md, csv, json or jsonl"
     )
-    out: Path | None = option(
-        "--out", default=None, type=Path, metavar="FILE", group=_TESTS, help="write to a file instead of stdout"
-    )
+    out: Path | None = option("--out FILE", default=None, help="write to a file instead of stdout")
 
     def __post_init__(self) -> None:
         if self.repeats < 1:

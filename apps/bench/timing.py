@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-__all__ = ["DECODE", "PREFILL", "Samples", "Spread", "Task", "percentile", "rotated", "visits"]
+__all__ = ["DECODE", "PREFILL", "Spread", "Task", "VisitTimes", "percentile", "rotated", "visits"]
 
 T = TypeVar("T")
 # What is timed in one visit: a pass over so many tokens, plain decoding, or taking in a whole prompt.
@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
 
 
 @dataclass
-class Samples:
+class VisitTimes:
     """Milliseconds of each repeat's visit to each (engine, task)."""
 
     bursts: dict[tuple[str, Task], list[list[float]]] = field(default_factory=dict)

@@ -73,7 +73,7 @@ def pad_heads(spec: DecoderSpec, plans: tuple[TensorPlan, ...]) -> tuple[Decoder
         return spec, plans
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     if spec.qk_norm or packed:
-        message = f"Heads of width {spec.head_dim}, not a multiple of {_MULTIPLE}, cannot be built for this model."
+        message = f"A head size of {spec.head_dim} is not supported for this model: it is no multiple of {_MULTIPLE}."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
     return dataclasses.replace(spec, head_dim=wide), tuple(_pad_plan(plan, spec, wide) for plan in plans)
 

@@ -36,7 +36,9 @@ MIXTRAL = Architecture(
 # OLMoE: many small experts whose weights are not renormalised, and a norm over all heads together.
 def _read_olmoe(config: HFConfig, tied: bool) -> DecoderSpec:
     if config.get("clip_qkv") is not None:
-        raise UnsupportedArchitectureError("Queries, keys and values cut at clip_qkv are not supported.", OPTIMUM_HINT)
+        raise UnsupportedArchitectureError(
+            "Queries, keys and values clipped by clip_qkv are not supported.", OPTIMUM_HINT
+        )
     moe = MoESpec(
         experts=config.experts(),
         top_k=config.integer("num_experts_per_tok"),

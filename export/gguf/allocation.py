@@ -171,7 +171,7 @@ def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mappi
     least = _fixed_bytes(tensors) + sum(smallest)
     if least > budget:
         message = f"The tensors cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
-        hint = f"The smallest possible take {format_size(least)} ({least:,} bytes): allow as much."
+        hint = f"The smallest possible tensors take {format_size(least)} ({least:,} bytes): allow as much."
         raise BudgetError(message, hint, minimum_bytes=least)
 
 

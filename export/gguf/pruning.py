@@ -53,7 +53,7 @@ def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
     check_layers(architecture, count, layers)
     for key, value in file.metadata.items():
         if isinstance(value, GgufArray) and key.startswith(f"{architecture}.") and value.count >= count > 1:
-            message = f"{key} says something of each layer, and llama.cpp would keep all of it."
+            message = f"{key} has a value for every layer, and llama.cpp cannot leave some of them out."
             raise UsageError(message, "Draft with another small model of the same tokenizer.")
 
 

@@ -308,7 +308,7 @@ def _check_room(work: Path, described: GgufSource, first: str, kind: str) -> Non
         needed += int(_MIXTURE * described.parameters * base.block_bytes / base.block_values)
     free = shutil.disk_usage(work).free
     if free < needed:
-        message = f"The export takes {needed / 1e9:.1f} GB of disk at its largest, {free / 1e9:.1f} GB are free."
+        message = f"The export takes {needed / 1e9:.1f} GB of disk space, and only {free / 1e9:.1f} GB are free."
         raise StorageError(message, "Free some space or choose another place.")
 
 

@@ -1,6 +1,6 @@
 """A checkpoint as a GGUF file in a float type or Q8_0, tensor by tensor.
 
-Memory is that of a few rows of the largest tensor: nothing is held that has been written.
+Memory is that of a few rows of the largest tensor: what was written is not kept.
 """
 
 from __future__ import annotations

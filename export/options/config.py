@@ -65,8 +65,9 @@ class StaticOptions:
             message = f"The model has no layer {self.layers[-1]}."
             raise UsageError(message, f"Its layers are numbered 0 to {spec.num_layers - 1}.")
         if self.context is not None and self.context > spec.max_positions:
-            message = f"A static context of {self.context} tokens was asked for, the model allows {spec.max_positions}."
-            raise UsageError(message, f"Use --static-context {spec.max_positions} or less.")
+            allowed = spec.max_positions
+            message = f"A static context of {self.context} tokens was requested, but the model allows only {allowed}."
+            raise UsageError(message, f"Use --static-context {allowed} or less.")
         context = self.context or min(_DEFAULT_CONTEXT, spec.max_positions)
         chunk = self.chunk or max(self.widths[-1], min(_DEFAULT_CHUNK, context))
         try:
@@ -158,7 +159,7 @@ class ExportConfig:
         _choice("layout", self.layout, LAYOUTS)
         _choice("exporter", self.exporter, EXPORTERS)
         if self.name is not None and not self.name.strip():
-            raise UsageError("The name is empty.", "Leave it out to take the folder's name.")
+            raise UsageError("The name is empty.", "Leave it out to use the folder's name.")
         self._check_method()
         self._check_budget()
         for pattern, bits in self.bits_for:
@@ -220,7 +221,7 @@ class ExportConfig:
         }
         for name, is_asked in asked.items():
             if is_asked:
-                hint = "Leave it out, and choose a type, as --type Q4_K_M."
+                hint = "Leave it out, and choose a type, such as --type Q4_K_M."
                 raise UsageError(f"{name} is not possible with a GGUF model.", hint)
         if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
             message = f"{self.gguf_kind} needs a calibration text, which tells what to keep."

@@ -96,7 +96,7 @@ def find_tensor_type(name: str) -> str:
     """
     upper = name.upper()
     if upper not in TENSOR_TYPES:
-        raise UsageError(f"A tensor cannot be made {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")
+        raise UsageError(f"A tensor cannot have the type {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")
     return upper
 
 

@@ -20,16 +20,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.losses import layer_states
+from edgeinfer.export.training.models import Target, hidden_states, layer_states, make_student, save_checkpoint
 from edgeinfer.export.training.options import Progress, TrainOptions, require
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.sizing import StudentSize
-from edgeinfer.export.training.student import hidden_states, make_student, save_checkpoint
-from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask
-from edgeinfer.export.training.teacher import teach
-from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
+from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
 
 __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
@@ -136,7 +132,9 @@ class DrafterOptions:
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
         if self.nested and self.size.layers < 2:
-            raise UsageError("A drafter of one layer has no depths.", "Give a size of two layers or more, as 128x3.")
+            raise UsageError(
+                "A drafter of one layer cannot stop earlier.", "Give a size of two layers or more, as 128x3."
+            )
         require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
 
     def training(self, steps: int, seed: int) -> TrainOptions:
@@ -239,7 +237,7 @@ def train_drafter(
     untrained = measure_acceptance(student, target.model, windows)
     first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
     read = measure_acceptance(student, target.model, windows)
-    taught = teach(target, learnt, options.length, work / "laws", progress)
+    taught = teacher_probabilities(target, learnt, options.length, work / "laws", progress)
     after = facts | {"after": schedule.reading}
     task = TeacherTask(student, taught, options.seed, options.rows, after, nested=options.nested)
     second = Trainer(task, options.training(schedule.distilling, options.seed + 1), work / "distilling").run(progress)
@@ -267,7 +265,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("minutes") != options.minutes:
             hint = "Give another working folder, or remove this one to start again."
-            raise UsageError(f"{work} holds a training of other minutes.", hint)
+            raise UsageError(f"{work} holds a training with another number of minutes.", hint)
         return Schedule(**kept)
     found = measure()
     write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())

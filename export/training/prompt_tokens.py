@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.export.training.heads_task import HeadsShape, final_states
+from edgeinfer.export.training.draft_heads import HeadsShape, final_states
 from edgeinfer.export.training.losses import divergence
-from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.text import TokenFile
 
 __all__ = ["PromptTask"]
 

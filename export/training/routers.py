@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.export.training.heads_task import final_states
+from edgeinfer.export.training.draft_heads import final_states
 from edgeinfer.export.training.losses import divergence
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import require
-from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.text import TokenFile
 
 __all__ = ["RoutersTask"]
 

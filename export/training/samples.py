@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import Progress, require
-from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tokens import TokenFile, open_tokens, write_tokens
+from edgeinfer.export.training.text import TokenFile, open_tokens, write_tokens
 
 __all__ = ["Replier", "SampleOptions", "TorchReplier", "sample"]
 
@@ -205,6 +205,6 @@ class _Replies:
         return replies
 
     def _choose(self, logits: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:  # (b, V), (b,) -> (b,)
-        chances = torch.softmax(logits / heat.clamp(min=1e-3)[:, None], -1)
-        drawn = torch.multinomial(chances, 1, generator=self._generator).flatten()
+        probabilities = torch.softmax(logits / heat.clamp(min=1e-3)[:, None], -1)
+        drawn = torch.multinomial(probabilities, 1, generator=self._generator).flatten()
         return torch.where(heat > 0, drawn, logits.argmax(-1))

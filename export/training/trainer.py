@@ -29,15 +29,15 @@ from edgeinfer.errors import DeviceError, StorageError, UsageError
 from edgeinfer.export.training.options import Progress, TrainOptions
 
 __all__ = [
-    "Kept",
     "Task",
     "Trained",
     "Trainer",
+    "TrainingState",
     "configuration_digest",
     "find_device",
-    "load_kept",
-    "remove_kept",
-    "save_kept",
+    "load_state",
+    "remove_states",
+    "save_state",
 ]
 
 _FORMAT = "edgeinfer-training"
@@ -47,7 +47,7 @@ _ANOTHER = "Give another working folder, or remove this one to start again."
 
 
 @dataclass(frozen=True)
-class Kept:
+class TrainingState:
     """A training after some steps.
 
     Attributes:
@@ -65,7 +65,7 @@ def configuration_digest(configuration: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
 
 
-def save_kept(folder: Path, kept: Kept, configuration: Mapping[str, Any]) -> None:
+def save_state(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
     """Keeps a state in the place of an older one, which stays until this one is whole.
 
     Raises:
@@ -87,7 +87,7 @@ def save_kept(folder: Path, kept: Kept, configuration: Mapping[str, Any]) -> Non
             shutil.rmtree(path, ignore_errors=True)
 
 
-def load_kept(folder: Path, configuration: Mapping[str, Any]) -> Kept | None:
+def load_state(folder: Path, configuration: Mapping[str, Any]) -> TrainingState | None:
     """The newest state in a folder; None where there is none.
 
     Raises:
@@ -101,14 +101,14 @@ def load_kept(folder: Path, configuration: Mapping[str, Any]) -> Kept | None:
     try:
         table = json.loads((path / _TABLE).read_text("utf-8"))
         if table["format"] != _FORMAT or table["step"] != step:
-            raise ValueError("it is of another program")
+            raise ValueError("it was written by another program")
         _compare(folder, table["configuration"], configuration)
-        return Kept(step, list(map(float, table["losses"])), load_file(path / _TENSORS))
+        return TrainingState(step, list(map(float, table["losses"])), load_file(path / _TENSORS))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StorageError(f"Cannot read the training kept in {path}: {error}.", _ANOTHER) from error
+        raise StorageError(f"Cannot read the training saved in {path}: {error}.", _ANOTHER) from error
 
 
-def remove_kept(folder: Path) -> None:
+def remove_states(folder: Path) -> None:
     """Drops what is kept in a folder."""
     for _, path in _found(folder):
         shutil.rmtree(path, ignore_errors=True)
@@ -121,7 +121,7 @@ def _found(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in matches if match is not None]
 
 
-def _write(folder: Path, kept: Kept, configuration: Mapping[str, Any]) -> None:
+def _write(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
     try:
         save_file(kept.tensors, folder / _TENSORS)
     except SafetensorError as error:  # the library's own word for a full disk
@@ -148,7 +148,7 @@ def _compare(folder: Path, kept: Mapping[str, Any], asked: Mapping[str, Any]) ->
         return
     names = sorted(name for name in {*kept, *asked} if kept.get(name) != asked.get(name))
     shown = ", ".join(f"{name} was {_short(kept.get(name))}, is {_short(asked.get(name))}" for name in names[:3])
-    raise UsageError(f"{folder} holds a training of another configuration: {shown}.", _ANOTHER)
+    raise UsageError(f"{folder} holds a training with another configuration: {shown}.", _ANOTHER)
 
 
 def _short(value: Any) -> str:
@@ -213,7 +213,7 @@ def find_device(name: str) -> torch.device:
         DeviceError: CUDA is asked for and not there.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("There is no CUDA device, or this torch is without CUDA.", "Use --device cpu, or auto.")
+        raise DeviceError("There is no CUDA device, or torch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -252,7 +252,7 @@ class Trainer:
         )
         self._losses: list[float] = []
         self._configuration = {"task": task.name} | dict(task.configuration) | options.decisive
-        kept = None if folder is None else load_kept(folder, self._configuration)
+        kept = None if folder is None else load_state(folder, self._configuration)
         if kept is not None:
             self._restore(kept)
         self._resumed_at = len(self._losses)
@@ -289,14 +289,14 @@ class Trainer:
         return Trained(tuple(self._losses), self._resumed_at, self._clock() - started)
 
     def save(self) -> None:
-        """Keeps the state; errors as `save_kept`."""
+        """Keeps the state; errors as `save_state`."""
         if self._folder is None:
             return
         tensors = {f"weight.{name}": p.detach().cpu().contiguous() for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
             state = self._optimizer.state.get(parameter, {})
             tensors |= {f"{part}.{name}": state[part].cpu().contiguous() for part in _STATES if state}
-        save_kept(self._folder, Kept(self.step, self._losses, tensors), self._configuration)
+        save_state(self._folder, TrainingState(self.step, self._losses, tensors), self._configuration)
 
     def _one(self, step: int) -> float:
         for group in self._optimizer.param_groups:
@@ -318,7 +318,7 @@ class Trainer:
         tail = self._losses[-50:]
         return sum(tail) / len(tail)
 
-    def _restore(self, kept: Kept) -> None:
+    def _restore(self, kept: TrainingState) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(kept.tensors[f"weight.{name}"])

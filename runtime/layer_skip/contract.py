@@ -1,7 +1,4 @@
-"""What ways of computing less promise: sets of layers decided after the prompt, and models that take turns.
-
-Knows nothing of any one policy.
-"""
+"""What policies of reduced compute promise: sets of layers decided after the prompt, and models that take turns."""
 
 from __future__ import annotations
 
@@ -41,11 +38,11 @@ class Wanted:
 
 
 class EvaluatedPrompt(Protocol):
-    """A prompt that was taken in by the whole model, as policies may look at it."""
+    """A prompt that the whole model evaluated, as policies may look at it."""
 
     @property
     def layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
 
     def states(self) -> Floats:
         """Hidden states of its last tokens: those entering each layer, then those leaving the last. (L + 1, S, D)"""
@@ -55,7 +52,7 @@ class SkipPolicy(Protocol):
     """Decides once per reply what runs for its tokens."""
 
     def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
-        """The blocks that run."""
+        """Chooses the blocks that run."""
 
 
 class SmallModel(Protocol):

@@ -149,7 +149,7 @@ class SkipLevels:
     losses: NDArray[np.float64]
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
+        """The arrays to keep, by name."""
         return {"masks": self.masks, "losses": self.losses}
 
     @classmethod
@@ -179,7 +179,7 @@ class SkipLevels:
 
 
 def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
-    """Whether this is a ladder of a model of so many layers."""
+    """Whether these are levels of a model of so many layers."""
     shaped = masks.ndim == 2 and masks.shape[1] == 2 * layers and losses.shape == masks.shape[:1] != (0,)
     typed = masks.dtype == np.bool_ and losses.dtype == np.float64
     return shaped and typed and bool(np.isfinite(losses).all() and masks[0].all())
@@ -189,11 +189,11 @@ def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
 class CalibratedPolicy:
     """Implements `contract.SkipPolicy`."""
 
-    ladder: SkipLevels
+    levels: SkipLevels
 
     def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """The same blocks for every prompt."""
-        return self.ladder.choose(wanted)
+        return self.levels.choose(wanted)
 
 
 @dataclass(frozen=True)
@@ -201,21 +201,21 @@ class PolicyParts:
     """What policies are made of.
 
     Attributes:
-        ladder: the sets that `edgeinfer tune --skip` found; None where it did not run.
+        levels: the sets that `edgeinfer tune --skip` found; None where it did not run.
         routers: gives weights and biases that the bundle has; None where it has none.
         entropies: of the model and its draft model.
     """
 
-    ladder: SkipLevels | None
+    levels: SkipLevels | None
     routers: Callable[[], tuple[Floats, Floats] | None]
     entropies: Entropies
 
 
 def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
-    if parts.ladder is None:
+    if parts.levels is None:
         message = "No sets of blocks to skip are known of this model."
         raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
-    return CalibratedPolicy(parts.ladder)
+    return CalibratedPolicy(parts.levels)
 
 
 def _routers(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:

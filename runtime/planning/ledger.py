@@ -1,6 +1,6 @@
 """What a loaded model really takes, watched while it works: gives up what it can spare before the budget is exceeded.
 
-Knows the plan and who can give memory back; knows nothing of what they hold.
+It knows the plan and what can give memory back, not what that memory holds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _AMPLE = 0.1
 
 @dataclass(frozen=True)
 class Relief:
-    """A way to take less.
+    """A way to free memory.
 
     Attributes:
-        name: what is given up, for people; "" where nobody will miss it.
+        name: what is given up, for people; "" where its loss is not noticed.
         give: gives some of it up; false where there was nothing left to give, sooner or later.
         take: takes it again at the beginning of a turn with ample room; None where nothing has to be undone.
     """
@@ -46,9 +46,9 @@ class Ledger:
 
     Args:
         plan: in force when the model was loaded; without a budget nothing is ever given up.
-        terms: bytes that the model's parts hold now, by the plan's terms.
+        terms: bytes that the model's parts take now, by the plan's terms.
         reliefs: in the order in which they are tried.
-        replan: makes another plan of the one in force, the process and the terms held.
+        replan: makes another plan of the one in force, the process and the bytes in use.
         apply: has the model work by a plan.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ledger:
         self.peak = 0
 
     def terms(self) -> dict[str, int]:
-        """Bytes held now, by term; the process in all is "process"."""
+        """Bytes in use now, by term; "process" is the whole process."""
         return dict(self._terms()) | {"process": self.counted(process_memory())}
 
     def counted(self, memory: ProcessMemory) -> int:

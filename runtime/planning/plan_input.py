@@ -37,7 +37,7 @@ class OptionBytes:
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What is planned for.
+    """A model to plan for, and what there is to choose from.
 
     Attributes:
         backend: name of the backend that runs the model.
@@ -89,12 +89,12 @@ class PlanInput:
 
 
 def kv_types_on(device: Device, kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the kinds of cache those that the device has kernels for."""
+    """Those of these types of cache that the device has kernels for."""
     return tuple(kv for kv in kinds if device.traits.quantized_kv or not find_kv_type(kv).quantized)
 
 
 def weights_modes_on(device: Device, modes: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the places of the weights the usual one alone, but on the CPU: a provider takes weights as it likes."""
+    """All modes on the CPU, elsewhere the usual one alone: a provider places weights as it likes."""
     return modes if device.on_cpu else modes[:1]
 
 
@@ -120,7 +120,7 @@ class _OwnMemory:
         self.memory.import_libraries()
 
     def weights(self, configuration: Configuration) -> Footprint:
-        """On the device; in the process the pages of the file that they are copied from, which may stay resident."""
+        """Weights lie on the device; pages of the file that they are copied from may stay in memory."""
         whole = self.memory.weights(configuration)
         size = sum(whole.anonymous.values()) + sum(whole.file.values())
         return Footprint({"weights_packed": 0}, {"weights_mapped": size}, {"weights": size})
@@ -134,9 +134,9 @@ class _OwnMemory:
         return Footprint(anonymous | {"kv": 0}, whole.file, {"kv": anonymous["kv"]})
 
     def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
-        """As on the CPU."""
+        """Takes what it takes on the CPU."""
         return self.memory.tokenizer(keeping, used=used)
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """As on the CPU: weights are read from their file there too."""
+        """Passes through the phases of the CPU: weights are read from their file too."""
         return self.memory.phases(outside, running, configuration)

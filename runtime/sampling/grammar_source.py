@@ -107,7 +107,7 @@ def in_words(message: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _check_size(name: str, text: str, limit: int) -> None:

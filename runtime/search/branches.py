@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import ForwardInput, Visibility
+from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.visibility import Visibility
 from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.search.strategy import Passes, SearchParts
 

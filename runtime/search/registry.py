@@ -64,7 +64,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     _check_sampling(name, kind, parts.config)
     if parts.sampler.constrained and not kind.constrained:
         others = ", ".join(other for other, k in SEARCH_KINDS.items() if k.constrained)
-        message = f"search={name!r} follows no grammar, schema or list of choices."
+        message = f"search={name!r} cannot follow a grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."

@@ -122,7 +122,7 @@ class Acceptance:
         accepted, seen = accepted.astype(np.float64), seen.astype(np.float64)
         # NaN compares false with everything.
         if not bool(np.all((accepted >= 0) & (accepted <= seen + 1e-6) & (seen <= _MEMORY + 1))):
-            raise StorageError(f"The kept acceptance of {drafter} is damaged.", "Delete it; it is learnt again.")
+            raise StorageError(f"The kept acceptance of {drafter} is damaged.", "Delete it; it is learned again.")
         record.accepted, record.seen = accepted, seen
         for sign, agreement in np.ndindex(record.priors.shape):
             record.refresh(sign, agreement)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.statistics import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import Profile, stamped
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
@@ -58,7 +58,7 @@ class DeviceCosts:
     """
 
     def __init__(
-        self, backend: Backend, profile: Profile, check: bool, most: int, stand_in: Callable[[str], Drafter]
+        self, backend: Backend, profile: DeviceProfile, check: bool, most: int, stand_in: Callable[[str], Drafter]
     ) -> None:
         self._backend = backend
         self._most = most

@@ -10,7 +10,7 @@ from edgeinfer.bundle.heads import Heads, has_heads, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter
@@ -50,7 +50,7 @@ class DrafterParts:
     target: Backend
     model: Backend | None
     chunk: int
-    tuning: Tuning
+    tuning: LayerDrafting
     experts: int | None = None
     cached_experts: Callable[[], Floats] | None = None
     bundle: Bundle | None = None

@@ -1,4 +1,4 @@
-"""Turns failures to allocate, whoever reports them, into budget errors; knows nothing of what is allocated for."""
+"""Turns failures to allocate, whoever reports them, into budget errors."""
 
 from __future__ import annotations
 

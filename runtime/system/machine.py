@@ -1,4 +1,4 @@
-"""What this machine has of memory and cores, and lets a process have; knows nothing of what takes it."""
+"""What memory and cores this machine has, which of them a process may use, and where threads are pinned."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def usable_processors() -> tuple[int, ...]:
 
 
 def load_average() -> float | None:
-    """Threads of all programs that ran or wanted to in the last minute, on average; None where nobody counts them."""
+    """Threads of all programs that ran or wanted to in the last minute, on average; None where they are not counted."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""Text in and out: tokenizer, streaming detokenizer, stop strings, chat templates; knows nothing of models."""
+"""Text in and out: tokenizer, streaming detokenizer, stop strings, chat templates."""
 
 from __future__ import annotations
 

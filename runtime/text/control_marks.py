@@ -1,4 +1,4 @@
-"""The texts that a tokenizer turns into control tokens, and how data is kept apart from them; knows no templates.
+"""The texts that a tokenizer turns into control tokens, and how data is kept apart from them.
 
 Data goes into a template with the first and last characters of all marks replaced, one for one, by characters of
 Unicode's private use areas that occur nowhere else. What is a mark in the rendered text was then written by the
@@ -69,8 +69,8 @@ class ControlMarks:
 
     def _dangerous(self, text: str, place: int) -> bool:
         here, back = text[place:], text[: place + 1]
-        begun = any(here.startswith(mark) or mark.startswith(here) for mark in self.ids)
-        return begun or any(back.endswith(mark) or mark.endswith(back) for mark in self.ids)
+        starts = any(here.startswith(mark) or mark.startswith(here) for mark in self.ids)
+        return starts or any(back.endswith(mark) or mark.endswith(back) for mark in self.ids)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:

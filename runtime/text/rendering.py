@@ -1,4 +1,4 @@
-"""Compiles one chat template and renders it inside limits, in whichever process; knows nothing of messages' shapes."""
+"""Compiles one chat template and renders it inside limits, in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Moment:
     parts: Mapping[str, str]
 
     def format(self, text: str) -> str:
-        """As `strftime`."""
+        """Formats the moment as `strftime` does."""
         return _DIRECTIVE.sub(self._part, text)
 
     def _part(self, match: re.Match[str]) -> str:
@@ -187,7 +187,7 @@ def unpack(data: bytes) -> Any:
 
 
 def memory_for(frame_bytes: int) -> int:
-    """Bytes that a render may take, given so many; a text is held as a frame, as messages and as what is built."""
+    """Bytes that a render may take, given so many; a text is in memory as a frame, as messages and as what is built."""
     return min(_MEMORY_BASE + _MEMORY_PER_BYTE * frame_bytes, _MEMORY_MOST)
 
 

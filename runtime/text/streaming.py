@@ -107,7 +107,7 @@ class StreamDecoder:
         return "" if token_id in self._special else self._pieces.push(token_id)
 
     def flush(self) -> str:
-        """What was held back, with incomplete characters replaced; ends the stream."""
+        """What was withheld, with incomplete characters replaced; ends the stream."""
         return self._pieces.flush()
 
 
@@ -151,7 +151,7 @@ class _WindowPieces(_Pieces):
         self._before: list[int] = []  # stays empty until some token has had text
         self._before_length = 0  # characters that `_before` alone decodes to
         self._pending: list[int] = []
-        self._bytes = b""  # of the character that the last pending tokens, byte tokens all, have begun
+        self._bytes = b""  # of the character that the last pending tokens, byte tokens all, started
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.id_to_token(token_id)
@@ -225,7 +225,7 @@ class StopMatcher:
         assert all(stops), "an empty stop string matches everywhere"
         # The longest first, so that of several that end together it is the first found.
         self._searches = [_Search(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
-        self._held = ""
+        self._withheld = ""
         self._matched = False
 
     @property
@@ -242,21 +242,21 @@ class StopMatcher:
             ((end, -len(search.stop)) for search in self._searches if (end := search.push(text)) is not None),
             default=None,
         )
-        whole = self._held + text
+        whole = self._withheld + text
         if found is not None:
-            shown = whole[: len(self._held) + found[0] + found[1]]
-            self._held, self._matched = "", True
+            shown = whole[: len(self._withheld) + found[0] + found[1]]
+            self._withheld, self._matched = "", True
             return shown, True
         safe = len(whole) - max((search.length for search in self._searches), default=0)
-        self._held = whole[safe:]
+        self._withheld = whole[safe:]
         return whole[:safe], False
 
     def flush(self) -> str:
-        """The text held back, at the end of the stream; empty after a match."""
-        held, self._held = self._held, ""
+        """The withheld text, at the end of the stream; empty after a match."""
+        withheld, self._withheld = self._withheld, ""
         for search in self._searches:
             search.length = 0
-        return held
+        return withheld
 
 
 class _Search:

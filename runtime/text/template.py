@@ -1,4 +1,4 @@
-"""Renders a conversation with a model's chat template, as transformers does; knows nothing of tokens."""
+"""Renders a conversation with a model's chat template, as transformers does."""
 
 from __future__ import annotations
 

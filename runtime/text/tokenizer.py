@@ -1,4 +1,4 @@
-"""Text to token ids and back through the `tokenizers` library; knows nothing of streaming, templates or models."""
+"""Text to token ids and back through the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHORT = 4096
 
 
 class Tokenizer:
-    """A tokenizer that stays in memory; implements `contracts.TokenizerLike`.
+    """A tokenizer that stays in memory; implements `contract.TokenizerLike`.
 
     Args:
         backend: the library's tokenizer. Its truncation and padding are switched off: a prompt is never cut silently.
@@ -120,8 +120,8 @@ class Tokenizer:
                 self._backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the vocabulary lacks add nothing. Waits for nobody who encodes a long text,
-        as does nothing else that only looks."""
+        """The text of token ids; ids that the vocabulary lacks add nothing. Like everything
+        that only looks things up, it does not wait while another thread encodes a long text."""
         ids = ids if self._stands is None else [id_ for id_ in ids if id_ not in self._stands.ids]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -216,7 +216,7 @@ def _library_errors(what: str) -> Iterator[None]:
         raise
 
 
-# Of a private use plane: normalizers leave them alone, and nobody can guess a name.
+# Of a private use plane: normalizers leave them alone, and a name cannot be guessed.
 _FIRST, _COUNT, _LENGTH = 0xF0000, 0xFFFE, 8
 
 _Way = tuple[bool, bool, bool, bool]

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer that is in memory only while text is encoded; knows nothing of turns or weights."""
+"""A byte-level tokenizer that is in memory only while text is encoded."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def tokenizer_facts(path: str | Path) -> TokenizerFacts:
 
 
 class TransientTokenizer:
-    """Implements `contracts.TokenizerLike` in little memory; decoding needs a table alone, encoding parses the file
-    anew after each `rest`.
+    """Implements `contract.TokenizerLike` in little memory; decoding needs a table alone, encoding parses the file
+    again after each `rest`.
 
     Attributes:
         before_parsing: called before each parse, to make room for it.

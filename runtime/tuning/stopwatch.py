@@ -1,4 +1,4 @@
-"""Times a model under different settings, with two of them loaded at once where there is memory; knows no rules."""
+"""Times a model under different settings, with two of them loaded at once where there is memory."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Stopwatch:
             loaded = self._load(settings)
             return work.visit(loaded.engine, loaded.plan.configuration)
         self.close()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         loaded = self._load(settings)
-        load_ms = (time.perf_counter() - begun) * 1e3
+        load_ms = (time.perf_counter() - started) * 1e3
         times = work.visit(loaded.engine, loaded.plan.configuration)
         self.close()
         return {**times, LOAD: load_ms}

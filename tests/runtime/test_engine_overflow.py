@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, Removed
+from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, Removed
 from tests.runtime.test_engine import CAPACITY, Greedy, TableBackend, next_token
 
 SINKS, FREED = 3, 10

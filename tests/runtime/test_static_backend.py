@@ -21,7 +21,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of
+from edgeinfer.runtime.backends.registry import make_backend, plan_input_of, run_layout
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.planning.candidates import configurations
 from tests.runtime.interrupts import within_runs
@@ -286,7 +286,7 @@ def test_impossible_requests(llama: Made) -> None:
 def test_only_what_a_plan_needs_is_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
     config = LoadConfig(**options)
     layout = run_layout(llama.static, config)
-    plan = next(configurations(subject_of(llama.static, layout, config), config))
+    plan = next(configurations(plan_input_of(llama.static, layout, config), config))
     backend = make_backend(llama.static, layout, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows

@@ -104,7 +104,7 @@ class LogitDrafter(Drafter):
             StorageError: there is something.
         """
         if state:
-            raise StorageError("What was kept is of another drafter.", "Delete it; it is learnt again.")
+            raise StorageError("What was kept belongs to another drafter.", "Delete it; it is learned again.")
 
     def close(self) -> None:
         """Frees what it holds; a target stays open."""

@@ -26,7 +26,7 @@ _BEST = 8
 _GROUP = 64
 _NONE = -1
 _MOST = 255
-_AGAIN = "Delete it; it is learnt again."
+_AGAIN = "Delete it; it is learned again."
 # Signs: bits of the number of times in a row that the first candidate came (0, 1, 2-3, ...), then further ranks. Their
 # acceptance is that of a simulation of 230 dialogues with the built-in model, rounded down.
 _PRIORS = (0.2, 0.4, 0.65, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98, 0.1, 0.05, 0.03, 0.03, 0.02, 0.02, 0.01)
@@ -112,7 +112,7 @@ class RecycleDrafter(Drafter):
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
         if vocabulary.tolist() != [self._vocabulary]:
-            raise StorageError("The kept candidates are of another vocabulary.", _AGAIN)
+            raise StorageError("The kept candidates belong to another vocabulary.", _AGAIN)
         rows, best, came = (state.get(name, np.zeros(0)) for name in ("rows", "best", "came"))
         typed = rows.dtype == best.dtype == np.int32 and came.dtype == np.uint8
         count = len(rows) if rows.ndim == 1 else -1

@@ -1,7 +1,7 @@
-"""What training heads over a target's states has in common: batches, teachers, frequent tokens, how well heads guess.
+"""Trains heads that draft from a target's states: Medusa's residual blocks, and Hydra's, which also read tokens.
 
-The state behind the token at place t predicts the root, t + 1; head i, counted from 0, is to guess the token at
-t + 2 + i, as the target would say it behind the tokens before that place.
+The state at token t predicts the root, t + 1; head i, counted from 0, predicts the token at t + 2 + i, as the target
+would predict it after the tokens before that place.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional as F
 
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import divergence
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import require
-from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.text import TokenFile
 
-__all__ = ["HeadsShape", "HeadsTask", "final_states", "half"]
+__all__ = ["HeadsShape", "HeadsTask", "HydraTask", "MedusaTask", "final_states", "half"]
 
 # A later place is reached less often, and counts so much less (Medusa).
 _FADING = 0.8
@@ -82,7 +83,9 @@ class HeadsTask(ABC):
         for tokens in sources:
             tokens.require(batches.length, "The text")
         if batches.length < shape.count + 2:
-            raise UsageError(f"Windows of {batches.length} tokens are too short for {shape.count} heads.", "Use more.")
+            raise UsageError(
+                f"Windows of {batches.length} tokens are too short for {shape.count} heads.", "Use longer windows."
+            )
         self.name = f"{self.kind} heads"
         self.shape = shape
         self._target, self._sources, self._batches = target, sources, batches
@@ -163,3 +166,79 @@ def _frequent(sources: tuple[TokenFile, ...], count: int) -> torch.Tensor:  # (K
     counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)
     chosen = np.argsort(-np.asarray(counts), kind="stable")[:count]
     return torch.from_numpy(np.sort(chosen).astype(np.int64))
+
+
+class MedusaTask(HeadsTask):
+    """Head i is x + SiLU(W x + b), from which training sets out as x. Implements `trainer.Task`."""
+
+    kind = "medusa"
+
+    def _make(self, size: int) -> torch.nn.Module:
+        blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(self.shape.count))
+        for parameter in blocks.parameters():
+            torch.nn.init.zeros_(parameter)
+        return blocks
+
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._modules, torch.nn.ModuleList)
+        return states + F.silu(self._modules[head](states))
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        values = dict(self._modules.named_parameters())
+        heads = range(self.shape.count)
+        return {
+            "weight": half(torch.stack([values[f"{head}.weight"] for head in heads])),
+            "bias": half(torch.stack([values[f"{head}.bias"] for head in heads])),
+        }
+
+
+_TINY = 1e-6
+
+
+class _Block(torch.nn.Module):
+    """P z + SiLU(W z + b), which sets out as the state alone."""
+
+    def __init__(self, size: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, size, inputs * size))
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+        with torch.no_grad():
+            self.weight[0, :, :size] = torch.eye(size)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:  # (..., inputs * D) -> (..., D)
+        """The block's output."""
+        projected: torch.Tensor = F.linear(z, self.weight[0]) + F.silu(F.linear(z, self.weight[1], self.bias))
+        return projected
+
+
+class HydraTask(HeadsTask):
+    """Head i reads the state, the root and i tokens behind it; tokens that are not guessed enter as zeros.
+
+    Implements `trainer.Task`.
+    """
+
+    kind = "hydra"
+
+    def _make(self, size: int) -> torch.nn.Module:
+        embedding = self._target.model.model.embed_tokens.weight.detach()  # (V, D)
+        kept = embedding[self._tokens]
+        # Of the scale of states, whatever the model's own is.
+        kept = kept / (kept.square().mean(-1, keepdim=True) + _TINY).sqrt()
+        # Rounded as they will be stored.
+        self._known = torch.zeros_like(embedding)
+        self._known[self._tokens] = kept.half().float()
+        return torch.nn.ModuleList(_Block(size, 2 + head) for head in range(self.shape.count))
+
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._modules, torch.nn.ModuleList)
+        count = states.shape[1]
+        seen = [self._known[following[:, place : place + count]] for place in range(1 + head)]
+        guessed: torch.Tensor = self._modules[head](torch.cat([states, *seen], -1))
+        return guessed
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {"embeddings": half(self._known[self._tokens])}
+        for name, value in self._modules.named_parameters():
+            head, part = name.split(".")
+            arrays[f"{part}.{head}"] = half(value)
+        return arrays

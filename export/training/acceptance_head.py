@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.errors import ModelError
-from edgeinfer.export.training.heads_task import half
-from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.draft_heads import half
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.text import TokenFile
 
-__all__ = ["JudgeTask", "area_under_curve"]
+__all__ = ["AcceptanceHeadTask", "area_under_curve"]
 
 _TIMES = 3
 # A token that is wrongly thought accepted costs more than one that is wrongly held back.
@@ -49,7 +49,7 @@ class _Judge(torch.nn.Module):
         return scores
 
 
-class JudgeTask:
+class AcceptanceHeadTask:
     """The acceptance head of a drafter. Implements `trainer.Task`.
 
     Args:
@@ -92,8 +92,11 @@ class JudgeTask:
         # Window by window, as each takes two rows of logits for every token.
         for window in batch:
             states, wanted, _, _ = self._facts(self._mixed(window[None], generator))
-            chances = torch.log_softmax(self._judge(states), -1)  # (S, 2)
-            total = total - (wanted * chances[:, 1] + _REJECTED_WEIGHT * (1 - wanted) * chances[:, 0]).mean()
+            log_probabilities = torch.log_softmax(self._judge(states), -1)  # (S, 2)
+            total = (
+                total
+                - (wanted * log_probabilities[:, 1] + _REJECTED_WEIGHT * (1 - wanted) * log_probabilities[:, 0]).mean()
+            )
         return total / len(batch)
 
     @torch.no_grad()
