@@ -21,8 +21,7 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.backends.registry import (
     device_of,
     engine_version,
@@ -32,6 +31,7 @@ from edgeinfer.runtime.backends.registry import (
     plan_input_of,
     run_layout,
 )
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
 from edgeinfer.runtime.kv_cache.session_file import origin_of
@@ -273,7 +273,7 @@ def _make_parts(
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         verification=verification,
         threads=subject.threads,
-        watched=backend if isinstance(backend, WatchedBackend) else None,
+        watched=backend if isinstance(backend, ExpertCountingBackend) else None,
     )
 
 

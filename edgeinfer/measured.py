@@ -12,8 +12,8 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning import measure
+from edgeinfer.runtime.tuning.fewer_experts import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning.reply_reading import ReplyReading, read_reply
 from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 from edgeinfer.tokenizing import Tokenizing
@@ -133,7 +133,7 @@ class Measured(Tokenizing):
         evaluations: int = 400,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[SkipLevel, ...]:
-        """Finds the blocks that answers can skip at the least harm (compute="calibrated"), for every speed-up that is
+        """Finds the blocks that answers can skip with the least harm (compute="calibrated"), for every speed-up that is
         to be had; they are kept, and used from now on.
 
         Args:

@@ -114,10 +114,10 @@ def is_refused(error: BaseException) -> bool:
 def refusal(limit: int | None) -> BudgetError:
     """The error for memory that the system refused."""
     if limit is None:
-        return BudgetError("The system refuses the memory that this takes.", "Free memory, or take a smaller model.")
+        return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
     from edgeinfer.config import format_size  # not before it is needed: it takes others with it
 
-    message = f"The system lets this process have {format_size(limit)} of addresses, which is too little for this."
+    message = f"The system limits this process to {format_size(limit)} of address space, which is too little."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))
     return BudgetError(message, f"Raise the limit (ulimit -v) to {enough} or more, or use fewer threads (-t 1).")
 

@@ -46,7 +46,7 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one begun.
+        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one was started.
 
         Raises:
             StorageError: the file cannot be opened or written, or a newer edgeinfer wrote it.
@@ -173,7 +173,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
         raise
     except sqlite3.DatabaseError as error:
         if _is_damage(error):
-            hint = "Start the app again: it puts the damaged file aside and begins a new one."
+            hint = "Start the app again: it puts the damaged file aside and starts a new one."
             raise StorageError(f"{path} is damaged: {error}.", hint) from error
         if getattr(error, "sqlite_errorcode", 0) & _CODE == sqlite3.SQLITE_FULL:
             raise _full(path) from error

@@ -79,7 +79,7 @@ class Services:
         )
         downloads = Downloads(lambda state: feed.publish("download", asdict(state), state.key))
         notices = tuple(
-            f"The file of your {what} was damaged. It was put aside as {path}, and a new one begun."
+            f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."
             for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))
             if path is not None
         )

@@ -62,7 +62,7 @@ class Uploads:
         while (worst := self._worst(latest)) is not None:
             worst.give_up()
             if worst is latest:
-                raise RequestError("The server is taking in as much as it can.", _HINT, status=503, code="server_busy")
+                raise RequestError("The server is receiving as much as it can.", _HINT, status=503, code="server_busy")
 
     def _worst(self, latest: Upload) -> Upload | None:
         """Who has to go; nobody while all are within the limits."""
@@ -300,5 +300,5 @@ def _too_large(most: int) -> RequestError:
 
 
 def _too_deep(security: Security) -> RequestError:
-    message = f"The request's body has more than {security.max_depth} objects and arrays in one another."
+    message = f"The request's body nests objects and arrays more than {security.max_depth} levels deep."
     return RequestError(message, "Send a flatter one.", code="too_deep")

@@ -135,7 +135,7 @@ async def _follow(reply: HostReply, index: int, completion: Completion, emit: Em
     if result is not None:
         metrics.finished(result)
     if result is None or result.finish_reason == "cancelled":
-        message = "The reply was cut short: the server stops, or changes its model."
+        message = "The reply was cut short: the server is stopping or changing its model."
         raise RequestError(message, "Ask again in a moment.", status=503, code="cancelled")
     await emit(completion.finished(index, result))
 

@@ -80,7 +80,7 @@ class HostReply:
             UsageError: it is not finished, or was cancelled before it began.
         """
         if self._result is None:
-            raise UsageError("The reply is not finished, or never began.", "Iterate to the end first.")
+            raise UsageError("The reply is not finished, or was never started.", "Iterate to the end first.")
         return self._result
 
     def cancel(self) -> None:
@@ -222,7 +222,7 @@ class ModelHost:
         if self.state.status != "ready":
             raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
         if self.waiting >= self._queue:
-            raise BusyError(f"{self.waiting} requests wait already.", "Try again in a moment.")
+            raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
         return HostReply(self._worker, start, owner)
 
     async def ask(self, question: Callable[[Model], T]) -> T:

@@ -83,7 +83,7 @@ class Security:
         self._check_key()
         for name in (self.host, *self.allowed_hosts):
             if not _is_address(_bare(name)) and not _AUTHORITY.fullmatch(name):
-                raise UsageError(f"{name!r} is no host name.", "Give a name or an address, without scheme and port.")
+                raise UsageError(f"{name!r} is not a host name.", "Give a name or an address, without scheme and port.")
         for origin in self.allowed_origins:
             self._check_origin(origin)
 
@@ -108,11 +108,13 @@ class Security:
         if origin == "*":
             if self.api_key is None:
                 message = "Without an API key, any page that you open could use the model."
-                raise UsageError(message, "Name the origins that may, or give an API key.")
+                raise UsageError(message, "Name the allowed origins, or give an API key.")
             return
         parts = urlsplit(origin)
         if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:
-            raise UsageError(f"{origin!r} is no origin.", "Write it like https://example.com or http://localhost:3000.")
+            raise UsageError(
+                f"{origin!r} is not an origin.", "Write it like https://example.com or http://localhost:3000."
+            )
 
     def knows_host(self, authority: str | None) -> bool:
         """Whether a request that is addressed so is meant for this server.

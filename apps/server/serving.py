@@ -187,10 +187,12 @@ def _refused(host: str, port: int, error: OSError) -> UsageError:
         return UsageError(f"Port {port} of {host} is in use.", "Stop what uses it, or give another with --port.")
     if error.errno == errno.EACCES:
         return UsageError(f"Port {port} is not yours to use.", "Give one above 1023 with --port.")
-    return UsageError(f"Cannot bind to {host}: {error.strerror}.", "Give an address of this machine, as 127.0.0.1.")
+    return UsageError(
+        f"Cannot bind to {host}: {error.strerror}.", "Give an address of this machine, such as 127.0.0.1."
+    )
 
 
-_INVALID = error_body(RequestError("This is no valid HTTP request.", code="invalid_http"))[1]
+_INVALID = error_body(RequestError("This is not a valid HTTP request.", code="invalid_http"))[1]
 
 
 class ServerProtocol(H11Protocol):

@@ -6,11 +6,11 @@ from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order, thread_count
-from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppKind
-from edgeinfer.runtime.backends.onnx.factory import OnnxKind, OptimumKind
-from edgeinfer.runtime.backends.reference.factory import ReferenceKind
-from edgeinfer.runtime.backends.static.factory import StaticKind
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
+from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
+from edgeinfer.runtime.backends.onnx.factory import OnnxFactory, OptimumFactory
+from edgeinfer.runtime.backends.reference.factory import ReferenceFactory
+from edgeinfer.runtime.backends.static.factory import StaticFactory
 from edgeinfer.runtime.devices.contract import Device
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import PlanInput, kv_types_on, memory_on, weights_modes_on
@@ -30,12 +30,12 @@ __all__ = [
     "tunable",
 ]
 
-BACKENDS: dict[str, BackendKind] = {
-    "onnx": OnnxKind(),
-    "onnx-static": StaticKind(),
-    "onnx-optimum": OptimumKind(),
-    "llamacpp": LlamaCppKind(),
-    "reference": ReferenceKind(),
+BACKENDS: dict[str, BackendFactory] = {
+    "onnx": OnnxFactory(),
+    "onnx-static": StaticFactory(),
+    "onnx-optimum": OptimumFactory(),
+    "llamacpp": LlamaCppFactory(),
+    "reference": ReferenceFactory(),
 }
 
 
@@ -140,10 +140,10 @@ def make_backend(
     """
     kind = _kind(bundle, config)
     device = kind.device(config)
-    return kind.make(Order(bundle, layout, config, configuration, progress, device, settings))
+    return kind.make(BackendOrder(bundle, layout, config, configuration, progress, device, settings))
 
 
-def _kind(bundle: Bundle, config: LoadConfig) -> BackendKind:
+def _kind(bundle: Bundle, config: LoadConfig) -> BackendFactory:
     name = config.backend or bundle.manifest.backend
     if name in BACKENDS:
         return BACKENDS[name]

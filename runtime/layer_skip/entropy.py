@@ -80,7 +80,7 @@ class Entropies:
             return cls()
         means = state.get("means")
         if means is None or means.dtype != np.float64 or means.ndim != 1 or not _are_bits(means):
-            raise StorageError("What was kept of entropies is damaged.", "Run edgeinfer tune --entropy again.")
+            raise StorageError("The kept entropies are damaged.", "Run edgeinfer tune --entropy again.")
         return cls(means.tolist())
 
 

@@ -56,7 +56,7 @@ class LayerDrafting:
         if exits is not None:
             fits = fits and exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers
         if not fits:
-            raise StorageError("What was tuned is of another model.", "Run edgeinfer tune again.")
+            raise StorageError("The tuned layers belong to another model.", "Run edgeinfer tune again.")
         return cls(None if exits is None else int(exits[0]), mask)
 
 

@@ -180,10 +180,10 @@ def read_profile(path: Path) -> TunedProfile:
     except UsageError as error:
         if str(path) in error.message:
             raise
-        raise UsageError(f"{path} is no profile of edgeinfer: {error.message}") from error
+        raise UsageError(f"{path} is not a profile of edgeinfer: {error.message}") from error
     # What damage makes json raise; RecursionError of a deeply nested file.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no profile of edgeinfer.") from error
+        raise UsageError(f"{path} is not a profile of edgeinfer.") from error
 
 
 def _make_room(path: Path) -> None:
@@ -232,7 +232,9 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
 def _check(profile: TunedProfile, path: Path, model: str, here: Fingerprint) -> None:
     """Refuses a profile that is not of this model on this machine, or cannot be."""
     if profile.model != model:
-        raise UsageError(f"The settings in {path} are of another model ({profile.name}), or of another way to run it.")
+        raise UsageError(
+            f"The settings in {path} belong to another model ({profile.name}), or to another way to run it."
+        )
     difference = here.difference(profile.machine)
     if difference:
         raise UsageError(f"The settings in {path} were measured with {difference}.")

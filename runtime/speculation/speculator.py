@@ -1,4 +1,4 @@
-"""Speculation of a loaded model: its drafters, what they have learnt, what they cost; knows nothing of text.
+"""Speculation of a loaded model: its drafters, what they have learnt, what they cost.
 
 Made once per model. Each generation takes its `strategy`, and its `summary` when it is over.
 """
@@ -21,13 +21,13 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import ACCEPTANCE, LAYER_DRAFTING, LayerDrafting, PositionAcceptance
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import Drafter, State
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
-from edgeinfer.runtime.speculation.verification import Verification, find_verification
+from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
 __all__ = ["Speculator"]
 
@@ -189,8 +189,8 @@ class Speculator:
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
-                whom = ", ".join(self._allowed) or "nobody"
-                message = f"The model was loaded to draft by {whom}, not by {name}."
+                allowed = f"only with {', '.join(self._allowed)}" if self._allowed else "without drafters"
+                message = f"{name} cannot draft: the model was loaded {allowed}."
                 raise UsageError(message, f"Load it with speculation='auto', or with {name} among the drafters.")
         return names
 
@@ -203,7 +203,7 @@ class Speculator:
                 drafter.restore(self._profile.arrays(name) or {})
                 self._acceptance.restore(name, self._kept)
             except StorageError as error:
-                _log.warning("%s It begins anew.", error.message)
+                _log.warning("%s It starts again from nothing.", error.message)
                 self._profile.drop(name)
             self._drafters[name] = drafter
         return self._drafters[name]
@@ -211,7 +211,7 @@ class Speculator:
     def _made(self, name: str) -> Drafter:
         return make_drafter(name, self._parts)
 
-    def _width(self, config: GenerationConfig, verification: Verification) -> int:
+    def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
         if verification.iid_chains:
             return max(_CHAINS, config.draft_width)
         if config.draft_width > 1 and not self._parts.target.capabilities.tree:
@@ -318,7 +318,7 @@ class Speculator:
             self._parts.model.close()
 
 
-def _governor(verification: Verification) -> type[Governor]:
+def _governor(verification: VerificationRule) -> type[Governor]:
     if not verification.stochastic:
         return Governor
     return ChainsGovernor if verification.iid_chains else StochasticGovernor

@@ -180,7 +180,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             return obj[key]  # says what is undefined
         if isinstance(obj, str | Mapping | list | tuple | range):
             if not (key is None or isinstance(key, str | int | float | Undefined)):
-                raise RefusedError(f"a {type(key).__name__} is no key")  # hashing it may take for ever
+                raise RefusedError(f"a {type(key).__name__} is not a key")  # hashing it may take for ever
             container: Any = obj
             try:
                 return container[key]

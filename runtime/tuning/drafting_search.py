@@ -141,7 +141,7 @@ def best_skip_set(
         BackendError: a text does not fit the cache.
     """
     if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers from 1 on.")
+        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     scorer = _Scorer(backend, samples, window)
     search = _Search(scorer, costs, skip_units(backend.geometry.num_layers, granularity), np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)

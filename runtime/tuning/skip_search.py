@@ -62,7 +62,7 @@ def search_skip_levels(
         BackendError: a text does not fit the cache.
     """
     if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers from 1 on.")
+        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     units = skip_units(backend.geometry.num_layers, granularity)
     search = _Search(_Scorer(backend, samples), costs, units, evaluations, progress)
     search.run()

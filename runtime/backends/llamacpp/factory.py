@@ -8,16 +8,15 @@ from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
-from edgeinfer.runtime.backends.llamacpp.memory import fits_blocks, packed_bytes
-from edgeinfer.runtime.backends.llamacpp.plan_memory import GgufMemory
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
+from edgeinfer.runtime.backends.llamacpp.memory import GgufMemory, fits_blocks, packed_bytes
 from edgeinfer.runtime.planning.configuration import Keeping, ModelMemory
 from edgeinfer.runtime.text.contract import TokenizerLike
 
-__all__ = ["LlamaCppKind"]
+__all__ = ["LlamaCppFactory"]
 
 
-class LlamaCppKind(BackendKind):
+class LlamaCppFactory(BackendFactory):
     """GGUF files, in a bundle's directory or on their own."""
 
     modes_differ: ClassVar[bool] = True
@@ -47,7 +46,7 @@ class LlamaCppKind(BackendKind):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         """llama.cpp with the instruction sets it was compiled for."""
         from edgeinfer.bundle.gguf.library import llama_library
-        from edgeinfer.runtime.backends.llamacpp.features import features
+        from edgeinfer.runtime.backends.llamacpp.model import features
 
         return " ".join(("llama.cpp", *features(llama_library())))
 
@@ -67,7 +66,7 @@ class LlamaCppKind(BackendKind):
         assert isinstance(backend, LlamaCppBackend), "made by this kind"
         return LlamaTokenizer(backend.vocabulary)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """A context."""
         from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
+from edgeinfer.bundle import NATIVE, Bundle, Layout
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
-from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.factory import (
+    BackendFactory,
+    BackendOrder,
+    counting_experts,
+    kv_types_with_scales,
+    scales_for,
+)
+from edgeinfer.runtime.backends.onnx.memory import memory_of
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import Graphs
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory
-from edgeinfer.runtime.profile.kv_scales import kv_scales
+from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.system.memory import releases_pages
-from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import choose_layout, kernel_of
 
-__all__ = ["OnnxKind", "OptimumKind", "kv_types_with_scales", "memory_of", "scales_for", "watched"]
+__all__ = ["OnnxFactory", "OptimumFactory"]
 
 
-class OnnxKind(BackendKind):
+class OnnxFactory(BackendFactory):
     """Our own graphs."""
 
     tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "weights", "prefill_chunk")
@@ -58,11 +62,11 @@ class OnnxKind(BackendKind):
         """Of a session."""
         return memory_of(bundle, layout)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """A session, with whatever keeps its weights or experts out of memory."""
         from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-        from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
-        from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
+        from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+        from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 
         bundle, plan = order.bundle, order.configuration
         backend = OnnxBackend(
@@ -80,14 +84,14 @@ class OnnxKind(BackendKind):
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:
-            resident = ResidentBackend(backend, decoder, plan.expert_bytes)
-            return WatchedBackend(resident, decoder, resident.residency)
+            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes)
+            return ExpertCountingBackend(cached, backend.cache, decoder, cached.expert_cache)
         if plan.window_layers:
-            return watched(bundle, StreamedBackend(backend, plan.window_layers))
-        return watched(bundle, backend)
+            return counting_experts(bundle, StreamedBackend(backend, plan.window_layers), backend.cache)
+        return counting_experts(bundle, backend, backend.cache)
 
 
-class OptimumKind(BackendKind):
+class OptimumFactory(BackendFactory):
     """Graphs of optimum."""
 
     def engine(self) -> str:
@@ -106,7 +110,7 @@ class OptimumKind(BackendKind):
         """Of a session with opaque weights."""
         return memory_of(bundle, layout)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """A session whose cache grows by concatenation."""
         from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 
@@ -117,28 +121,3 @@ def _onnxruntime() -> str:
     import onnxruntime
 
     return f"onnxruntime {onnxruntime.__version__}"
-
-
-def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-    """Kinds of cache that a bundle has graphs for, and scales where they need them."""
-    kinds = bundle.kv_types(layout)
-    return kinds if len(kinds) == 1 or kv_scales(bundle) is not None else (FLOAT32,)
-
-
-def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
-    """The scales of the cache that was planned, where it needs any."""
-    return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
-
-
-def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False) -> ModelMemory:
-    """What a bundle takes, with all weights multiplied out to floats if so."""
-    from edgeinfer.runtime.backends.onnx.packed_cache import is_packed
-
-    pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
-    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and is_packed(bundle), floats)
-
-
-def watched(bundle: Bundle, backend: Backend) -> Backend:
-    """With its experts counted, where it has any."""
-    decoder = bundle.manifest.decoder
-    return backend if decoder is None or decoder.moe is None else WatchedBackend(backend, decoder)

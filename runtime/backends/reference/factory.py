@@ -7,14 +7,20 @@ import numpy as np
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
-from edgeinfer.runtime.backends.onnx.factory import kv_types_with_scales, memory_of, scales_for, watched
+from edgeinfer.runtime.backends.factory import (
+    BackendFactory,
+    BackendOrder,
+    counting_experts,
+    kv_types_with_scales,
+    scales_for,
+)
+from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.planning.configuration import ModelMemory
 
-__all__ = ["ReferenceKind"]
+__all__ = ["ReferenceFactory"]
 
 
-class ReferenceKind(BackendKind):
+class ReferenceFactory(BackendFactory):
     """Slow and obvious, on bundles of our own graphs."""
 
     def engine(self) -> str:
@@ -33,10 +39,10 @@ class ReferenceKind(BackendKind):
         """With every weight multiplied out."""
         return memory_of(bundle, layout, floats=True)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """The arrays and a cache."""
         from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
         bundle, plan = order.bundle, order.configuration
         backend = ReferenceBackend(bundle, plan.context, kv=plan.kv, kv_scales=scales_for(bundle, plan))
-        return watched(bundle, backend)
+        return counting_experts(bundle, backend, backend.cache)

@@ -9,17 +9,17 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
 from edgeinfer.runtime.devices.contract import Graphs
 from edgeinfer.runtime.planning.configuration import TOKENIZER, ModelMemory
 from edgeinfer.runtime.text.transient import tokenizer_facts
 
-__all__ = ["StaticKind"]
+__all__ = ["StaticFactory"]
 
 
-class StaticKind(BackendKind):
+class StaticFactory(BackendFactory):
     """Graphs of fixed shapes."""
 
     tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "prefill_chunk")
@@ -57,7 +57,7 @@ class StaticKind(BackendKind):
         ordinary = OnnxMemory(bundle, layout, tokenizer_facts(bundle.path / TOKENIZER).merge_pairs, packed_ready=True)
         return StaticMemory(bundle, ordinary, config.exact, self.device(config).on_cpu)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """As many sessions as passes need, made when they do."""
         from edgeinfer.runtime.backends.static.backend import StaticBackend
 
