@@ -1,4 +1,4 @@
-"""ASGI middleware around everything served: admits requests, limits bodies, answers errors not handled elsewhere, writes
+"""ASGI middleware around everything served: admits requests, limits bodies, answers what was not handled, and writes
 the access log."""
 
 from __future__ import annotations
