@@ -16,7 +16,8 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = [
     "DecodeTimes",
@@ -32,6 +33,9 @@ __all__ = [
     "turn_times",
     "work_times",
 ]
+
+# Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
+_LOGIT_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class _Greedy(Sampler):
 
 
 def _filler(engine: Engine, count: int) -> list[int]:
-    """Distinct-looking token ids; their values do not change what a pass costs."""
-    return [int(i) for i in (np.arange(count) * 7919 + 11) % engine.backend.geometry.vocab_size]
+    tokens: list[int] = filler_tokens(engine.backend, count).tolist()
+    return tokens
 
 
 def _require_room(engine: Engine, tokens: int) -> None:
@@ -208,10 +212,6 @@ def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
     return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))
 
 
-# Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
-_LOGIT_ROWS = 16
-
-
 def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     """Feeds a text and yields the logits after each of its tokens, a few rows (R, V) at a time; empties the cache.
 
@@ -223,7 +223,7 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     """
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
-    if engine.overflow is None:
+    if engine.context_shift is None:
         _require_room(engine, len(tokens))
     engine.forget()
     return _logit_chunks(engine, np.array(tokens, np.int64))
