@@ -15,8 +15,8 @@ from scipy.special import log_softmax
 
 import edgeinfer
 from edgeinfer.apps.bench.prompts import Prompt
-from edgeinfer.apps.bench.quality import Material, Quality, layout_differences, measure_family, score_tasks
-from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
+from edgeinfer.apps.bench.quality import quality_chart, quality_section
+from edgeinfer.apps.bench.quality_measure import Material, Quality, layout_differences, measure_family, score_tasks
 from edgeinfer.apps.bench.quality_variants import Family, Variant, checkpoint_family, given_family
 from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.apps.bench.texts import read_stories
@@ -34,7 +34,7 @@ STORIES = ("Once upon a time there was a little dog.", "She said: no.")
 def here() -> Iterator[None]:
     """Exports are from the cache."""
     with pytest.MonkeyPatch.context() as patch:
-        exports_here(patch, "quality")
+        exports_here(patch, "quality_measure")
         yield
 
 
