@@ -1,10 +1,8 @@
-"""`python -m edgeinfer` is the command `edgeinfer`; knows nothing more."""
+"""`python -m edgeinfer` is the command `edgeinfer`: a program above this package, so it is run by its name."""
 
 from __future__ import annotations
 
-import sys
-
-from edgeinfer.apps.cli.main import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("edgeinfer.apps.cli.main", run_name="__main__", alter_sys=True)

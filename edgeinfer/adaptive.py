@@ -1,4 +1,4 @@
-"""Decoding with less than the whole model: what may be asked for, and what it did; knows nothing of models.
+"""Decoding with less than the whole model: what may be asked for, and what it did.
 
 All of it is lossy, and results say so.
 """
@@ -8,77 +8,136 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import Range, require_ranges
+from edgeinfer.options import option
 
-__all__ = ["BASELINES", "COMPUTES", "COMPUTE_RANGES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
+__all__ = ["BASELINES", "COMPUTES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
 
-# Ways of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
+# Methods of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
 COMPUTES = ("full", "entropy", "unified", "calibrated", "importance", "routers", "exit")
-# What ways are compared with, for benchmarks: taken by options, offered to nobody.
+# What they are compared with in benchmarks: options take it, help does not offer it.
 BASELINES = ("random",)
 # What fills the cache where layers were skipped and are needed after all.
 SKIP_CACHES = ("exact", "below")
-# Faster than a thousand times, or sure of more bits than a vocabulary has, is what nobody means.
-COMPUTE_RANGES = {
-    "compute_speedup": Range(1, 1000),
-    "compute_share": Range(0, 1),
-    "entropy_threshold": Range(0, 64, optional=True),
-    "entropy_stay": Range(1, 1024, whole=True),
-    "exit_layer": Range(1, 2048, whole=True, optional=True),
-    "exit_confidence": Range(0, 1),
-    "quality_floor": Range(0, 1000, optional=True),
-}
+# The heading of help.
+_COMPUTE = "less compute (lossy)"
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
     """How much of the model each token takes.
 
-    Attributes:
-        compute: one of COMPUTES; all but "full" are lossy. "entropy" has a draft model write where the text is easy to
-            foresee; "unified", "calibrated", "importance" and "routers" skip layers or blocks for the whole reply, all
-            but the first chosen by `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a
-            pass early where the first layers are sure of the token. Prompts are always taken in by the whole model.
-        compute_speedup: of the skipped sets: how many times faster a pass is to be.
-        compute_share: of "entropy": the share of tokens that the large model is to make.
-        entropy_threshold: bits above which it makes them; None finds what gives `compute_share`.
-        entropy_stay: tokens that a model makes at least before the other one takes over.
-        exit_layer: layers after which a pass may be left; None is the bundle's own exit, or what tuning found.
-        exit_confidence: probability of the likeliest token from which on the first layers are believed.
-        skip_cache: one of SKIP_CACHES, of "exit": deeper layers run later for the tokens that they missed, or these
-            take keys and values of the layer below.
-        quality_floor: nats by which the reply's predictions may diverge from the whole model's, mean over its tokens;
-            where sampled passes of the whole model say that they do, nothing more is left out of the reply. None does
-            not look.
+    All but "full" are lossy. "entropy" has a draft model write where the text is easy to foresee; "unified",
+    "calibrated", "importance" and "routers" skip layers or blocks for the whole reply, all but the first chosen by
+    `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a pass early where the first
+    layers are sure of the token. The whole model evaluates every prompt.
+
+    Ranges end where nobody means more: a pass a thousand times faster, or sure of more bits than a vocabulary has.
     """
 
-    compute: str = "full"
-    compute_speedup: float = 1.5
-    compute_share: float = 0.5
-    entropy_threshold: float | None = None
-    entropy_stay: int = 4
-    exit_layer: int | None = None
-    exit_confidence: float = 0.9
-    skip_cache: str = "exact"
-    quality_floor: float | None = None
+    compute: str = option(
+        "full",
+        help="how much of the model each token takes: all of it; entropy: the draft model writes where the text is "
+        "easy; unified, calibrated, importance, routers: some layers are skipped; exit: a pass ends early where the "
+        "first layers are sure of the token (default: full)",
+        choices=COMPUTES,
+        cli="--compute",
+        group=_COMPUTE,
+        wire=True,
+        also=BASELINES,
+    )
+    compute_speedup: float = option(
+        1.5,
+        help="how many times faster a pass with skipped layers is to be (default: 1.5)",
+        low=1,
+        high=1000,
+        cli="--compute-speedup",
+        metavar="X",
+        group=_COMPUTE,
+        wire=True,
+    )
+    compute_share: float = option(
+        0.5,
+        help="share of tokens that the large model makes, of --compute entropy (default: 0.5)",
+        low=0,
+        high=1,
+        cli="--compute-share",
+        metavar="X",
+        group=_COMPUTE,
+        wire=True,
+    )
+    entropy_threshold: float | None = option(
+        None,
+        help="bits of entropy above which the large model makes a token (default: what gives that share)",
+        low=0,
+        high=64,
+        cli="--entropy-threshold",
+        metavar="BITS",
+        group=_COMPUTE,
+        wire=True,
+    )
+    entropy_stay: int = option(
+        4,
+        help="tokens that a model makes at least before the other one takes over (default: 4)",
+        low=1,
+        high=1024,
+        cli="--entropy-stay",
+        metavar="N",
+        group=_COMPUTE,
+        wire=True,
+    )
+    exit_layer: int | None = option(
+        None,
+        help="layers after which a pass may end (default: what tuning found, the bundle's, or two thirds)",
+        low=1,
+        high=2048,
+        cli="--exit-layer",
+        metavar="N",
+        group=_COMPUTE,
+        wire=True,
+    )
+    exit_confidence: float = option(
+        0.9,
+        help="probability of the likeliest token from which on the first layers decide (default: 0.9)",
+        low=0,
+        high=1,
+        cli="--exit-confidence",
+        metavar="P",
+        group=_COMPUTE,
+        wire=True,
+    )
+    skip_cache: str = option(
+        "exact",
+        help="after an early exit, deeper layers run later for the tokens they missed (exact), or take keys and values "
+        "of the layer below (default: exact)",
+        choices=SKIP_CACHES,
+        cli="--skip-cache",
+        group=_COMPUTE,
+        wire=True,
+    )
+    # The mean over the reply's tokens, by sampled passes of the whole model.
+    quality_floor: float | None = option(
+        None,
+        help="run the whole model from where predictions diverge this far from its own (default: not checked)",
+        low=0,
+        high=1000,
+        cli="--quality-floor",
+        metavar="NATS",
+        group=_COMPUTE,
+        wire=True,
+    )
 
     def check_compute(self) -> None:
-        """Refuses values of another type or out of range.
+        """Refuses options that exclude each other.
 
         Raises:
-            UsageError: one is.
+            UsageError: there are such.
         """
-        if self.compute not in (*COMPUTES, *BASELINES):
-            raise UsageError(f"Unknown way to compute {self.compute!r}.", f"Choose one of {', '.join(COMPUTES)}.")
-        if self.skip_cache not in SKIP_CACHES:
-            raise UsageError(f"Unknown skip_cache {self.skip_cache!r}.", f"Choose one of {', '.join(SKIP_CACHES)}.")
         if self.skip_cache == "below" and self.compute != "exit":
             message = "skip_cache='below' fills what early exits leave out."
             raise UsageError(message, "Use it with compute='exit', or leave it out.")
         if self.skip_cache == "below" and self.quality_floor is not None:
             message = "A quality floor compares with the whole model's cache."
             raise UsageError(message, "Leave skip_cache or quality_floor out.")
-        require_ranges(self, COMPUTE_RANGES)
 
 
 @dataclass(frozen=True)

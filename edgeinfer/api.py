@@ -157,7 +157,7 @@ class Model(Measured):
         started = time.perf_counter()
         config = GenerationConfig().replace(**options)
         if isinstance(prompt, str):
-            prompt = self.tokenize_prompt(prompt, parse_special=config.parse_special is not False)
+            prompt = self.tokenize_prompt(prompt, parse_special=config.parses_prompt)
         return self._start(list(prompt), config, started, continues=True)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
@@ -214,7 +214,7 @@ class Model(Measured):
                 tools=tools,
                 variables=variables,
                 begun=begun,
-                parse_special=config.parse_special is True,
+                parse_special=config.parses_content,
                 fitting=True,
             )
         return self._start(list(tokens), config, started, continues=bool(begun), on_finish=on_finish)

@@ -17,17 +17,15 @@ from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
 from edgeinfer.runtime.backends.registry import make_backend, tunable
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.planning.make import make_plan, process_before_loading, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.profile.affinity import pinning
-from edgeinfer.runtime.profile.finding import OFF
+from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
 from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
-from edgeinfer.runtime.profile.store import TunedProfile, forget_profile, keep_profile, write_profile
+from edgeinfer.runtime.profile.tuned import OFF, TunedProfile, forget_profile, keep_profile, write_profile
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.system.machine import load_average, machine_memory, usable_processors
+from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
+from edgeinfer.runtime.tuning.comparison import FULL, QUICK
 from edgeinfer.runtime.tuning.search import Attempt, Found, Ways, find
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
-from edgeinfer.runtime.tuning.trial import FULL, QUICK
 
 __all__ = ["DeviceTuning", "PartGain", "TunedSettings", "forget_tuning", "tune_device"]
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.decoding import make_decoding
+from edgeinfer.decoding import make_strategy
 from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.model_parts import ModelParts
@@ -22,8 +22,8 @@ from edgeinfer.runtime.sampling import (
     Constraint,
     GrammarConstraint,
     GrammarCosts,
+    LogitsProcessor,
     Sampler,
-    TokenChooser,
     grammar_source,
 )
 from edgeinfer.runtime.system.allocation import allocating
@@ -95,12 +95,12 @@ class TokenStream:
         self._config = config
         constraint = self._constraint()
         self._grammar_costs = constraint.costs if isinstance(constraint, GrammarConstraint) else None
-        self._token_chooser = self._chooser(constraint)
-        self._logprobs = ShownLogprobs(parts.tokenizer, self._token_chooser.logprobs)
+        self._sampler = self._make_sampler(constraint)
+        self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs)
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._decoding = make_decoding(parts, self._token_chooser, config, self._stop_ids, continues=continues)
+        self._strategy = make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -153,7 +153,7 @@ class TokenStream:
         rests on as far as it has room; what has none is evaluated again.
         """
         # What a search has looked at is in the cache with the reply.
-        if not self._parts.engine.keeps or self._decoding.search is not None:
+        if not self._parts.engine.keeps or self._strategy.searches:
             return False
         with self._lock:
             while not (self._between or self._result):
@@ -253,10 +253,10 @@ class TokenStream:
             self._turns.claim(self)
             self._steps = self._parts.engine.generate(
                 [*self._prompt, *self._made],
-                self._token_chooser,
+                self._sampler,
                 max_tokens=self._left,
                 stop_ids=self._stop_ids,
-                rounds=self._decoding.steps,
+                strategy=self._strategy,
             )
             # What cancelled it before that was forgotten there.
             if self._cancelled:
@@ -287,11 +287,11 @@ class TokenStream:
             self._steps.close()
             self._steps = None
 
-    def _chooser(self, constraint: Constraint | None) -> TokenChooser:
+    def _make_sampler(self, constraint: Constraint | None) -> Sampler:
         config, parts = self._config, self._parts
         seed = config.seed if config.seed is not None else time.time_ns()
-        sampler = Sampler(config, parts.engine.backend.geometry.vocab_size, seed)
-        return TokenChooser(sampler, self._prompt, constraint)
+        processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
+        return Sampler(processor, self._prompt, constraint)
 
     def _constraint(self) -> Constraint | None:
         parts, vocabulary = self._parts, self._parts.engine.backend.geometry.vocab_size
@@ -301,7 +301,7 @@ class TokenStream:
             return GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
         if not self._config.choices:
             return None
-        parse = self._config.parse_special is True
+        parse = self._config.parses_content
         choices = [
             parts.tokenizer.encode(text, add_special_tokens=False) if parse else parts.literal_encoder.literal(text)
             for text in self._config.choices
@@ -330,8 +330,8 @@ class TokenStream:
 
     def _finish(self, reason: FinishReason) -> None:
         self._close_steps()
-        self._decoding.finish()
-        decoding, parts = self._decoding, self._parts
+        self._strategy.finish()
+        strategy, parts = self._strategy, self._parts
         prefill = self._prefill or Prefill(0, 0, 0.0)
         timings = timings_of(self._step_ms, parts.load.total_ms, prefill.ms, prefill.cached)
         memory = process_memory()
@@ -352,13 +352,13 @@ class TokenStream:
                 given_up=tuple(parts.ledger.given),
                 pss_bytes=proportional_bytes(),
             ),
-            speculation=parts.speculator.summary(self._config, decoding.rounds, timings.per_token_ms),
+            speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),
             model=parts.info,
             overflow=overflow_summary(parts.engine.overflow, parts.engine.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
-            compute=None if decoding.compute is None else decoding.compute.use(),
-            search=None if decoding.search is None else decoding.search.use(),
+            compute=strategy.compute_use(),
+            search=strategy.search_use(),
         )
-        parts.speculator.finished(decoding.rounds)
+        parts.speculator.finished(strategy)
         self._turns.leave(self)
         self._on_finish(self._result)

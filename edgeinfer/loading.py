@@ -19,7 +19,8 @@ from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
 from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
 from edgeinfer.runtime.backends.registry import (
@@ -34,19 +35,18 @@ from edgeinfer.runtime.backends.registry import (
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
 from edgeinfer.runtime.kv_cache.session_file import origin_of
-from edgeinfer.runtime.layer_skip.saver import Saver, SaverParts
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute, ReducedComputeParts
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.planning.ledger import Ledger, Relief
-from edgeinfer.runtime.planning.make import Profiles, make_plan, speed_model
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.replan import Replan, make_replanner
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.profile.finding import find_settings
-from edgeinfer.runtime.profile.fingerprint import Fingerprint, model_digest
-from edgeinfer.runtime.profile.profile import Profile, profile_folder
-from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
+from edgeinfer.runtime.profile.device_profile import Profile, profile_folder
+from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
+from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
-from edgeinfer.runtime.speculation.drafters.model import check_same_vocabulary
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
+from edgeinfer.runtime.speculation.memory import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
@@ -101,14 +101,15 @@ class Bundles:
         with_it = self.plan(config)
         return self if with_it.fits and with_it.given_up == alone.plan(config).given_up else alone
 
-    def subject(self, config: LoadConfig) -> Subject:
+    def subject(self, config: LoadConfig) -> PlanInput:
         """What there is to plan; errors as `run_layout`."""
         drafter = None
         if self.drafter is not None:
             # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
             own = dataclasses.replace(config, backend=None, device="cpu")
             drafter = subject_of(self.drafter, run_layout(self.drafter, own), own, settings=self._shared())
-        return subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+        target = subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+        return dataclasses.replace(target, option_bytes=OPTION_BYTES)
 
     def _shared(self) -> TunedSettings:
         """What a draft model has of the target's: the threads, whose calls take turns with the target's."""
@@ -138,7 +139,7 @@ def fingerprint_for(bundle: Bundle, config: LoadConfig) -> Fingerprint:
     return Fingerprint.here(engine_version(bundle, config), kernel)
 
 
-def profiles_of(subject: Subject, config: LoadConfig) -> Profiles:
+def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     """What was learnt and measured of each variant of a model on this device, where it may be kept."""
 
     def open_variant(variant: str) -> Profile:
@@ -222,7 +223,7 @@ def _make_somewhere(
 
 def _make_parts(
     bundles: Bundles,
-    subject: Subject,
+    subject: PlanInput,
     config: LoadConfig,
     progress: Callable[[str, int, int], None] | None,
     started: float,
@@ -254,7 +255,8 @@ def _make_parts(
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else Profile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
-    saver = Saver(_saver_parts(subject, plan, engine, speculator), profiles(subject.variant(plan.configuration)))
+    kept = profiles(subject.variant(plan.configuration))
+    reduced = ReducedCompute(_reduced_parts(subject, plan, engine, speculator), kept)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(
@@ -267,7 +269,7 @@ def _make_parts(
         tensors=tensors_in(bundle.manifest, plan.layout),
         origin=origin_of(bundle, plan.layout, engine_version(bundle, config), config.exact),
         speculator=speculator,
-        saver=saver,
+        reduced=reduced,
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         verification=verification,
         threads=subject.threads,
@@ -275,7 +277,7 @@ def _make_parts(
     )
 
 
-def _saver_parts(subject: Subject, plan: MemoryPlan, engine: Engine, speculator: Speculator) -> SaverParts:
+def _reduced_parts(subject: PlanInput, plan: MemoryPlan, engine: Engine, speculator: Speculator) -> ReducedComputeParts:
     """What replies that take less compute are made of."""
     manifest, drafter = subject.manifest, subject.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
@@ -285,9 +287,10 @@ def _saver_parts(subject: Subject, plan: MemoryPlan, engine: Engine, speculator:
         heads = read_heads(subject.bundle, "routers")
         return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
 
-    return SaverParts(
+    backend, model = engine.backend, speculator.parts.model
+    return ReducedComputeParts(
         engine=engine,
-        small=speculator.parts.model,
+        small=None if model is None else ModelDrafter(model, engine.chunk, backend.geometry.vocab_size),
         parameters=small / max(manifest.parameters, 1),
         exits=manifest.exits,
         exit_layer=lambda: speculator.parts.tuning.exit_layer,

@@ -11,11 +11,11 @@ import numpy as np
 from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
-from edgeinfer.runtime.layer_skip.reading import ReplyReading, read_reply
-from edgeinfer.runtime.speculation.skip_samples import Sample
 from edgeinfer.runtime.tuning import measure
+from edgeinfer.runtime.tuning.reply_reading import ReplyReading, read_reply
+from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 from edgeinfer.tokenizing import Tokenizing
 from edgeinfer.tuning import SKIP_TOKENS, TUNING_PROMPTS, EntropyFacts, SkipLevel, own_texts
 
@@ -123,7 +123,7 @@ class Measured(Tokenizing):
         """
         asked = GenerationConfig().replace(**options)
         with self._idle() as parts:
-            return read_reply(parts.engine, prompt, reply, lambda chooser: parts.saver.steps(asked, chooser))
+            return read_reply(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))
 
     def tune_skips(
         self,
@@ -149,8 +149,8 @@ class Measured(Tokenizing):
         # Drawn as the model itself thinks likely: the likeliest texts repeat themselves, and forgive more.
         samples = self._own_texts(prompts, temperature=1.0)
         with self._idle() as parts:
-            ladder, costs = parts.saver.calibrate_skips(
-                samples, granularity=granularity, evaluations=evaluations, progress=progress
+            ladder, costs = calibrate_skips(
+                parts.reduced, samples, granularity=granularity, evaluations=evaluations, progress=progress
             )
         whole = costs.ms(np.ones(ladder.masks.shape[1], np.bool_))
         each = [(mask, float(loss), costs.ms(mask)) for mask, loss in zip(ladder.masks, ladder.losses, strict=True)]
@@ -168,7 +168,7 @@ class Measured(Tokenizing):
         """
         samples = self._own_texts(prompts)
         with self._idle() as parts:
-            entropies = parts.saver.calibrate_entropy(samples)
+            entropies = calibrate_entropy(parts.reduced, samples)
         shares = (0.1, 0.25, 0.5, 0.75, 0.9)
         return EntropyFacts(len(entropies), {share: entropies.threshold(share) for share in shares})
 

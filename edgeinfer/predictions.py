@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["Divergence", "Evaluation", "Predictor", "compare_predictions", "read_predictions"]
 

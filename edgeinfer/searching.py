@@ -1,16 +1,13 @@
-"""Decoding that looks at several continuations or reweighs one: what may be asked for, and what it did.
-
-Knows nothing of models.
-"""
+"""Decoding that looks at several continuations or reweighs one: what may be asked for, and what it did."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
-from edgeinfer.option_checks import Range, require, require_ranges
+from edgeinfer.options import Range, option, require
 
-__all__ = ["ANSWERS", "MOST_BRANCHES", "SEARCHES", "SEARCH_RANGES", "SearchOptions", "SearchUse", "SearchedText"]
+__all__ = ["ANSWERS", "MOST_BRANCHES", "SEARCHES", "SearchOptions", "SearchUse", "SearchedText"]
 
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SEARCHES = (
@@ -20,84 +17,174 @@ SEARCHES = (
 ANSWERS = ("text", "line", "number")
 # Continuations that one pass feeds at most: each takes a row of logits.
 MOST_BRANCHES = 16
-# Lengths to the power of the largest penalty, and logits moved by the largest contrast, are still numbers.
-SEARCH_RANGES = {
-    "samples": Range(2, MOST_BRANCHES, whole=True),
-    "beams": Range(1, MOST_BRANCHES, whole=True),
-    "beam_groups": Range(1, MOST_BRANCHES, whole=True),
-    "look_ahead": Range(1, 64, whole=True),
-    "candidates": Range(2, MOST_BRANCHES, whole=True, optional=True),
-    "diversity": Range(0, 100),
-    "length_penalty": Range(0, 10),
-    "uncertainty": Range(0, 100),
-    "contrast_strength": Range(0, 100),
-    "resistance_weight": Range(0, 1000),
-}
 _RESISTANCE = Range(0, 1e6)
+# The heading of help.
+_SEARCH = "search"
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a reply is searched for.
+    """How a reply is searched for. All methods are lossy but "samples".
 
-    Attributes:
-        search: one of SEARCHES:
-            "samples" draws several replies side by side and answers with the first, the others are in SearchUse.texts;
-            "first-finish" draws several and answers with the first to end;
-            "vote" draws several and answers with one whose answer most of them have (self-consistency);
-            "cautious" draws several continuations up to the next punctuation where the next token is uncertain, and
-            goes on with the least perplexing (CNTP);
-            "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain
-            (AdaDec);
-            "contrast" moves away from what the model says to a worse prompt where the next token is uncertain (USCD);
-            "momentum" is greedy, but resists repeating itself;
-            "beam" keeps several of the likeliest beginnings (diverse beam search).
-            All are lossy but "samples".
-        samples: replies that are drawn, of "samples", "first-finish" and "vote". Number i is drawn by seed + i.
-        answer: what of a text "vote" counts: one of ANSWERS, the whole, its last line or its last number.
-        beams: beginnings that "beam" keeps.
-        beam_groups: groups of them, each kept from what those before it chose; 1 is ordinary beam search.
-        diversity: what a group's tokens lose in log-probability for each earlier group that chose them.
-        length_penalty: "beam" compares replies by their log-probability divided by their length to this power.
-        look_ahead: tokens that "lookahead" looks ahead.
-        candidates: tokens that "lookahead" (None is 3) and "momentum" (None is 5) choose among.
-        uncertainty: entropy in nats above which a token is uncertain, of "lookahead" and "contrast".
-        lame_prompt: of "contrast", what the reply must not be an answer to.
-        contrast_strength: how far "contrast" moves.
-        resistance: of "momentum", what repeating runs of 1, 2, ... tokens costs; longer ones are never repeated.
-        resistance_weight: by which that is multiplied before it is taken off a token's probability.
+    "samples" draws several replies side by side and answers with the first, the others are in SearchUse.texts;
+    "first-finish" draws several and answers with the first to end;
+    "vote" draws several and answers with one whose answer most of them have (self-consistency);
+    "cautious" draws several continuations up to the next punctuation where the next token is uncertain, and goes on
+    with the least perplexing (CNTP);
+    "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain (AdaDec);
+    "contrast" moves away from what the model says to a worse prompt where the next token is uncertain (USCD);
+    "momentum" is greedy, but resists repeating itself;
+    "beam" keeps several of the likeliest beginnings (diverse beam search).
+
+    Ranges keep lengths to the power of the largest penalty, and logits moved by the largest contrast, numbers.
     """
 
-    search: str = "off"
-    samples: int = 4
-    answer: str = "text"
-    beams: int = 4
-    beam_groups: int = 1
-    diversity: float = 0.5
-    length_penalty: float = 1.0
-    look_ahead: int = 5
-    candidates: int | None = None
-    uncertainty: float = 1.5
-    lame_prompt: str | None = None
-    contrast_strength: float = 0.5
-    resistance: tuple[float, ...] = (0.0, 0.0, 0.0, 5.0)
-    resistance_weight: float = 0.2
+    search: str = option(
+        "off",
+        help="samples: several replies side by side; first-finish, vote: of several the first to end, or the "
+        "commonest; cautious, lookahead, contrast: more care where the next token is uncertain; momentum: resist "
+        "repetition; beam: beam search. All are lossy but samples (default: off)",
+        choices=SEARCHES,
+        cli="--search",
+        group=_SEARCH,
+        wire=True,
+    )
+    # Number i is drawn by seed + i.
+    samples: int = option(
+        4,
+        help="replies drawn by samples, first-finish and vote (default: 4)",
+        low=2,
+        high=MOST_BRANCHES,
+        cli="--samples",
+        metavar="N",
+        group=_SEARCH,
+        wire=True,
+    )
+    answer: str = option(
+        "text",
+        help="what vote counts: the whole text of a reply, its last line, or its last number (default: text)",
+        choices=ANSWERS,
+        cli="--answer",
+        group=_SEARCH,
+        wire=True,
+    )
+    beams: int = option(
+        4,
+        help="beginnings that beam keeps (default: 4)",
+        low=1,
+        high=MOST_BRANCHES,
+        cli="--beams",
+        metavar="N",
+        group=_SEARCH,
+        wire=True,
+    )
+    beam_groups: int = option(
+        1,
+        help="groups of beams that avoid the tokens of earlier groups (default: 1, ordinary beam search)",
+        low=1,
+        high=MOST_BRANCHES,
+        cli="--beam-groups",
+        metavar="N",
+        group=_SEARCH,
+        wire=True,
+    )
+    diversity: float = option(
+        0.5,
+        help="log-probability a token loses for each earlier group that chose it (default: 0.5)",
+        low=0,
+        high=100,
+        cli="--diversity",
+        metavar="X",
+        group=_SEARCH,
+        wire=True,
+    )
+    length_penalty: float = option(
+        1.0,
+        help="beam compares log-probability / length to the power of X (default: 1)",
+        low=0,
+        high=10,
+        cli="--length-penalty",
+        metavar="X",
+        group=_SEARCH,
+        wire=True,
+    )
+    look_ahead: int = option(
+        5,
+        help="tokens that lookahead looks ahead (default: 5)",
+        low=1,
+        high=64,
+        cli="--look-ahead",
+        metavar="N",
+        group=_SEARCH,
+        wire=True,
+    )
+    candidates: int | None = option(
+        None,
+        help="tokens that lookahead and momentum choose among (default: 3 and 5)",
+        low=2,
+        high=MOST_BRANCHES,
+        cli="--candidates",
+        metavar="N",
+        group=_SEARCH,
+        wire=True,
+    )
+    uncertainty: float = option(
+        1.5,
+        help="entropy in nats above which lookahead and contrast call a token uncertain (default: 1.5)",
+        low=0,
+        high=100,
+        cli="--uncertainty",
+        metavar="X",
+        group=_SEARCH,
+        wire=True,
+    )
+    lame_prompt: str | None = option(
+        None,
+        help="of contrast: a worse prompt, whose reply is to be avoided",
+        cli="--lame-prompt",
+        metavar="TEXT",
+        group=_SEARCH,
+        wire=True,
+    )
+    contrast_strength: float = option(
+        0.5,
+        help="how far contrast moves away from the worse prompt (default: 0.5)",
+        low=0,
+        high=100,
+        cli="--contrast-strength",
+        metavar="X",
+        group=_SEARCH,
+        wire=True,
+    )
+    # Longer runs are never repeated.
+    resistance: tuple[float, ...] = option(
+        (0.0, 0.0, 0.0, 5.0),
+        help="what momentum takes off for repeating 1, 2, ... tokens, with commas (default: 0,0,0,5)",
+        cli="--resistance",
+        metavar="X,X",
+        group=_SEARCH,
+        wire=True,
+    )
+    resistance_weight: float = option(
+        0.2,
+        help="factor of the resistance before momentum takes it off a token's probability (default: 0.2)",
+        low=0,
+        high=1000,
+        cli="--resistance-weight",
+        metavar="X",
+        group=_SEARCH,
+        wire=True,
+    )
 
     def check_search(self) -> None:
-        """Refuses values of a wrong type or out of range.
+        """Refuses options that do not go together.
 
         Raises:
-            UsageError: one is.
+            UsageError: there are such.
         """
-        for name, known in (("search", SEARCHES), ("answer", ANSWERS)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in known:
-                raise UsageError(f"Unknown {name} {value!r}.", f"Choose one of {', '.join(known)}.")
-        require_ranges(self, SEARCH_RANGES)
         even = self.beams % self.beam_groups == 0
         require(even, "beam_groups", self.beam_groups, f"a divisor of beams={self.beams}")
         lame, resistance = self.lame_prompt, self.resistance
-        require(isinstance(lame, str | None), "lame_prompt", lame, "a text")
         if (self.search == "contrast") != (lame is not None):
             raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
         numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))

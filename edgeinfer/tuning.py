@@ -9,8 +9,8 @@ from typing import Any
 
 from edgeinfer.results import Result
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.speculation.skip_samples import Sample
-from edgeinfer.runtime.speculation.tune import TuneResult, tune
+from edgeinfer.runtime.tuning.drafting_search import TuneResult, tune
+from edgeinfer.runtime.tuning.skip_search import Sample
 
 __all__ = ["SKIP_TOKENS", "TUNING_PROMPTS", "EntropyFacts", "SkipLevel", "TuneResult", "own_texts", "tune_by"]
 

@@ -9,7 +9,7 @@ from edgeinfer.errors import UsageError
 if find_spec("onnx") is None:
     raise UsageError("Exporting needs the onnx package.", "pip install 'edgeinfer[export]'")
 
-from edgeinfer.export.config import ExportConfig
 from edgeinfer.export.exporter import export_checkpoint
+from edgeinfer.export.options.config import ExportConfig
 
 __all__ = ["ExportConfig", "export_checkpoint"]

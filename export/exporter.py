@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a bundle, checked before anything is written; knows nothing of running it."""
+"""From a checkpoint directory to a bundle, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.calibrated import Progress, write_calibrated, write_plain
-from edgeinfer.export.calibration_text import CalibrationText
-from edgeinfer.export.checkpoint import Checkpoint
-from edgeinfer.export.config import ExportConfig
-from edgeinfer.export.decoder_graph import build_decoder_graph
-from edgeinfer.export.described import check_tensors, read_spec
-from edgeinfer.export.head_padding import pad_heads
-from edgeinfer.export.hf_config import read_config
-from edgeinfer.export.planned_tensors import PlannedTensors
-from edgeinfer.export.planning import make_plan
-from edgeinfer.export.request import resolve, text_of
-from edgeinfer.export.sidecar import read_sidecar
-from edgeinfer.export.weights import outline
+from edgeinfer.export.architectures.described import check_tensors, pad_heads, read_spec
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.graph.decoder import build_decoder_graph
+from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.source.calibration_text import CalibrationText
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.export.source.sidecar import read_sidecar
+from edgeinfer.export.weights.calibrated import Progress, write_calibrated, write_plain
+from edgeinfer.export.weights.planning import make_plan, resolve, text_of
+from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.plan import QuantPlan
 
 __all__ = ["Progress", "export_checkpoint", "export_native"]

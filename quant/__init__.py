@@ -2,16 +2,13 @@
 
 from edgeinfer.quant.awq import scale_search
 from edgeinfer.quant.blocks import Grid, dequantized
-from edgeinfer.quant.codebook import CodebookMatrix, quantize_codebook
 from edgeinfer.quant.gptq import GptqOptions
 from edgeinfer.quant.methods import METHODS, Method, approximate, method_for, quantize, solver_for
-from edgeinfer.quant.policy import QuantPolicy, default_group_size, default_head_bits
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.policy import QuantPolicy, QuantScheme, default_group_size, default_head_bits
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator, output_error
 
 __all__ = [
     "METHODS",
-    "CodebookMatrix",
     "GptqOptions",
     "Grid",
     "InputStatistics",
@@ -26,7 +23,6 @@ __all__ = [
     "method_for",
     "output_error",
     "quantize",
-    "quantize_codebook",
     "scale_search",
     "solver_for",
 ]

@@ -1,4 +1,4 @@
-"""Which option each of many things gets so that their cost is least within a budget of bytes; knows no tensors.
+"""Which option each of many things gets so that their cost is least within a budget of bytes.
 
 A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution beside it for when time
 runs out.
@@ -222,12 +222,12 @@ def _filled(choices: Sequence[Choice], kept: list[list[int]], start: Allocation,
     chosen, left = list(start.chosen), budget - start.nbytes
     gains = []
     for place, indices in enumerate(kept):
-        held = choices[place].options[chosen[place]]
+        current = choices[place].options[chosen[place]]
         for index in indices:
             option = choices[place].options[index]
-            if option.nbytes > held.nbytes:
-                gain = (held.cost - option.cost) / (option.nbytes - held.nbytes)
-                gains.append((gain, place, index, option.nbytes - held.nbytes))
+            if option.nbytes > current.nbytes:
+                gain = (current.cost - option.cost) / (option.nbytes - current.nbytes)
+                gains.append((gain, place, index, option.nbytes - current.nbytes))
     moved: set[int] = set()
     for _, place, index, more in sorted(gains, reverse=True):
         if place not in moved and more <= left:

@@ -1,5 +1,5 @@
 """Activation-aware quantization (AWQ): ranges cut where the output error is least, and scales of input channels that
-protect those with large inputs; knows nothing of models or of where channel scales can be folded in."""
+protect those with large inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.bundle.packing import blocks_per_row
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import rtn
 from edgeinfer.quant.blocks import Codes, Grid, Solver, padded, restored
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics, output_error
 
 __all__ = ["scale_search", "solver"]

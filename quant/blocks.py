@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize, midpoint, pack
 from edgeinfer.errors import CheckpointError
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.policy import QuantScheme
 
 __all__ = ["Codes", "Grid", "Solver", "check_finite", "dequantized", "packed", "padded", "restored"]
 

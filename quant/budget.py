@@ -1,4 +1,4 @@
-"""From what each scheme of each matrix costs to the plan that fits a budget; knows nothing of how that is measured."""
+"""From what each scheme of each matrix costs to the plan that fits a budget."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError
 from edgeinfer.quant.allocation import Allocation, Choice, Option, allocate_exactly
-from edgeinfer.quant.patterns import match_patterns
-from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.quant.policy import BITS_TRIED, PROTECTED_BITS, is_protected, is_quantizable, make_scheme
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.plan import QuantPlan, match_patterns
+from edgeinfer.quant.policy import BITS_TRIED, PROTECTED_BITS, QuantScheme, is_protected, is_quantizable, make_scheme
 
 __all__ = ["Candidate", "Draw", "Limits", "candidate_schemes", "plan_within"]
 

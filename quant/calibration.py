@@ -1,6 +1,6 @@
 """Runs a decoder over texts, layer by layer, and shows every matrix with what enters it, to be quantized or judged.
 
-One layer's weights and the hidden states of all tokens are in memory, never the model. Knows no files and no methods.
+One layer's weights and the hidden states of all tokens are in memory, never the model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UsageError
-from edgeinfer.quant.calibration_experts import ExpertUse
-from edgeinfer.quant.calibration_layers import LayerWalk, Visit
+from edgeinfer.quant.calibration_layers import ExpertTokens, LayerWalk, Visit
 from edgeinfer.quant.statistics import InputStatistics
 
 __all__ = [
@@ -120,7 +119,7 @@ class Calibration:
 
     tokens: int
     head: InputStatistics
-    experts: tuple[ExpertUse, ...] = ()
+    experts: tuple[ExpertTokens, ...] = ()
 
     @property
     def unused(self) -> tuple[str, ...]:

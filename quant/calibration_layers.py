@@ -1,4 +1,4 @@
-"""One layer of a decoder over whole texts, in one or two versions at once; knows nothing of quantizers or files.
+"""One layer of a decoder over whole texts, its experts included, in one or two versions at once.
 
 A version, a stream, computes with the weights as they are or with what quantizing made of them, layer after layer.
 Every matrix is shown, with the statistics of what enters it, before it is multiplied by.
@@ -7,21 +7,54 @@ Every matrix is shown, with the statistics of what enters it, before it is multi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import attend, rms_norm
-from edgeinfer.bundle.rope import rope_tables, rotate
-from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.quant.calibration_experts import ExpertUse, mix_experts
-from edgeinfer.quant.calibration_products import Signal, activate, multiply
+from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
+from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
-__all__ = ["LayerWalk", "Tensors", "Visit"]
+__all__ = ["ExpertTokens", "LayerWalk", "Signal", "Tensors", "Visit", "activate", "mix_experts", "multiply"]
 
 Floats = NDArray[np.float32]
+# The same tokens in every stream, (N, width) each.
+Signal = tuple[Floats, ...]
+
+# Tokens that go through gate and up at a time, whose product is the widest: it stays at some tens of MB.
+_CHUNK_TOKENS = 1024
+
+
+def multiply(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:  # (N, C), (R, C) -> (N, R)
+    """The product with a matrix, and a bias (R,) added."""
+    product: Floats = x @ weight.T
+    if bias is not None:
+        product += bias
+    return product
+
+
+def activate(
+    x: Floats,  # (N, D)
+    weight: Floats,  # (2 F, D), or (F, D) where not gated
+    bias: Floats | None = None,  # (2 F,)
+    *,
+    gated: bool = True,
+) -> Floats:  # (N, F)
+    """The inner values of an MLP."""
+    inner = np.empty((len(x), len(weight) // (2 if gated else 1)), np.float32)
+    for start in range(0, len(x), _CHUNK_TOKENS):
+        rows = slice(start, start + _CHUNK_TOKENS)
+        product = multiply(x[rows], weight, bias)
+        if gated:
+            gate, up = np.split(product, 2, axis=1)
+            np.multiply(silu(gate), up, out=inner[rows])
+        else:
+            inner[rows] = silu(product)
+    return inner
+
+
 # A whole tensor by its canonical name.
 Tensors = Callable[[str], Floats]
 # What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
@@ -58,7 +91,7 @@ class LayerWalk:
         self.tensors = tensors
         self.visit = visit
         self.quantized = quantized
-        self.uses: list[ExpertUse] = []
+        self.uses: list[ExpertTokens] = []
         self.weigh_experts = True
         self._hessian = hessian
         ends = np.cumsum([0, *lengths])
@@ -147,3 +180,79 @@ class LayerWalk:
         bias = self.tensors(f"{prefix}.gate_up_bias") if self.spec.mlp_bias else None
         inner = tuple(activate(x, w, bias) for x, w in zip(normed, weights, strict=True))
         return self.linear(f"{prefix}.down", inner, self.spec.mlp_bias)
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """How much the tokens of the texts used the experts of a layer.
+
+    Attributes:
+        counts: tokens that chose each expert.
+        weights: the mean, over all tokens, of what its result was multiplied by; 0 for tokens that did not choose it.
+    """
+
+    layer: int
+    counts: NDArray[np.int64]  # (E,)
+    weights: Floats  # (E,)
+
+    @property
+    def reached(self) -> NDArray[np.bool_]:  # (E,)
+        """Experts that any token chose."""
+        return self.counts > 0
+
+
+def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Signal:  # (N, D) -> (N, D)
+    """What the experts of a layer, and the shared one, make of its normed states."""
+    prefix = f"layers.{layer}.mlp"
+    router = walk.tensors(f"{prefix}.router")
+    norm = walk.tensors(f"{prefix}.router_norm") if moe.router == "relu" else None
+    shares = tuple(_shares(multiply(x, router), moe, norm, walk.spec.norm_eps) for x in normed)  # (N, E)
+    chosen = shares[-1] != 0
+    walk.uses.append(ExpertTokens(layer, chosen.sum(axis=0), shares[-1].mean(axis=0)))
+    mixed = tuple(np.zeros_like(x) for x in normed)
+    inner = "gate_up" if moe.gated else "up"
+    for expert in range(moe.experts):
+        columns = tuple(np.ascontiguousarray(share[:, expert]) for share in shares)
+        _add_expert(walk, f"{prefix}.experts.{expert}", inner, normed, columns, mixed)
+    if moe.shared_size:
+        columns = tuple(np.ones(len(x), np.float32) for x in normed)
+        if moe.shared_gate:
+            gate = walk.tensors(f"{prefix}.shared.gate")
+            columns = tuple(_logistic(multiply(x, gate)[:, 0]) for x in normed)
+        _add_expert(walk, f"{prefix}.shared", "gate_up", normed, columns, mixed)
+    return mixed
+
+
+def _shares(scores: Floats, moe: MoESpec, norm: Floats | None, eps: float) -> Floats:  # (N, E) -> (N, E)
+    """What each expert's result is multiplied by; 0 where a token does not use it."""
+    chosen, weights = route(scores, moe, norm=norm, eps=eps)
+    shares = np.zeros_like(scores)
+    np.put_along_axis(shares, chosen, weights, axis=1)
+    return shares
+
+
+def _logistic(x: Floats) -> Floats:
+    result: Floats = 0.5 * (1 + np.tanh(0.5 * x))
+    return result
+
+
+def _add_expert(
+    walk: LayerWalk,
+    prefix: str,
+    inner_name: str,
+    normed: Signal,  # (N, D)
+    shares: Signal,  # (N,)
+    mixed: Signal,  # (N, D), added to
+) -> None:
+    """Adds what one expert makes of the tokens that use it, in each stream."""
+    leading = shares[-1] != 0
+    # The statistics relate streams token by token, so each stream also computes the tokens of the last one.
+    used = [(share != 0) | leading for share in shares]
+    seen = [leading[rows] for rows in used]
+    weighing = shares[-1][leading, None] if walk.weigh_experts else np.float32(1)
+    gated = inner_name == "gate_up"
+    weights = walk.weights(f"{prefix}.{inner_name}", tuple(x[leading] * weighing for x in normed))
+    inner = [activate(x[rows], w, gated=gated) for x, rows, w in zip(normed, used, weights, strict=True)]
+    weights = walk.weights(f"{prefix}.down", tuple(h[s] * weighing for h, s in zip(inner, seen, strict=True)))
+    for out, share, rows, hidden, weight in zip(mixed, shares, used, inner, weights, strict=True):
+        out[rows] += share[rows, None] * multiply(hidden, weight)

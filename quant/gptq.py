@@ -1,5 +1,5 @@
 """Quantization that lets later columns make good the errors of earlier ones (GPTQ), refined afterwards under the same
-Hessian; knows nothing of models or how inputs were gathered.
+Hessian.
 
 With H the mean of x x^T, the squared output error of a row is e H e^T. H is factored as V V^T with V upper triangular,
 columns in order of falling input energy; each column is then rounded after adding what the errors before it ask for

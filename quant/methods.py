@@ -1,4 +1,4 @@
-"""The quantizers by name and the one call that quantizes a matrix; knows nothing of models, files or which matrix."""
+"""The quantizers by name and the one call that quantizes a matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import awq, gptq, hqq, rtn
 from edgeinfer.quant.blocks import Grid, Solver, packed, restored
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics
 
 __all__ = ["METHODS", "Method", "Needs", "approximate", "method_for", "quantize", "solver_for"]

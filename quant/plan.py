@@ -1,16 +1,40 @@
-"""What every matrix of a model is quantized to, as data that is printed and recorded; knows nothing of why."""
+"""What every matrix of a model is quantized to, found by ordered patterns of names, as data that is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
-from edgeinfer.quant.patterns import match_patterns
-from edgeinfer.quant.policy import FLOAT_BITS, QuantPolicy, is_quantizable, make_scheme
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.errors import UsageError
+from edgeinfer.quant.policy import FLOAT_BITS, QuantPolicy, QuantScheme, is_quantizable, make_scheme
 
-__all__ = ["QuantPlan"]
+__all__ = ["QuantPlan", "match_patterns"]
+
+Said = TypeVar("Said")
+
+
+def match_patterns(patterns: Sequence[tuple[str, Said]], names: Iterable[str]) -> dict[str, Said]:
+    """What the last pattern that matches a name says of it; names that none matches are left out.
+
+    Args:
+        patterns: glob patterns (`*`, `?`, `[...]`) of whole names, case-sensitive, each with its value.
+
+    Raises:
+        UsageError: a pattern matches no name.
+    """
+    names = list(names)
+    found: dict[str, Said] = {}
+    for pattern, value in patterns:
+        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            shown = f"{names[0]} and {names[-1]}" if names else "none"
+            hint = f"Names are like {shown}; edgeinfer inspect --tensors of any export lists them."
+            raise UsageError(f"{pattern!r} matches no matrix that can be quantized.", hint)
+        found.update(dict.fromkeys(matched, value))
+    return found
 
 
 @dataclass(frozen=True)

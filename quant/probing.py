@@ -1,4 +1,4 @@
-"""What rounding each matrix of a decoder does to its predictions, measured on a text; knows nothing of budgets.
+"""What rounding each matrix of a decoder does to its predictions, measured on a text.
 
 A probe is the whole model with one matrix, or one projection of all experts of a layer, coarsely rounded. All probes
 walk through the layers together, each as a stream of its own that leaves the unrounded one where its matrix is, so
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import rms_norm
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.quant.calibration_layers import LayerWalk, Tensors
-from edgeinfer.quant.calibration_products import Signal
+from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
 
 __all__ = ["Look", "Probe", "expert_group", "probe_decoder", "probe_tokens", "rounded"]
 

@@ -1,5 +1,4 @@
-"""Descent on a matrix's squared output error over codes, scales and zero points, block by block; knows nothing of how
-the codes it starts from were found.
+"""Descent on a matrix's squared output error over codes, scales and zero points, block by block.
 
 With the other blocks of a row fixed, the error is quadratic in one block, with the block's part of the Hessian and a
 minimum of its own. A sweep visits every block: its scale is fitted to its codes; scales and zero points around that

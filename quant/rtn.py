@@ -1,4 +1,4 @@
-"""Quantization by rounding to nearest with searched scales; knows nothing of models or files.
+"""Quantization by rounding to nearest with searched scales.
 
 For every block the scale and zero point are chosen to minimise the squared error, from a small grid of scaled ranges,
 each followed by a least-squares fit of the scale to the rounded values. The search follows the idea of llama.cpp's

@@ -1,4 +1,4 @@
-"""What each way to quantize each matrix is predicted to cost the model; knows nothing of budgets or files.
+"""What each way to quantize each matrix is predicted to cost the model.
 
 The cost of a scheme is the KL divergence that the matrix's probe caused, times how much smaller the scheme's error is
 than the probe's: both measured at the matrix's output, on the inputs that a text gives it. Costs add up.
@@ -16,8 +16,8 @@ from edgeinfer.quant.blocks import Grid
 from edgeinfer.quant.budget import Candidate
 from edgeinfer.quant.calibration_layers import Tensors
 from edgeinfer.quant.methods import approximate
+from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import Probe, expert_group, probe_decoder, rounded
-from edgeinfer.quant.scheme import QuantScheme
 from edgeinfer.quant.statistics import StatisticsAccumulator
 
 __all__ = ["choose_texts", "measure_costs", "share_of", "spread_rows"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.layer_skip import saver
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip import reduced_compute
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
 __all__ = ["even_costs"]
 
@@ -24,5 +24,5 @@ def even_costs() -> Iterator[None]:
         return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "measure_costs", costs)
+        patch.setattr(reduced_compute, "measure_costs", costs)
         yield

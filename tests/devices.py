@@ -11,7 +11,8 @@ import pytest
 
 import edgeinfer.config
 import edgeinfer.device
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.devices import registry, selection
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, CPU_PROVIDER, Device, DeviceEntry, Traits
 
@@ -42,7 +43,7 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
 
 def feed(backend: Backend, tokens: Sequence[int]) -> Floats:  # (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows)).logits.copy()
 
 
 def talk(backend: Backend) -> list[Floats]:

@@ -18,7 +18,7 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.results import Result, Speculation
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.profile import stamped
+from edgeinfer.runtime.profile.device_profile import stamped
 from edgeinfer.runtime.speculation import device
 from edgeinfer.runtime.speculation.contracts import Drafter
 from tests.cache import made

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.shapes import SHAPES, write_random_checkpoint
+from edgeinfer.apps.bench.synthetic import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.profile import stamped
+from edgeinfer.runtime.profile.device_profile import stamped
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.device import DeviceCosts
 

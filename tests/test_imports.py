@@ -18,16 +18,24 @@ from tests.cli import TIME_LIMIT
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.errors", "edgeinfer.option_checks"}
-ASKED = {"edgeinfer.adaptive", "edgeinfer.searching"}
-CORE = {"edgeinfer.errors", "edgeinfer.config", "edgeinfer.results", "edgeinfer.bundle", "edgeinfer.version"} | ASKED
+CHECKED = {"edgeinfer.errors", "edgeinfer.options"}
+ASKED = {"edgeinfer.adaptive", "edgeinfer.searching", "edgeinfer.reply_options"}
+CORE = {
+    "edgeinfer.errors",
+    "edgeinfer.options",
+    "edgeinfer.config",
+    "edgeinfer.results",
+    "edgeinfer.bundle",
+    "edgeinfer.version",
+} | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.errors": set[str](),
     "edgeinfer.version": set[str](),
-    "edgeinfer.option_checks": {"edgeinfer.errors"},
+    "edgeinfer.options": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.searching": CHECKED,
+    "edgeinfer.reply_options": CHECKED,
     "edgeinfer.config": CHECKED | ASKED,
     "edgeinfer.results": {"edgeinfer.errors"} | ASKED,
     "edgeinfer.bundle": CORE,
@@ -40,6 +48,7 @@ ALLOWED = {
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
+        "edgeinfer.options",
         "edgeinfer.errors",
         "edgeinfer.config",
         "edgeinfer.results",
@@ -52,7 +61,7 @@ ALLOWED = {
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}
 # Making a bundle needs these; running one does not.
 HEAVY = {"torch", "transformers", "onnx", "safetensors", "optimum", "ml_dtypes"}
-MAKERS = ("edgeinfer.export", "edgeinfer.quant")
+MAKERS = ("edgeinfer.export", "edgeinfer.quant", "edgeinfer.apps.bench.research")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 

@@ -1,358 +1,256 @@
-"""What replies lose and gain by taking less compute: every policy at several levels; knows no tables and no files.
-
-Quality is read: given stories, token by token in the very way in which replies are made, against the whole model's
-predictions. Speed and exact answers are replies in earnest, policy after policy in turns, prompt by prompt.
-"""
+"""`edgeinfer bench compute`: its options, its material, and the section and chart that show what was measured."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
+from edgeinfer.apps.bench.compute_measure import LEVELS, QUICK, ComputeMaterial, measure_compute
+from edgeinfer.apps.bench.model_files import default_folder, expanded_bundle
+from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.prompts import exact_prompts
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
+from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories
+from edgeinfer.errors import UsageError
 
-import edgeinfer
-from edgeinfer.apps.bench.prompts import Prompt
-from edgeinfer.apps.bench.texts import story_ids
-from edgeinfer.errors import EdgeInferError, UsageError
+__all__ = ["COMPUTE", "ComputeBenchOptions", "compute_chart", "compute_section", "dominates", "point_rows"]
 
-__all__ = ["LEVELS", "QUICK", "ComputeMaterial", "ComputeResults", "Floored", "Levels", "Point", "measure_compute"]
+_TEXT = "tinystories/tinystories_train_part0.txt"
+_READ, _EXPANDED = "texts and questions (default: a few that are built in)", "cost-expanded models"
+_DESCRIPTION = """\
+Take less compute by every policy at several levels, and measure how far predictions diverge from the whole model's, how
+many answers are still right, and how much faster replies are. Entropy is compared with random turns at the same share
+of the large model, calibrated sets of blocks with evenly spaced layers, and floors are tried on texts of their own.
 
-Told = Callable[[str, int, int], None]
+examples:
+  edgeinfer bench compute --data DATA --quick
+  edgeinfer bench compute -m BUNDLE --draft-model SMALL-BUNDLE --data DATA --json compute.json
+  edgeinfer bench compute --checkpoint LARGE --draft-checkpoint SMALL --expand 4 --data DATA --quick
 
-# Tokens of a story that stand for a prompt, and of it that are read at most after them.
-_PROMPT, _READ = 32, 96
-# Tokens of a continuation, by a model that answers no questions, and beyond the answer to a question.
-_WRITTEN, _BEYOND = 48, 4
-# Stories that are continued by such a model.
-_CONTINUED = 8
+With --expand speeds are those of cost-expanded models: small trained checkpoints at the sizes of larger ones.
+"""
 
 
 @dataclass(frozen=True)
-class Levels:
-    """How far policies are taken.
+class ComputeBenchOptions:
+    """What is read and asked, and of which models.
 
     Attributes:
-        shares: of the large model's tokens.
-        speedups: of evenly spaced layers; the other sets are as fast as these.
-        confidences: of early exits.
-        floors: in nats.
+        expand: factor by which both checkpoints are cost-expanded.
+        work: where expanded models are kept; None is the usual folder.
     """
 
-    shares: tuple[float, ...]
-    speedups: tuple[float, ...]
-    confidences: tuple[float, ...]
-    floors: tuple[float, ...]
+    data: Path | None = option(
+        "--data",
+        default=None,
+        type=Path,
+        metavar="PATH",
+        group=_READ,
+        help=f"folder with {_TEXT} to read and tales_dialogues/ to answer",
+    )
+    stories: int = option("--stories", default=24, type=int, metavar="N", group=_READ, help="stories to read")
+    questions: int = option("--questions", default=6, type=int, metavar="N", group=_READ, help="questions of each kind")
+    quick: bool = option(
+        "--quick",
+        default=False,
+        action="store_true",
+        group=_READ,
+        help="a third of the stories and questions, and fewer levels",
+    )
+    checkpoint: Path | None = option(
+        "--checkpoint",
+        default=None,
+        type=Path,
+        metavar="PATH",
+        group=_EXPANDED,
+        help="a small Llama checkpoint (Hugging Face, safetensors), instead of -m",
+    )
+    draft_checkpoint: Path | None = option(
+        "--draft-checkpoint",
+        default=None,
+        type=Path,
+        metavar="PATH",
+        group=_EXPANDED,
+        help="the same, instead of --draft-model",
+    )
+    expand: int | None = option(
+        "--expand",
+        default=None,
+        type=int,
+        metavar="FACTOR",
+        group=_EXPANDED,
+        help="times as wide, and twice as deep",
+    )
+    work: Path | None = option(
+        "--work", default=None, type=Path, metavar="PATH", group=_EXPANDED, help="where these files are kept"
+    )
+
+    def __post_init__(self) -> None:
+        if min(self.stories, self.questions) < 1:
+            message = "There must be something to read and to answer."
+            raise UsageError(message, "Give --stories and --questions from 1 on.")
+        if (self.expand is None) != (self.checkpoint is None) or (self.draft_checkpoint and not self.checkpoint):
+            message = "--expand needs a checkpoint, and checkpoints are for --expand alone."
+            raise UsageError(message, "Give --checkpoint and --expand, or -m.")
+
+    def expanded(self, checkpoint: Path) -> str:
+        """The cost-expanded bundle of a checkpoint."""
+        assert self.expand is not None, "checkpoints come with --expand"
+        return str(expanded_bundle(checkpoint.resolve(), self.expand, self.work or default_folder()))
+
+    def material(self) -> ComputeMaterial:
+        """What models read and answer.
+
+        Raises:
+            UsageError: the text has too few stories.
+        """
+        part = 3 if self.quick else 1
+        stories, questions = max(2, self.stories // part), max(1, self.questions // part)
+        asked = tuple(exact_prompts(self.data, questions))
+        if self.data is None:
+            told = tuple(story.text for story in BUILTIN_STORIES)
+            half = len(told) // 2
+            return ComputeMaterial(told[half:][:stories], told[:half], asked, "built-in stories")
+        found = all_stories(self.data / _TEXT)
+        if len(found) < stories + 8:
+            raise UsageError(f"{self.data / _TEXT} has too few stories.", "Read fewer (--stories).")
+        text = f"{stories} stories of {Path(_TEXT).name}"
+        return ComputeMaterial(tuple(found[-stories:]), tuple(found[:8]), asked, text)
 
 
-LEVELS = Levels(
-    (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9), (1.2, 1.5, 2.0, 3.0), (0.99, 0.95, 0.9, 0.8, 0.6, 0.4),
-    (0.03, 0.1, 0.3, 1.0),
+def _run(options: ComputeBenchOptions, context: BenchContext) -> BenchResult:
+    load, model_name = {"remember": False} | context.load, context.model
+    if options.checkpoint and (model_name or "draft_model" in load):
+        raise UsageError("A bundle cannot be expanded.", "Give checkpoints, and neither -m nor --draft-model.")
+    material, small = options.material(), options.draft_checkpoint
+    if options.checkpoint:
+        load |= {"draft_model": options.expanded(small)} if small else {}
+        model_name = options.expanded(options.checkpoint)
+    # Layers that cost expansion added compute nothing: skipped alone, they would be saved for nothing.
+    limits: dict[str, Any] = {"granularity": 2, "evaluations": 60} if options.expand else {}
+    limits |= {"evaluations": 60 if options.expand else 250, "repeats": 1} if options.quick else {}
+    drafter = load.get("draft_model")
+    with context.open_model(model_name, load) as model:
+        own = "its own drafter" if "draft_model" in model.plan.terms else None
+        name = Path(drafter).name if drafter else own
+        levels = QUICK if options.quick else LEVELS
+        results = measure_compute(model, material, levels, drafter=name, told=context.progress, **limits)
+    data = results.to_dict() | {"expanded": options.expand}
+    if options.checkpoint:
+        grown = f"x{options.expand}"
+        data |= {"model": f"{options.checkpoint.name} {grown}", "drafter": small and f"{small.name} {grown}"}
+    return BenchResult(data)
+
+
+HEADER = (
+    "policy", "level", "nats", "perplexity", "large share", "skipped", "predicted", "ms/token", "faster", "right"
 )  # fmt: skip
-QUICK = Levels((0.0, 0.25, 0.5, 0.75), (1.2, 1.5, 2.0), (0.95, 0.8, 0.5), (0.1, 0.5))
+# Columns of what is compared with what.
+_COMPARED = {"entropy": ("share", "entropy", "random"), "calibrated": ("speedup", "unified", "calibrated")}
+# What tells the levels of a policy apart, and how it is written.
+_LEVELS = {"compute_share": "share {:.2f}", "compute_speedup": "{:.2f}x", "exit_confidence": "p {:.2f}"}
 
 
-@dataclass(frozen=True)
-class ComputeMaterial:
-    """What models read and answer.
-
-    Attributes:
-        stories: to read; none of them was calibrated with.
-        calibration: stories whose beginnings are continued to calibrate with.
-        questions: with answers; only the speed is measured by them where a model does not chat.
-        text: name of the stories.
-    """
-
-    stories: tuple[str, ...]
-    calibration: tuple[str, ...]
-    questions: tuple[Prompt, ...]
-    text: str
+def _comparisons(data: Mapping[str, Any]) -> list[Table]:
+    """Each comparison with what a policy has to beat."""
+    found = []
+    for name, columns in _COMPARED.items():
+        pairs = data["dominance"][name]
+        better = sum(dominates(name, pair) for pair in pairs)
+        rows = [(f"{pair[columns[0]]:.2f}", *(f"{pair[column]:.4f}" for column in columns[1:])) for pair in pairs]
+        if pairs:
+            title = f"{name}: less divergence at {better} of {len(pairs)} levels"
+            found.append(Table(title, columns, tuple(rows)))
+    return found
 
 
-@dataclass(frozen=True)
-class Point:
-    """One policy at one level.
-
-    Attributes:
-        options: of generation.
-        divergence: nats from the whole model, mean over the tokens read; `divergence_error` is its standard error.
-        reduced: share of the tokens made with less than the whole model.
-        skipped: share of blocks that did not run.
-        predicted_speedup: of a reduced pass, by costs of blocks.
-        right, questions: exact answers; no questions where the model does not chat.
-        per_token_ms: of replies in earnest, after the first token; None before they were made.
-        speedup: over the whole model's in the same turns.
-    """
-
-    policy: str
-    options: dict[str, Any]
-    tokens: int = 0
-    perplexity: float = 0.0
-    divergence: float = 0.0
-    divergence_error: float = 0.0
-    reduced: float = 0.0
-    skipped: float = 0.0
-    predicted_speedup: float | None = None
-    right: int = 0
-    questions: int = 0
-    per_token_ms: float | None = None
-    speedup: float | None = None
-
-    @property
-    def large_share(self) -> float:
-        """Of the tokens, those that the whole model made."""
-        return 1 - self.reduced
-
-
-@dataclass(frozen=True)
-class Floored:
-    """A policy with a floor, on texts that nothing was calibrated with.
-
-    Attributes:
-        divergence: nats, mean over all tokens.
-        worst: the story's mean that is largest.
-        above, stories: stories whose mean is above the floor, of how many.
-        reduced: share of the tokens that were made with less all the same.
-    """
-
-    policy: str
-    options: dict[str, Any]
-    floor: float
-    divergence: float
-    worst: float
-    above: int
-    stories: int
-    reduced: float
-
-
-@dataclass(frozen=True)
-class ComputeResults:
-    """Everything that was measured of one model, and of its draft model if it has one."""
-
-    model: str
-    drafter: str | None
-    text: str
-    points: tuple[Point, ...]
-    floored: tuple[Floored, ...] = ()
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "model": self.model,
-            "drafter": self.drafter,
-            "text": self.text,
-            "points": [asdict(point) for point in self.points],
-            "floors": [asdict(each) for each in self.floored],
-            "skipped": self.skipped,
-            "dominance": {"entropy": self.against_chance(), "calibrated": self.against_even()},
-        }
-
-    def of(self, policy: str) -> list[Point]:
-        """The points of a policy."""
-        return [point for point in self.points if point.policy == policy]
-
-    def against_chance(self) -> list[dict[str, float]]:
-        """Divergence by entropy, and what chance is to be expected to give at the same share of the large model: of
-        what the small model alone diverges, the share that it makes. The points by chance scatter around that."""
-        alone = [each.divergence for each in self.of("random") if each.reduced == 1]
-        return [
-            {"share": each.large_share, "entropy": each.divergence, "random": each.reduced * alone[0]}
-            for each in self.of("entropy")
-            if alone and 0 < each.large_share < 1
-        ]
-
-    def against_even(self) -> list[dict[str, float]]:
-        """Divergence of evenly spaced layers, and of the calibrated set that is at least as fast."""
-        pairs = zip(self.of("unified"), self.of("calibrated"), strict=False)
-        return [
-            {"speedup": even.predicted_speedup or 0.0, "unified": even.divergence, "calibrated": found.divergence}
-            for even, found in pairs
-        ]
-
-
-@dataclass
-class _Bench:
-    model: edgeinfer.Model
-    material: ComputeMaterial
-    told: Callable[[str], None]
-
-    def texts(self) -> list[tuple[list[int], list[int]]]:
-        """Each story's beginning and what follows."""
-        ids = [story_ids(self.model, story)[: _PROMPT + _READ] for story in self.material.stories]
-        found = [(each[:_PROMPT], each[_PROMPT:]) for each in ids if len(each) >= _PROMPT + 8]
-        if not found:
-            raise UsageError("There is no story of some length to read.", "Give longer ones.")
-        return found
-
-    def read(self, point: Point) -> Point:
-        """The point with its quality."""
-        readings = [self.model.read_reply(*text, **point.options) for text in self.texts()]
-        self.told("reading")
-        values = np.concatenate([each.divergences for each in readings])
-        uses = [each.use for each in readings if each.use is not None]
-        tokens = max(sum(use.tokens for use in uses), 1)
-        return replace(
-            point,
-            tokens=len(values),
-            perplexity=float(np.exp(-np.concatenate([each.logprobs for each in readings]).mean())),
-            divergence=float(values.mean()),
-            divergence_error=float(values.std() / np.sqrt(len(values))),
-            reduced=sum(use.reduced for use in uses) / tokens,
-            skipped=sum(use.skipped_share * use.tokens for use in uses) / tokens,
-            predicted_speedup=uses[0].predicted_speedup if uses else None,
+def _floors(floors: Sequence[Mapping[str, Any]]) -> Table:
+    """How the floors of policies were kept."""
+    rows = [
+        (
+            each["policy"],
+            _level(each["options"]),
+            f"{each['floor']:g}",
+            f"{each['divergence']:.4f}",
+            f"{each['worst']:.4f}",
+            f"{each['above']} of {each['stories']}",
+            f"{each['reduced']:.0%}",
         )
-
-    def floored(self, policy: str, options: Mapping[str, Any], floor: float) -> Floored:
-        """How a floor is kept, story by story."""
-        given = {**options, "quality_floor": floor}
-        readings = [self.model.read_reply(*text, **given) for text in self.texts()]
-        self.told("floors")
-        means = [float(each.divergences.mean()) for each in readings]
-        uses = [each.use for each in readings if each.use is not None]
-        return Floored(
-            policy, dict(given), floor,
-            divergence=float(np.concatenate([each.divergences for each in readings]).mean()),
-            worst=max(means),
-            above=sum(mean > floor for mean in means),
-            stories=len(means),
-            reduced=sum(use.reduced for use in uses) / max(sum(use.tokens for use in uses), 1),
-        )  # fmt: skip
-
-    def answer(self, points: Sequence[Point], repeats: int) -> list[Point]:
-        """The points with their speed and, of a model that chats, its right answers; they take turns."""
-        ms, counts, right = np.zeros(len(points)), np.zeros(len(points)), np.zeros(len(points), np.int64)
-        tasks = list(self._tasks())
-        questions = sum(answer is not None for _, answer, _ in tasks)
-        for (ids, answer, most), repeat in itertools.product(tasks, range(repeats)):
-            for row, point in enumerate(points):
-                result = self.model.generate(ids, max_tokens=most, speculation="off", **point.options)
-                later = result.usage.completion_tokens - 1
-                ms[row] += result.timings.per_token_ms * later
-                counts[row] += later
-                right[row] += answer is not None and repeat == 0 and result.text.strip() == answer
-            self.told("replies")
-        each = ms / np.maximum(counts, 1)
-        return [
-            replace(
-                point, right=int(right[row]), questions=questions,
-                per_token_ms=float(each[row]), speedup=float(each[0] / each[row]),
-            )
-            for row, point in enumerate(points)
-        ]  # fmt: skip
-
-    def _tasks(self) -> Iterator[tuple[list[int], str | None, int]]:
-        """Prompts, the only right replies, and how long replies may be."""
-        chats = self.model.chat_template_text is not None
-        if not (chats and self.material.questions):
-            yield from ((begun, None, _WRITTEN) for begun, _ in self.texts()[:_CONTINUED])
-            return
-        for prompt in self.material.questions:
-            assert prompt.answer is not None, "only prompts with answers are asked"
-            ids = self.model.tokenize_chat(prompt.messages)
-            most = len(self.model.tokenize(prompt.answer, parse_special=False)) + _BEYOND
-            if len(ids) + most <= self.model.context:
-                yield ids, prompt.answer.strip(), most
+        for each in floors
+    ]
+    header = ("policy", "level", "floor", "nats", "worst story", "above the floor", "still reduced")
+    return Table("Floors, on texts that nothing was calibrated with", header, tuple(rows))
 
 
-def measure_compute(
-    model: edgeinfer.Model,
-    material: ComputeMaterial,
-    levels: Levels = LEVELS,
-    *,
-    drafter: str | None = None,
-    granularity: int = 1,
-    evaluations: int = 400,
-    repeats: int = 2,
-    told: Told | None = None,
-) -> ComputeResults:
-    """Calibrates, reads and answers.
-
-    Args:
-        drafter: name of the draft model that the model was loaded with; None where there is none.
-        granularity: consecutive layers that are skipped together; above 1 sets of single layers are left out.
-        evaluations: most sets of blocks to score.
-        repeats: of each reply whose speed counts.
-        told: called with a stage, steps done and to do; how many there will be is not known before.
-
-    Raises:
-        EdgeInferError: the whole model fails, or there is nothing to read.
-    """
-    steps = itertools.count(1)
-    bench = _Bench(model, material, lambda stage: None if told is None else _tell(told, stage, next(steps)))
-    skipped: dict[str, str] = {}
-    begun = [story_ids(model, story)[:_PROMPT] for story in material.calibration]
-    points = [bench.read(Point("full", {}))]
-    if drafter is not None:
-        model.tune_entropy(begun)
-        points += _tried(bench, _turns(levels), skipped)
-    points += _sets(bench, levels, begun, granularity, evaluations, skipped)
-    exits = (Point("exit", {"compute": "exit", "exit_confidence": each}) for each in levels.confidences)
-    points += _tried(bench, exits, skipped)
-    tried = itertools.product(_ends(points), levels.floors)
-    floored = [bench.floored(point.policy, point.options, floor) for point, floor in tried]
-    points = bench.answer(points, repeats)
-    return ComputeResults(model.info.name, drafter, material.text, tuple(points), tuple(floored), skipped)
+def dominates(name: str, pair: Mapping[str, float]) -> bool:
+    """Whether a policy diverges less than what it is compared with."""
+    return pair[name] < pair["random" if name == "entropy" else "unified"]
 
 
-def _tell(told: Told, stage: str, done: int) -> None:
-    told(stage, done, done + 1)
+def point_rows(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each point of the JSON."""
+    return [
+        (
+            each["policy"],
+            _level(each["options"]),
+            f"{each['divergence']:.4f}",
+            f"{each['perplexity']:.3f}",
+            f"{1 - each['reduced']:.0%}",
+            f"{each['skipped']:.0%}",
+            _times(each["predicted_speedup"]),
+            "" if each["per_token_ms"] is None else f"{each['per_token_ms']:.3f}",
+            _times(each["speedup"]),
+            f"{each['right']}/{each['questions']}" if each["questions"] else "",
+        )
+        for each in points
+    ]
 
 
-def _turns(levels: Levels) -> Iterator[Point]:
-    """Two models by turns, by entropy and by chance."""
-    for compute, share in itertools.product(("entropy", "random"), levels.shares):
-        yield Point(compute, {"compute": compute, "compute_share": share})
+def _level(options: Mapping[str, Any]) -> str:
+    return ", ".join(text.format(options[name]) for name, text in _LEVELS.items() if name in options)
 
 
-def _sets(
-    bench: _Bench,
-    levels: Levels,
-    begun: Sequence[Sequence[int]],
-    granularity: int,
-    evaluations: int,
-    skipped: dict[str, str],
-) -> list[Point]:
-    """Skipped sets: evenly spaced ones, and for each the others that are at least as fast."""
-    points: list[Point] = []
-    speedups = levels.speedups
-    if granularity == 1:
-        even = (Point("unified", {"compute": "unified", "compute_speedup": each}) for each in levels.speedups)
-        points = _tried(bench, even, skipped)
-        # A hair less, as the speed-up that is asked for again is itself a sum of measured parts.
-        speedups = tuple((point.predicted_speedup or 1.0) * (1 - 1e-9) for point in points)
-    try:
-        bench.model.tune_skips(begun, granularity=granularity, evaluations=evaluations)
-    except EdgeInferError as error:
-        skipped["calibrated"] = str(error)
-        return points
-    for policy in ("calibrated", "importance", "routers")[: 3 if granularity == 1 else 1]:
-        each = (Point(policy, {"compute": policy, "compute_speedup": speedup}) for speedup in speedups)
-        points += _tried(bench, each, skipped)
-    return points
+def _times(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:.2f}x"
 
 
-def _tried(bench: _Bench, points: Iterable[Point], skipped: dict[str, str]) -> list[Point]:
-    """The points that can be read; of a policy that cannot, the reason."""
-    read: list[Point] = []
-    for point in points:
-        if point.policy in skipped:
-            continue
-        try:
-            read.append(bench.read(point))
-        except EdgeInferError as error:
-            skipped[point.policy] = str(error)
-    return read
+def compute_chart(data: Mapping[str, Any]) -> Chart:
+    """Divergence against speed, a line for each policy."""
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for each in data["points"]:
+        # The whole model's own divergence, nothing, has no place on a logarithmic axis.
+        if each["divergence"] > 0 and each["speedup"] is not None:
+            lines.setdefault(each["policy"], []).append((each["speedup"], each["divergence"], _level(each["options"])))
+    drawn = []
+    for name, points in lines.items():
+        ordered = sorted(points)
+        drawn.append(Line(name, tuple(point[:2] for point in ordered), tuple(point[2] for point in ordered)))
+    y = "KL divergence, nats per token"
+    return Chart(f"{data['model']}: less compute", "times faster", y, tuple(drawn), logarithmic=True)
 
 
-def _ends(points: Sequence[Point]) -> Iterator[Point]:
-    """Of each policy that users have, the points that diverge least and most."""
-    by_policy: dict[str, list[Point]] = {}
-    for point in points:
-        if point.policy not in ("full", "random") and point.divergence > 0:
-            by_policy.setdefault(point.policy, []).append(point)
-    for found in by_policy.values():
-        ordered = sorted(found, key=lambda point: point.divergence)
-        yield from (ordered[0], ordered[-1])[: len(ordered)]
+def compute_section(data: Any) -> Section:
+    """Quality against speed where less than the whole model is computed."""
+    points = Table("Every policy at several levels", HEADER, tuple(point_rows(data["points"])))
+    tables = [*_comparisons(data), *([_floors(data["floors"])] if data["floors"] else [])]
+    notes = [Paragraph(f"{policy}: skipped: {reason}") for policy, reason in data["skipped"].items()]
+    if data.get("expanded"):
+        notes.append(Paragraph("Speeds are those of cost-expanded models: small ones at the sizes of larger ones."))
+    drafter = (("Draft model", data["drafter"]),) if data["drafter"] else ()
+    facts = (("Model", data["model"]), *drafter, ("Text", data["text"]), *run_facts(data))
+    return Section("What less compute costs", facts, (compute_chart(data), points, *tables, *notes), commands(data))
+
+
+COMPUTE = Benchmark(
+    "compute",
+    "quality against speed where less is computed",
+    _DESCRIPTION,
+    ComputeBenchOptions,
+    _run,
+    compute_section,
+    loads=True,
+    chart=compute_chart,
+)

@@ -1,14 +1,16 @@
-"""c(m), what a pass over m new tokens takes, beside what the machine needs at least; knows no printing."""
+"""`edgeinfer bench curve`: c(m), the time of a pass over m new tokens, beside the least that the machine needs."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, numbers, option
 from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import describe_run
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.errors import NativeUnavailableError, UsageError
@@ -17,12 +19,19 @@ from edgeinfer.results import DeviceLimits
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["Curve", "CurveConfig", "CurvePoint", "curve_chart", "lines_chart", "run_curve"]
-
-Points = Sequence[tuple[float, float]]
+__all__ = ["CURVE", "Curve", "CurveConfig", "CurvePoint", "curve_chart", "curve_section", "run_curve"]
 
 # Passes over each size at one visit, whose median counts.
 _BURST = 3
+
+
+_DESCRIPTION = """\
+Measure c(m): the time of a pass over m new tokens, which is what verifying a draft of m - 1 costs, beside the least
+that reading the weights and multiplying take on this machine, measured in the same minutes.
+
+example:
+  edgeinfer bench curve -m BUNDLE -t 1 --svg curve.svg
+"""
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,20 @@ class CurveConfig:
         repeats: visits, each with a look at the machine's limits beside it.
     """
 
-    sizes: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-    past: int = 64
-    repeats: int = 9
+    sizes: Sequence[int] = option(
+        "--sizes",
+        default=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
+        type=numbers,
+        metavar="LIST",
+        group="passes",
+        help="numbers of tokens, separated by commas (default: 1 to 8, 10, 12, 16)",
+    )
+    past: int = option(
+        "-d", "--n-depth", default=64, type=int, metavar="N", group="passes", help="tokens that precede the pass"
+    )
+    repeats: int = option(
+        "-r", "--repetitions", default=9, type=int, metavar="N", group="passes", help="visits to each size"
+    )
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or self.past < 0 or self.repeats < 1:
@@ -47,7 +67,7 @@ class CurveConfig:
 
     @property
     def context(self) -> int:
-        """That it needs."""
+        """The context that it needs."""
         return self.past + max(self.sizes) + 1
 
 
@@ -87,7 +107,7 @@ class Curve:
         return {**self.facts, "limits": None if self.limits is None else asdict(self.limits), "points": points}
 
 
-def run_curve(model: Model, config: CurveConfig, told: Callable[[int, int], None], command: str = "") -> Curve:
+def run_curve(model: Model, config: CurveConfig, told: Told, command: str = "") -> Curve:
     """Measures all sizes in turns.
 
     Args:
@@ -142,19 +162,51 @@ def _median(limits: Sequence[DeviceLimits]) -> DeviceLimits | None:
     )
 
 
-def curve_chart(curve: Curve) -> Chart:
-    """Milliseconds against tokens, with the machine's limits below."""
-    threads = "1 thread" if curve.facts["n_threads"] == 1 else f"{curve.facts['n_threads']} threads"
-    return lines_chart(
-        f"A pass over m tokens: {curve.facts['model_type']}, {threads}",
-        [(point.size, point.ms.median) for point in curve.points],
-        [(point.size, point.read_ms) for point in curve.points if point.read_ms is not None],
-        [(point.size, point.multiply_ms) for point in curve.points if point.multiply_ms is not None],
-    )
-
-
-def lines_chart(title: str, measured: Points, reading: Points, multiplying: Points) -> Chart:
-    """The same of points (tokens, milliseconds); limits that are not known are empty."""
-    lines = {"measured": measured, "reading the weights": reading, "multiplying": multiplying}
-    drawn = tuple(Line(name, tuple(points)) for name, points in lines.items() if points)
+def curve_chart(data: Mapping[str, Any]) -> Chart:
+    """Milliseconds against tokens, with the machine's limits below where they are known."""
+    points = data["points"]
+    lines = {
+        "measured": [(point["size"], point["ms"]["median"]) for point in points],
+        "reading the weights": [(p["size"], p["read_ms"]) for p in points if p["read_ms"] is not None],
+        "multiplying": [(p["size"], p["multiply_ms"]) for p in points if p["multiply_ms"] is not None],
+    }
+    drawn = tuple(Line(name, tuple(found)) for name, found in lines.items() if found)
+    threads = "1 thread" if data["n_threads"] == 1 else f"{data['n_threads']} threads"
+    title = f"A pass over m tokens: {data['model_type']}, {threads}"
     return Chart(title, "m, new tokens in a pass", "ms", drawn)
+
+
+def curve_section(data: Mapping[str, Any]) -> Section:
+    """A pass over several tokens beside the least it can take."""
+    rows, times = [], []
+    for point in data["points"]:
+        size, ms, least = str(point["size"]), point["ms"], point["limit_ms"]
+        growth, limit = f"{point['growth']['median']:.2f}", "" if least is None else f"{least:.2f}"
+        rows.append((size, f"{ms['median']:.2f}", f"{ms['p25']:.2f} to {ms['p75']:.2f}", growth, limit))
+        times += [] if least is None else [(size, f"{ms['median'] / least:.2f}")]
+    header = ("m", "median", "25% to 75%", "c(m)/c(1)", "least")
+    table = Table("Milliseconds of a pass over m new tokens, and the least the machine needs", header, tuple(rows))
+    facts = (*run_facts(data), ("Tokens before", str(data.get("n_depth", 0))))
+    unknown = "The machine's limits are not known: the native kernel, which measures them, is not installed."
+    last: Part = Paragraph(unknown)
+    if times:
+        last = Table("How near passes are to these limits", ("m", "times the least"), tuple(times))
+    parts: tuple[Part, ...] = (curve_chart(data), table, last)
+    return Section("What verifying several tokens costs", facts, parts, commands(data))
+
+
+def _run(config: CurveConfig, context: BenchContext) -> BenchResult:
+    with context.open_model(context.model, {"context": config.context} | context.load) as model:
+        return BenchResult(run_curve(model, config, context.stage("measuring"), context.command).to_dict())
+
+
+CURVE = Benchmark(
+    "curve",
+    "what a pass over several tokens costs",
+    _DESCRIPTION,
+    CurveConfig,
+    _run,
+    curve_section,
+    loads=True,
+    chart=curve_chart,
+)

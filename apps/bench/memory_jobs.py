@@ -17,7 +17,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.bench.enforced import set_limit
-from edgeinfer.apps.bench.vocabulary import pseudo_text
+from edgeinfer.apps.bench.synthetic import pseudo_text
 from edgeinfer.apps.bench.watch import mapped_memory
 from edgeinfer.errors import BackendError, BudgetError
 from edgeinfer.results import Result

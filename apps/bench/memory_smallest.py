@@ -12,7 +12,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.driver import WORKER_SCRIPT, engine_environment, token_ids
 from edgeinfer.apps.bench.memory_timed import Replies, Setup, Timed, Told, budgets_between, narrow, time_setups
-from edgeinfer.apps.bench.vocabulary import pseudo_text
+from edgeinfer.apps.bench.synthetic import pseudo_text
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.errors import UsageError
 

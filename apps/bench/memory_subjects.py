@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgeinfer.apps.bench.artifacts import LAYOUTS, Artifacts, BundleKind
-from edgeinfer.apps.bench.shapes import find_shape
+from edgeinfer.apps.bench.model_files import LAYOUTS, Artifacts, BundleKind
+from edgeinfer.apps.bench.synthetic import find_shape
 
 __all__ = ["SIZES", "Subject", "find_subjects"]
 

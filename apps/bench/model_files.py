@@ -1,7 +1,8 @@
-"""One checkpoint in the formats of every engine, made on first use and kept; knows nothing of shapes or timing."""
+"""Models in the formats of every engine, made on first use and kept: of a checkpoint, random, or cost-expanded."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED, expand_checkpoint, expanded_shape, grown
 from edgeinfer.apps.bench.driver import child_environment, engine_environment
 from edgeinfer.apps.bench.safetensors_file import convert_checkpoint
+from edgeinfer.apps.bench.synthetic import Shape, write_random_checkpoint, write_random_gguf
+from edgeinfer.apps.bench.trained import TrainedCheckpoint
+from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import BackendError
 
-__all__ = ["LAYOUTS", "BundleKind", "Layout", "ModelFiles", "export_command", "run_builder", "tree_bytes"]
+__all__ = [
+    "LAYOUTS",
+    "Artifacts",
+    "BundleKind",
+    "Layout",
+    "ModelFiles",
+    "TrainedArtifacts",
+    "default_folder",
+    "expanded_bundle",
+    "export_command",
+    "run_builder",
+    "tree_bytes",
+    "write_q4_0",
+]
 
 GENAI_BLOCK = 32
 Layout = Literal["native", "portable"]
@@ -146,6 +164,107 @@ class ModelFiles:
         # Its folder must not be one whose modules could hide the builder's.
         run_builder(command, cwd=self._folder, env=engine_environment(python))
         shutil.rmtree(cache, ignore_errors=True)
+
+
+def default_folder() -> Path:
+    """Where model files are kept unless told otherwise."""
+    return Path.home() / ".cache" / "edgeinfer" / "bench"
+
+
+class Artifacts(ModelFiles):
+    """Random models of one shape.
+
+    Args:
+        folder: holds a subfolder per shape; a 0.5B shape takes about 3 GB.
+        shape: of the models.
+        rebuild: replace bundles that are already there; for work on the exporter.
+    """
+
+    def __init__(self, folder: Path, shape: Shape, *, rebuild: bool = False) -> None:
+        super().__init__(folder / shape.name, shape.name, rebuild=rebuild)
+        self._shape = shape
+
+    def checkpoint(self) -> Path:
+        """A Hugging Face checkpoint in float32."""
+        return self._make("checkpoint", lambda path: write_random_checkpoint(path, self._shape))
+
+    def gguf(self) -> Path:
+        """A GGUF file with every matrix in Q4_0, of weights of its own."""
+        return self._make("q4_0.gguf", lambda path: write_random_gguf(path, self._shape))
+
+
+class TrainedArtifacts(Artifacts):
+    """A small trained checkpoint, as it is or cost-expanded, in the formats of the engines; built once and kept.
+
+    Args:
+        folder: holds a subfolder per checkpoint, named by the hash of its weights; of the 0.5B shape each takes 3 GB.
+        source: the checkpoint.
+        shape: to expand it to; None leaves it as it is.
+        rebuild: replace bundles that are already there.
+
+    Raises:
+        CheckpointError, UsageError: as `expand_checkpoint`.
+    """
+
+    def __init__(self, folder: Path, source: Path, shape: Shape | None, *, rebuild: bool = False) -> None:
+        small = TrainedCheckpoint(source).shape
+        super().__init__(folder / _digest(source), expanded_shape(small, shape) if shape else small, rebuild=rebuild)
+        self._source, self._target = source, shape
+
+    def checkpoint(self) -> Path:
+        """The checkpoint itself, or the cost-expanded one in float32."""
+        shape = self._target
+        if shape is None:
+            return self._source
+        return self._make("checkpoint", lambda path: expand_checkpoint(self._source, path, shape))
+
+    def gguf(self) -> Path:
+        """A GGUF file of it with every matrix in Q4_0."""
+        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
+
+
+def write_q4_0(checkpoint: Path, path: Path) -> None:
+    """Writes a GGUF file with every matrix and the embedding in Q4_0, and no vocabulary: it is fed token ids.
+
+    Raises:
+        CheckpointError, UnsupportedArchitectureError: as `edgeinfer.export.gguf.writer.write_gguf`.
+        UsageError: the gguf package or llama-cpp-python is not installed.
+    """
+    # Not at the top of the file: they need the extra.
+    from edgeinfer.export.gguf.quantize import quantize_gguf
+    from edgeinfer.export.gguf.writer import write_gguf
+
+    floats = path.with_suffix(".float")
+    try:
+        write_gguf(checkpoint, floats, vocabulary=False)
+        # Otherwise llama.cpp gives some of them more bits.
+        types = {tensor.name: "Q4_0" for tensor in read_gguf(floats).tensors if len(tensor.shape) > 1}
+        quantize_gguf(floats, path, "Q4_0", tensor_types=types, threads=1)
+    finally:
+        floats.unlink(missing_ok=True)
+
+
+def expanded_bundle(checkpoint: Path, factor: int, folder: Path) -> Path:
+    """A bundle in 8 bits of the cost-expanded checkpoint, made once and kept.
+
+    Raises:
+        CheckpointError, UsageError: it cannot be expanded.
+        BackendError: it cannot be exported.
+    """
+    digest = _digest(checkpoint)
+    place = folder / f"{checkpoint.name}-{digest}-{COST_EXPANDED}-x{factor}"
+    bundle = place / "bundle"
+    if not bundle.is_dir():
+        expand_checkpoint(checkpoint, place / "checkpoint", grown(TrainedCheckpoint(checkpoint).shape, factor))
+        options = ("--bits", "8", "--no-kv-scales")
+        run_builder(export_command(place / "checkpoint", bundle, options), env=child_environment())
+    return bundle
+
+
+def _digest(checkpoint: Path) -> str:
+    """The beginning of the hash of a checkpoint's weights."""
+    with (checkpoint / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
 
 
 def tree_bytes(path: Path) -> int:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
 from edgeinfer.apps.bench.peers_engines import PEERS
 from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
@@ -225,7 +224,7 @@ def peers_section(data: Any) -> Section:
     return Section("Beside other engines", facts, parts, commands(data))
 
 
-def _model_parts(model: Row, data: Row) -> Iterator[Table | Chart | Note]:
+def _model_parts(model: Row, data: Row) -> Iterator[Table | Chart | Paragraph]:
     timed = [engine for engine in model["engines"] if not engine["skipped"]]
     yield _speed_table(model, timed)
     budgets = sorted({int(budget) for engine in timed for budget in engine["budgets"]})
@@ -235,7 +234,7 @@ def _model_parts(model: Row, data: Row) -> Iterator[Table | Chart | Note]:
         lines = tuple(line for engine in timed if (line := _budget_line(engine)).points)
         if lines:
             yield Chart(f"{model['model']}: speed within a memory limit", "limit, MB", "tokens per second", lines)
-    yield from map(Note, _notes(model, timed, data))
+    yield from map(Paragraph, _notes(model, timed, data))
 
 
 def _speed_table(model: Row, timed: Sequence[Row]) -> Table:

@@ -14,15 +14,14 @@ from pathlib import Path
 import numpy as np
 
 import edgeinfer
-from edgeinfer.apps.bench.artifacts import Artifacts
 from edgeinfer.apps.bench.driver import token_ids
-from edgeinfer.apps.bench.model_files import BundleKind, ModelFiles
+from edgeinfer.apps.bench.model_files import Artifacts, BundleKind, ModelFiles
 from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
 from edgeinfer.apps.bench.safetensors_file import TensorFile, write_header
-from edgeinfer.apps.bench.shapes import SHAPES
+from edgeinfer.apps.bench.synthetic import SHAPES
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.export.bundle_checkpoint import checkpoint_config, checkpoint_tensors
+from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
 from edgeinfer.quant import default_group_size
 
 __all__ = [

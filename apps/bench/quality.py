@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.apps.bench.artifacts import export_command
 from edgeinfer.apps.bench.driver import child_environment
+from edgeinfer.apps.bench.model_files import export_command
 from edgeinfer.apps.bench.prompts import Message, Prompt
 from edgeinfer.apps.bench.quality_variants import CALIBRATION, Family, Variant
 from edgeinfer.apps.bench.texts import calibration_text, story_ids

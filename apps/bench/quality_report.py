@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
 from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 from edgeinfer.config import format_size
 
 __all__ = ["quality_chart", "quality_section"]
@@ -46,12 +45,12 @@ def quality_section(data: Any) -> Section:
         tuple(_rows(subjects)),
     )
     answers = "Of answers, replies that are right letter for letter; in brackets the share of their tokens that are "
-    notes = [Note(answers + "likeliest after the right ones.")] if any(each["tasks"] for each in subjects) else []
+    notes = [Paragraph(answers + "likeliest after the right ones.")] if any(each["tasks"] for each in subjects) else []
     for each in data["layouts"]:
         one, other = each["layouts"]
         difference = f"{one} - {other} = {each['mean']:+.6f} ± {each['error']:.6f} nats"
-        notes.append(Note(f"{each['model']}, {each['scheme']}: {difference}"))
-    notes += [Note(f"{each['model']}, {each['variant']}: skipped: {each['reason']}") for each in data["skipped"]]
+        notes.append(Paragraph(f"{each['model']}, {each['scheme']}: {difference}"))
+    notes += [Paragraph(f"{each['model']}, {each['variant']}: skipped: {each['reason']}") for each in data["skipped"]]
     facts = (("Text", data["text"]), ("Tokens", str(subjects[0]["tokens"])), *run_facts(data))
     return Section("What fewer bits cost", facts, (quality_chart(subjects), table, *notes), commands(data))
 

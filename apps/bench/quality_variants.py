@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.artifacts import LAYOUTS
+from edgeinfer.apps.bench.model_files import LAYOUTS
 from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
 

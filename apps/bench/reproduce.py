@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import edgeinfer
-from edgeinfer.apps.bench.artifacts import default_folder
 from edgeinfer.apps.bench.driver import child_environment
+from edgeinfer.apps.bench.model_files import default_folder
 from edgeinfer.apps.bench.reproduce_files import (
     RUNS,
     Places,

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.artifacts import Artifacts, BundleKind
 from edgeinfer.apps.bench.environment import run_header
-from edgeinfer.apps.bench.pages.page import markdown
-from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
+from edgeinfer.apps.bench.model_files import Artifacts, BundleKind
 from edgeinfer.apps.bench.pages.sections import read_section, report_html
-from edgeinfer.apps.bench.shapes import find_shape
+from edgeinfer.apps.bench.render import common, machine_facts, markdown
+from edgeinfer.apps.bench.synthetic import find_shape
 
 __all__ = [
     "RUNS",
@@ -38,6 +37,7 @@ _TEXT = "tinystories/tinystories_train_part0.txt"
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /results -->)", re.DOTALL)
 # Of sections with several parts those that the README shows; all of others.
 _SHOWN: Mapping[str, Sequence[int]] = {
+    "curve": (0, 1),
     "memory-plans": (0, 2),
     "memory-smallest": (0, 2),
     "spec": (0, 2),

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_index
 from edgeinfer.errors import CheckpointError
 
 __all__ = ["Dtype", "TensorFile", "convert_checkpoint", "encode", "write_header"]
@@ -34,17 +35,15 @@ class TensorFile:
         self._path = path
         try:
             with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(min(size, path.stat().st_size)))
-        except (OSError, ValueError) as error:
+                index = read_index(file, path.stat().st_size)
+        except (OSError, ArrayFileError) as error:
             raise CheckpointError(f"Cannot read {path}: {error}.", "Give a checkpoint in one file.") from error
-        self._start = 8 + size
-        self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self._entries = {stored.name: stored for stored in index.arrays}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor."""
-        return {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
+        return {name: stored.shape for name, stored in self._entries.items()}
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor in float32, of the shape it is stored in.
@@ -53,29 +52,20 @@ class TensorFile:
             CheckpointError: the file has no such tensor, or one of another type.
         """
         entry = self._entries.get(name)
-        if entry is None or entry["dtype"] not in _STORED:
-            wrong = "is missing" if entry is None else f"has the type {entry['dtype']}"
+        if entry is None or entry.dtype not in _STORED:
+            wrong = "is missing" if entry is None else f"has the type {entry.dtype}"
             raise CheckpointError(f"The tensor {name} {wrong} in {self._path}.", "Give a checkpoint in floating point.")
-        offset, stored = self._start + entry["data_offsets"][0], _STORED[entry["dtype"]]
-        data: npt.NDArray[Any] = np.fromfile(self._path, stored, math.prod(entry["shape"]), offset=offset)
-        if entry["dtype"] == "BF16":
+        count, kind = math.prod(entry.shape), _STORED[entry.dtype]
+        data: npt.NDArray[Any] = np.fromfile(self._path, kind, count, offset=entry.offset)
+        if entry.dtype == "BF16":
             data = (data.astype(np.uint32) << 16).view(np.float32)
-        values: npt.NDArray[np.float32] = data.astype(np.float32, copy=False).reshape(entry["shape"])
+        values: npt.NDArray[np.float32] = data.astype(np.float32, copy=False).reshape(entry.shape)
         return values
 
 
 def write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> None:
-    """The header: its length in 8 bytes, then JSON padded with spaces to a multiple of 8. Data follow in its order."""
-    width = 4 if dtype == "float32" else 2
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, dimensions in shapes.items():
-        end = offset + width * math.prod(dimensions)
-        entries[name] = {"dtype": _TYPES[dtype], "shape": list(dimensions), "data_offsets": [offset, end]}
-        offset = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    file.write(len(header).to_bytes(8, "little") + header)
+    """Writes the header; the tensors' data follow it in its order."""
+    file.write(encode_header({name: (_TYPES[dtype], shape) for name, shape in shapes.items()}, {"format": "pt"}))
 
 
 def encode(values: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:

@@ -1,116 +1,261 @@
-"""Times speculation against plain decoding, prompt by prompt and in turns; knows nothing of tables or files.
-
-Plain decoding is the same model in the same process with drafting off. Modes take turns on each prompt, so that a
-machine that slows down slows all of them; a prompt's figure is the median of its repeats.
-"""
+"""`edgeinfer bench spec`: speculation against plain decoding, on the same prompts, model and process, in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
 
+import psutil
+
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, option
 from edgeinfer.apps.bench.driver import Worker
-from edgeinfer.apps.bench.prompts import TokenizedPrompt
-from edgeinfer.apps.bench.spec_modes import EdgeInferMode, Generates, LlamaCppMode, Mode, Sampling
-from edgeinfer.apps.bench.spec_results import PLAIN, PromptTimes, Reply, Setup
-from edgeinfer.apps.bench.timing import rotated
-from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.results import ModelInfo
+from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
+from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
+from edgeinfer.apps.bench.spec_modes import (
+    Learns,
+    Mode,
+    ReplySettings,
+    SpecConfig,
+    edgeinfer_modes,
+    llamacpp_modes,
+    measure,
+)
+from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecResults, SpecSetup, spec_section
+from edgeinfer.apps.bench.synthetic import find_shape
+from edgeinfer.errors import CheckpointError, UsageError
 
-__all__ = ["LOOKUPS", "SpecConfig", "describe_setup", "edgeinfer_modes", "llamacpp_modes", "measure"]
+__all__ = ["SPEC", "SpecOptions", "run_spec"]
 
-# Lengths of llama.cpp's prompt lookup: its binding's default, and what its documentation advises for CPUs.
-LOOKUPS = (10, 2)
+# llama.cpp rounds contexts up to multiples of this.
+_LLAMACPP_CONTEXT = 256
+_WORK, _FILES = "workload", "cost-expanded model and llama.cpp"
+_DESCRIPTION = """\
+Compare speculation with plain decoding: the same prompts, model and process, mode after mode in turns.
+
+examples:
+  edgeinfer bench spec --modes off,copy,copy+recycle,auto -t 1
+  edgeinfer bench spec --data DATA --per-category 10 --json spec.json
+  edgeinfer bench spec --checkpoint CHECKPOINT --expand --llamacpp -t 1
+
+With --expand the figures are those of a cost-expanded model: a small trained checkpoint at the sizes of a larger one.
+"""
 
 
 @dataclass(frozen=True)
-class SpecConfig:
-    """What is compared.
+class SpecOptions:
+    """What to benchmark.
 
     Attributes:
-        modes: "off", "auto", CONTROL, or drafters joined by "+"; plain decoding is always measured, and comes first.
-        sampling: of every reply.
-        repeats: replies of each mode to each prompt.
+        warm_up: these are answered first, so that drafters have learnt from some texts; they are not timed.
+        categories: names of categories or of their sources; None is all.
+        expand: shape to which the checkpoint is cost-expanded.
+        work: where model files are kept; None is the usual folder.
+        rebuild: whether the bundle is exported again.
     """
 
-    modes: tuple[str, ...] = (PLAIN, "auto")
-    sampling: Sampling = field(default_factory=Sampling)
-    repeats: int = 3
+    modes: tuple[str, ...] = option(
+        "--modes",
+        default=(PLAIN, "auto"),
+        type=names,
+        metavar="LIST",
+        group=_WORK,
+        help="off, auto, or drafters joined by +, separated by commas; off is always measured (default: off,auto)",
+    )
+    control: bool = option(
+        "--control",
+        default=False,
+        action="store_true",
+        group=_WORK,
+        help="measure off twice: how far it is from itself is noise",
+    )
+    data: Path | None = option(
+        "--data",
+        default=None,
+        type=Path,
+        metavar="PATH",
+        group=_WORK,
+        help="folder with tales_dialogues/, mtbench/, specbench/, gsm8k/, summarization/ "
+        "(default: a dozen built-in prompts)",
+    )
+    categories: tuple[str, ...] | None = option(
+        "--categories",
+        default=None,
+        type=names,
+        metavar="LIST",
+        group=_WORK,
+        help="only these, or all of a source: tales/retell,gsm8k",
+    )
+    per_category: int = option(
+        "--per-category", default=4, type=int, metavar="N", group=_WORK, help="prompts of each category"
+    )
+    warm_up: int = option(
+        "--warm-up",
+        default=0,
+        type=int,
+        metavar="N",
+        group=_WORK,
+        help="further prompts of each that drafters learn from first, untimed",
+    )
+    max_tokens: int = option(
+        "-n", "--max-tokens", default=128, type=int, metavar="N", group=_WORK, help="tokens of a reply"
+    )
+    repeats: int = option(
+        "--repeats", default=3, type=int, metavar="N", group=_WORK, help="a prompt's figure is their median"
+    )
+    temperature: float = option(
+        "--temp",
+        "--temperature",
+        default=0.0,
+        type=float,
+        metavar="T",
+        group=_WORK,
+        help="0 takes the likeliest token each time (default: 0)",
+    )
+    seed: int = option(
+        "--seed", default=0, type=int, metavar="N", group=_WORK, help="of the replies where --temp is above 0"
+    )
+    checkpoint: Path | None = option(
+        "--checkpoint",
+        default=None,
+        type=Path,
+        metavar="PATH",
+        group=_FILES,
+        help="a small Llama checkpoint (Hugging Face, safetensors)",
+    )
+    expand: str | None = option(
+        "--expand",
+        default=None,
+        nargs="?",
+        const="qwen2.5-0.5b",
+        metavar="SHAPE",
+        group=_FILES,
+        help="measure the checkpoint cost-expanded to this shape (qwen2.5-0.5b), instead of -m",
+    )
+    bits: int = option(
+        "--bits", default=4, type=int, choices=(4, 8), group=_FILES, help="bits of the bundle that --expand makes"
+    )
+    llamacpp: bool = option(
+        "--llamacpp",
+        default=False,
+        action="store_true",
+        group=_FILES,
+        help="measure llama.cpp too, on the checkpoint in Q4_0: plainly and with its prompt lookup",
+    )
+    work: Path | None = option(
+        "--work", default=None, type=Path, metavar="PATH", group=_FILES, help="where these files are kept"
+    )
+    rebuild: bool = option(
+        "--rebuild", default=False, action="store_true", group=_FILES, help="export the bundle again"
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "modes", tuple(dict.fromkeys((PLAIN, *self.modes))))
-        if self.repeats < 1:
-            raise UsageError(f"repeats must be at least 1, not {self.repeats}.", "See --help.")
-        if self.sampling.max_tokens < 3:
-            raise UsageError("Replies of fewer than 3 tokens cannot be timed.", "Ask for more (-n).")
+        if self.per_category < 1:
+            raise UsageError(f"per_category must be at least 1, not {self.per_category}.", "See --help.")
+        if self.warm_up < 0:
+            raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
+        if (self.expand or self.llamacpp) and self.checkpoint is None:
+            raise UsageError("--expand and --llamacpp need a checkpoint.", "Name a small Llama one with --checkpoint.")
+        if self.llamacpp and (missing := [name for name in ("llama_cpp", "gguf") if find_spec(name) is None]):
+            message = f"{' and '.join(missing)} not installed."
+            raise UsageError(message, "Install the gguf extra: edgeinfer[gguf].")
+
+    @property
+    def config(self) -> SpecConfig:
+        """Modes and replies; UsageError where they make no sense."""
+        modes = (*self.modes, *((CONTROL,) if self.control else ()))
+        return SpecConfig(modes, ReplySettings(self.max_tokens, self.temperature, self.seed), self.repeats)
+
+    def artifacts(self) -> TrainedArtifacts | None:
+        """Files made of the checkpoint; None where there is none."""
+        if self.checkpoint is None:
+            return None
+        shape = find_shape(self.expand) if self.expand else None
+        return TrainedArtifacts(self.work or default_folder(), self.checkpoint, shape, rebuild=self.rebuild)
+
+    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
+        count = self.per_category + self.warm_up
+        if self.data is None:
+            found = builtin_prompts(count, self.categories)
+        else:
+            found = load_prompts(self.data, count, categories=self.categories)
+        timed: list[Prompt] = []
+        warming: list[Prompt] = []
+        for _, of_category in groupby(found, key=lambda prompt: prompt.category):
+            prompts = list(of_category)
+            timed += prompts[: self.per_category]
+            warming += prompts[self.per_category :]
+        return timed, warming
 
 
-def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str]) -> list[Mode]:
-    """The modes of a model, each tried once; those that it cannot run are put in `skipped` with the reason.
+def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, bool]:
+    """Measures; an interrupt ends it early with the prompts that are done. Whether it came to its end is returned too.
 
     Raises:
-        EdgeInferError: plain decoding failed.
+        EdgeInferError: files cannot be made, the model cannot be loaded, or it failed.
+        KeyboardInterrupt: before the first prompt was done.
     """
-    runnable: list[Mode] = []
-    # All are made before any is tried: each starts from what drafters know now.
-    for mode in [EdgeInferMode(model, name, config.sampling) for name in config.modes]:
+    if options.expand and context.model:
+        raise UsageError("A bundle cannot be expanded.", "Give a checkpoint with --checkpoint, and no -m.")
+    config, skipped = options.config, dict[str, str]()
+    prompts, warming = options.prompts()
+    artifacts = options.artifacts()
+    bundle = str(artifacts.bundle(BundleKind(bits=options.bits))) if artifacts and options.expand else context.model
+    # What earlier sessions learnt would be an advantage that nothing can reproduce.
+    loading = {"remember": False, **context.load}
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(context.open_model(bundle, loading))
+        items = tokenize_prompts(model, prompts, options.max_tokens)
+        threads = loading.get("threads") or psutil.cpu_count(logical=False) or 1
+        modes: list[Mode] = edgeinfer_modes(model, config, skipped)
+        if artifacts and options.llamacpp:
+            room = -(-model.context // _LLAMACPP_CONTEXT) * _LLAMACPP_CONTEXT
+            arguments = {"path": str(artifacts.gguf()), "threads": threads, "context": room}
+            worker = stack.enter_context(Worker("llamacpp", arguments))
+            modes += llamacpp_modes(worker, config, _stop_ids(artifacts.checkpoint()))
+        for item in tokenize_prompts(model, warming, options.max_tokens):
+            for mode in modes:
+                if mode.learns:
+                    mode.reply(item.ids)
+                    mode.learn()
+        recorded = {**loading, **asdict(config.replies), "repeats": config.repeats, "expand": options.expand}
+        recorded["warm_up"] = len(warming)
+        setup = SpecSetup(threads, model.info.kernel, model.info.name, model.info.bits_per_weight, recorded)
+        done: list[PromptTimes] = []
+        finished = True
         try:
-            mode.reply([1])
-        except EdgeInferError as error:
-            if mode.name == PLAIN:
+            done.extend(measure(items, modes, config.repeats, context.stage("replies")))
+        except KeyboardInterrupt:
+            if not done:
                 raise
-            skipped[mode.name] = str(error)
-            continue
-        runnable.append(mode)
-    return runnable
+            finished = False
+        shown = tuple(mode.name for mode in modes)
+        return SpecResults(setup, shown, tuple(done), isinstance(model, Learns), skipped), finished
 
 
-def llamacpp_modes(worker: Worker, config: SpecConfig, stop_ids: Sequence[int]) -> list[Mode]:
-    """llama.cpp plainly and with its prompt lookup.
+def _stop_ids(checkpoint: Path) -> list[int]:
+    """Tokens that end a reply, as the checkpoint's generation_config.json has them.
 
     Raises:
-        UsageError: replies are to be drawn at random, which would compare different texts.
+        CheckpointError: it cannot be read.
     """
-    if config.sampling.temperature > 0:
-        raise UsageError("llama.cpp is compared at temperature 0 only.", "Leave out --temp or --llamacpp.")
-    return [LlamaCppMode(worker, config.sampling, stop_ids, lookup) for lookup in (0, *LOOKUPS)]
+    path = checkpoint / "generation_config.json"
+    try:
+        ends = json.loads(path.read_text("utf-8")).get("eos_token_id", [])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {path}: {error}.", "Give a complete checkpoint.") from error
+    return list(ends) if isinstance(ends, list) else [int(ends)]
 
 
-def measure(
-    prompts: Sequence[TokenizedPrompt],
-    modes: Sequence[Mode],
-    repeats: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[PromptTimes]:
-    """Replies of every mode to each prompt in turn.
-
-    Args:
-        modes: in the order of the tables.
-        progress: called with the replies done and their number.
-    """
-    plain = {mode.name: mode.plain for mode in modes}
-    total = len(prompts) * len(modes) * repeats
-    done = 0
-    for number, item in enumerate(prompts):
-        replies: dict[str, list[Reply]] = {mode.name: [] for mode in modes}
-        for repeat in range(repeats):
-            for mode in rotated(modes, number + repeat):
-                if progress:
-                    progress(done, total)
-                replies[mode.name].append(mode.reply(item.ids))
-                done += 1
-        for mode in modes:
-            mode.learn()
-        yield PromptTimes(item, replies, plain)
+def _run(options: SpecOptions, context: BenchContext) -> BenchResult:
+    results, finished = run_spec(options, context)
+    return BenchResult(results.to_dict(), finished)
 
 
-def describe_setup(info: ModelInfo, threads: int, options: Mapping[str, Any]) -> Setup:
-    """What the figures of this process depend on."""
-    return Setup(
-        threads=threads,
-        kernel=info.kernel,
-        model=info.name,
-        bits_per_weight=info.bits_per_weight,
-        options=dict(options),
-    )
+SPEC = Benchmark(
+    "spec", "speculation against plain decoding", _DESCRIPTION, SpecOptions, _run, spec_section, loads=True
+)

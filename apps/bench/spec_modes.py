@@ -1,20 +1,38 @@
-"""Ways to decode that a speculation benchmark compares, behind one face; knows nothing of order, repeats or tables."""
+"""Ways to decode that `bench spec` compares, behind one face, and the order in which they take turns.
+
+Plain decoding is the same model in the same process with drafting off. Modes take turns on each prompt, so that a
+machine that slows down slows all of them; a prompt's figure is the median of its repeats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from edgeinfer.apps.bench.driver import Worker
-from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, Reply
+from edgeinfer.apps.bench.prompts import TokenizedPrompt
+from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecReply
+from edgeinfer.apps.bench.timing import rotated
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import Result
 
-__all__ = ["EdgeInferMode", "Generates", "Learns", "LlamaCppMode", "Mode", "Sampling"]
+__all__ = [
+    "EdgeInferMode",
+    "Generates",
+    "Learns",
+    "LlamaCppMode",
+    "Mode",
+    "ReplySettings",
+    "SpecConfig",
+    "edgeinfer_modes",
+    "llamacpp_modes",
+    "measure",
+]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class ReplySettings:
     """How every mode generates: the likeliest token each time at temperature 0, else drawn with the seed."""
 
     max_tokens: int = 128
@@ -33,7 +51,7 @@ class Mode(Protocol):
     name: str
     plain: str
 
-    def reply(self, prompt: Sequence[int]) -> Reply:
+    def reply(self, prompt: Sequence[int]) -> SpecReply:
         """Continues a prompt, knowing what it knew when `learn` was last called."""
 
     @property
@@ -81,7 +99,7 @@ class EdgeInferMode:
         """Whether a reply teaches anything that later ones use."""
         return self.name not in (PLAIN, CONTROL)
 
-    def __init__(self, model: Generates, name: str, sampling: Sampling) -> None:
+    def __init__(self, model: Generates, name: str, sampling: ReplySettings) -> None:
         self.name = name
         self._model = model
         self._options = {
@@ -92,7 +110,7 @@ class EdgeInferMode:
         self._max_tokens = sampling.max_tokens
         self._known = self._latest = model.drafting_state() if isinstance(model, Learns) else None
 
-    def reply(self, prompt: Sequence[int]) -> Reply:
+    def reply(self, prompt: Sequence[int]) -> SpecReply:
         """See Mode."""
         self._empty_caches(prompt)
         if isinstance(self._model, Learns):
@@ -101,7 +119,7 @@ class EdgeInferMode:
         if isinstance(self._model, Learns):
             self._latest = self._model.drafting_state()
         later = max(len(result.token_ids) - 1, 0)
-        return Reply(
+        return SpecReply(
             token_ids=result.token_ids,
             per_token_ms=result.timings.per_token_ms,
             rounds=result.speculation.rounds or later,
@@ -132,19 +150,104 @@ class LlamaCppMode:
     plain = "llama.cpp"
     learns = False
 
-    def __init__(self, worker: Worker, sampling: Sampling, stop_ids: Sequence[int], lookup: int = 0) -> None:
+    def __init__(self, worker: Worker, sampling: ReplySettings, stop_ids: Sequence[int], lookup: int = 0) -> None:
         self.name = f"llama.cpp lookup {lookup}" if lookup else self.plain
         self._worker = worker
         self._max_tokens = sampling.max_tokens
         self._stop_ids = list(stop_ids)
         self._lookup = lookup
 
-    def reply(self, prompt: Sequence[int]) -> Reply:
+    def reply(self, prompt: Sequence[int]) -> SpecReply:
         """See Mode."""
         answer: Mapping[str, Any] = self._worker.generate(prompt, self._max_tokens, self._stop_ids, self._lookup)
         later = len(answer["token_ids"]) - 1
         per_token_ms = answer["ms"] / later if later else 0.0
-        return Reply(tuple(answer["token_ids"]), per_token_ms, answer["rounds"], True, {"ms": answer["ms"]})
+        return SpecReply(tuple(answer["token_ids"]), per_token_ms, answer["rounds"], True, {"ms": answer["ms"]})
 
     def learn(self) -> None:
         """Nothing is kept: lookup reads the prompt and the reply."""
+
+
+# Lengths of llama.cpp's prompt lookup: its binding's default, and what its documentation advises for CPUs.
+LOOKUPS = (10, 2)
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """What is compared.
+
+    Attributes:
+        modes: "off", "auto", CONTROL, or drafters joined by "+"; plain decoding is always measured, and comes first.
+        replies: how each is generated.
+        repeats: replies of each mode to each prompt.
+    """
+
+    modes: tuple[str, ...] = (PLAIN, "auto")
+    replies: ReplySettings = field(default_factory=ReplySettings)
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", tuple(dict.fromkeys((PLAIN, *self.modes))))
+        if self.repeats < 1:
+            raise UsageError(f"repeats must be at least 1, not {self.repeats}.", "See --help.")
+        if self.replies.max_tokens < 3:
+            raise UsageError("Replies of fewer than 3 tokens cannot be timed.", "Ask for more (-n).")
+
+
+def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str]) -> list[Mode]:
+    """The modes of a model, each tried once; those that it cannot run are put in `skipped` with the reason.
+
+    Raises:
+        EdgeInferError: plain decoding failed.
+    """
+    runnable: list[Mode] = []
+    # All are made before any is tried: each starts from what drafters know now.
+    for mode in [EdgeInferMode(model, name, config.replies) for name in config.modes]:
+        try:
+            mode.reply([1])
+        except EdgeInferError as error:
+            if mode.name == PLAIN:
+                raise
+            skipped[mode.name] = str(error)
+            continue
+        runnable.append(mode)
+    return runnable
+
+
+def llamacpp_modes(worker: Worker, config: SpecConfig, stop_ids: Sequence[int]) -> list[Mode]:
+    """llama.cpp plainly and with its prompt lookup.
+
+    Raises:
+        UsageError: replies are to be drawn at random, which would compare different texts.
+    """
+    if config.replies.temperature > 0:
+        raise UsageError("llama.cpp is compared at temperature 0 only.", "Leave out --temp or --llamacpp.")
+    return [LlamaCppMode(worker, config.replies, stop_ids, lookup) for lookup in (0, *LOOKUPS)]
+
+
+def measure(
+    prompts: Sequence[TokenizedPrompt],
+    modes: Sequence[Mode],
+    repeats: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[PromptTimes]:
+    """Replies of every mode to each prompt in turn.
+
+    Args:
+        modes: in the order of the tables.
+        progress: called with the replies done and their number.
+    """
+    plain = {mode.name: mode.plain for mode in modes}
+    total = len(prompts) * len(modes) * repeats
+    done = 0
+    for number, item in enumerate(prompts):
+        replies: dict[str, list[SpecReply]] = {mode.name: [] for mode in modes}
+        for repeat in range(repeats):
+            for mode in rotated(modes, number + repeat):
+                if progress:
+                    progress(done, total)
+                replies[mode.name].append(mode.reply(item.ids))
+                done += 1
+        for mode in modes:
+            mode.learn()
+        yield PromptTimes(item, replies, plain)

@@ -1,4 +1,4 @@
-"""What a speculation benchmark found, with its statistics and its JSON; knows nothing of measuring or printing."""
+"""What `bench spec` found: its statistics, its JSON, and the section that shows them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED
 from edgeinfer.apps.bench.prompts import RETELLING, STORIES, TokenizedPrompt
+from edgeinfer.apps.bench.render import Facts, Paragraph, Part, Section, Table, commands, run_facts
 
-__all__ = ["CONTROL", "GROUPS", "PLAIN", "CategorySummary", "PromptTimes", "Reply", "Setup", "SpecResults"]
+__all__ = [
+    "CONTROL",
+    "GROUPS",
+    "PLAIN",
+    "CategorySummary",
+    "PromptTimes",
+    "SpecReply",
+    "SpecResults",
+    "SpecSetup",
+    "spec_section",
+]
 
 PLAIN = "off"
 # Plain decoding measured a second time: how far it is from itself is the noise of the machine.
@@ -20,10 +32,13 @@ CONTROL = "off again"
 FEWEST_TIMED = 2
 # Named groups of categories, and how they are called.
 GROUPS = {"story categories": STORIES, "retelling dialogues": RETELLING}
+# What counts as not slower: the noise of a median of three on a quiet machine is about 2%.
+LEAST_SPEEDUP = 0.98
+_JUDGED = "auto"
 
 
 @dataclass(frozen=True)
-class Reply:
+class SpecReply:
     """One reply of one mode.
 
     Attributes:
@@ -57,7 +72,7 @@ class PromptTimes:
     """
 
     item: TokenizedPrompt
-    replies: Mapping[str, Sequence[Reply]]
+    replies: Mapping[str, Sequence[SpecReply]]
     plain: Mapping[str, str]
 
     def timed(self, mode: str) -> bool:
@@ -120,7 +135,7 @@ class CategorySummary:
 
 
 @dataclass(frozen=True)
-class Setup:
+class SpecSetup:
     """What figures depend on besides the machine: recorded with them."""
 
     threads: int
@@ -140,7 +155,7 @@ class SpecResults:
         skipped: modes that could not run, with the reason.
     """
 
-    setup: Setup
+    setup: SpecSetup
     modes: tuple[str, ...]
     prompts: tuple[PromptTimes, ...]
     learning: bool
@@ -199,11 +214,6 @@ class SpecResults:
         known = [math.log(summary.speedup) for summary in summaries if summary is not None]
         return math.exp(sum(known) / len(known)) if known else None
 
-    def slower(self, mode: str, least: float) -> list[PromptTimes]:
-        """Prompts on which a mode has less than this speed-up, the slowest first."""
-        below = [times for times in self.timed(mode) if times.speedup(mode) < least]
-        return sorted(below, key=lambda times: times.speedup(mode))
-
     def to_dict(self) -> dict[str, Any]:
         """Everything, samples included."""
         summaries = {
@@ -231,3 +241,111 @@ class SpecResults:
             "overall": overall,
             "prompts": [times.to_dict() for times in self.prompts],
         }
+
+
+def spec_section(data: Any) -> Section:
+    """Drafting beside plain decoding, by category of prompts."""
+    modes = [mode for mode in data["modes"] if mode != PLAIN]
+    categories = list(data["categories"][PLAIN])
+    header = ("category", "prompts", f"{PLAIN}: ms per token", *modes)
+    rows = [(name, *_plain(data, name), *(_speedup(data, mode, name) for mode in modes)) for name in categories]
+    rows.append(
+        ("geometric mean", "", "", *(_number(data["overall"][mode], "geometric_mean_speedup") for mode in modes))
+    )
+    lengths = [
+        (name, *(_number(data["categories"][mode].get(name), "accepted_length") for mode in modes))
+        for name in categories
+    ]
+    wrong = sum(found["mismatches"] for found in data["overall"].values())
+    parts: tuple[Part, ...] = (
+        Table("Times faster than plain decoding, mean over prompts, and the least", header, tuple(rows)),
+        Table("Tokens per pass of the model", ("category", *modes), tuple(lengths)),
+        Paragraph(f"{wrong} replies had other tokens than plain decoding's."),
+        *(Paragraph(f"{mode}: skipped: {reason}") for mode, reason in data["skipped"].items()),
+        _details(data),
+        _means(data),
+        *(Paragraph(text) for text in (*_verdict(data), *_notes(data))),
+    )
+    return Section("Drafting ahead", (*_facts(data["setup"]), *run_facts(data)), parts, commands(data))
+
+
+def _plain(data: Mapping[str, Any], category: str) -> tuple[str, str]:
+    summary = data["categories"][PLAIN][category]
+    return str(summary["prompts"]), f"{summary['ms']:.2f}"
+
+
+def _speedup(data: Mapping[str, Any], mode: str, category: str) -> str:
+    summary = data["categories"][mode].get(category)
+    return "" if summary is None else f"{summary['speedup']:.2f} (least {summary['least']:.2f})"
+
+
+def _number(found: Mapping[str, Any] | None, name: str) -> str:
+    return "" if found is None or found[name] is None else f"{found[name]:.2f}"
+
+
+def _facts(setup: Mapping[str, Any]) -> Facts:
+    names = {"Model": "model", "Kernel": "kernel", "Threads": "threads"}
+    return tuple((name, str(setup[key])) for name, key in names.items() if key in setup)
+
+
+def _details(data: Mapping[str, Any]) -> Table:
+    """Every mode in every category, and the prompt on which it was slowest."""
+    rows = [
+        (name, mode, str(found["prompts"]), f"{found['ms']:.2f}", found["worst"])
+        for name in dict.fromkeys(prompt["category"] for prompt in data["prompts"])
+        for mode in data["modes"]
+        if (found := data["categories"][mode].get(name))
+    ]
+    header = ("category", "mode", "prompts", "ms per token", "slowest on")
+    return Table("Means over the prompts of a category", header, tuple(rows), words=("mode", "slowest on"))
+
+
+def _means(data: Mapping[str, Any]) -> Table:
+    names = {"geometric_mean_speedup": "geometric, all categories"} | {name: name for name in GROUPS}
+    rows = [(mode, *(_number(data["overall"][mode], name) for name in names)) for mode in data["modes"]]
+    return Table(f"Mean speed-up over {PLAIN}", ("mode", *names.values()), tuple(rows))
+
+
+def _speedups(data: Mapping[str, Any], mode: str) -> dict[str, float]:
+    """How many times faster than plain decoding, by prompt; of those whose replies in both are long enough."""
+    found = {}
+    for prompt in data["prompts"]:
+        pair = [prompt["modes"][each] for each in (PLAIN, mode)]
+        if all(tokens - 1 >= FEWEST_TIMED for each in pair for tokens in each["tokens"]):
+            plain, ms = (float(np.median(each["ms_per_token"])) for each in pair)
+            found[prompt["name"]] = plain / ms
+    return found
+
+
+def _verdict(data: Mapping[str, Any]) -> list[str]:
+    """Whether the governor's choice is never slower than plain decoding, and where it is."""
+    if _JUDGED not in data["modes"]:
+        return []
+    timed = _speedups(data, _JUDGED)
+    slower = sorted((speedup, name) for name, speedup in timed.items() if speedup < LEAST_SPEEDUP)
+    claim = f"{_JUDGED} >= {LEAST_SPEEDUP} x {PLAIN} on every prompt"
+    if not slower:
+        return [f"{claim}: yes, on {len(timed)} of {len(timed)}."]
+    where = "".join(f"\n  {name}: {speedup:.3f}" for speedup, name in slower)
+    return [f"{claim}: no, on {len(timed) - len(slower)} of {len(timed)}. Slower on:{where}"]
+
+
+def _notes(data: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing the figures."""
+    wrong = {mode: data["overall"][mode]["mismatches"] for mode in data["modes"]}
+    notes = [f"{mode}: {count} replies differ from those of plain decoding." for mode, count in wrong.items() if count]
+    if not notes:
+        notes.append("Every lossless mode gave the tokens of its plain one in every reply.")
+    if CONTROL in data["modes"] and (ratios := sorted(_speedups(data, CONTROL).values())):
+        notes.append(f"Noise: {PLAIN} is {ratios[0]:.3f} to {ratios[-1]:.3f} times as fast as itself.")
+    if data["cut_prompts"]:
+        notes.append(f"{data['cut_prompts']} prompts were cut at the front to leave room for the reply.")
+    if data["untimed_prompts"]:
+        short = "prompts had replies of fewer than 3 tokens in some mode: not timed there."
+        notes.append(f"{data['untimed_prompts']} {short}")
+    if not data["learning_put_back"]:
+        notes.append("What drafters learn was not put back between replies: repeats profit from each other.")
+    if COST_EXPANDED in data["setup"]["model"]:
+        notes.append(f"The model is {COST_EXPANDED}: text of a small trained model, time and memory of a large one.")
+    options = ", ".join(f"{name}={value}" for name, value in data["setup"]["options"].items())
+    return [*notes, f"Options: {options}"]

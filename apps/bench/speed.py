@@ -1,24 +1,31 @@
-"""Speed in the words of llama-bench: tests of prompt, reply and depth, timed in turns; knows no printing.
+"""`edgeinfer bench speed`: tests of prompt, reply and depth in llama-bench's words, timed in turns.
 
-`pp512` takes in 512 tokens, `tg128` decodes 128, `pp512+tg128` does both, `@ d4096` does it behind 4096 others.
+`pp512` prefills 512 tokens, `tg128` decodes 128, `pp512+tg128` does both, `@ d4096` does it behind 4096 others.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, numbers, option
 from edgeinfer.apps.bench.environment import machine_name, system_name, timestamp
+from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
 from edgeinfer.apps.bench.timing import rotated
+from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["SpeedConfig", "SpeedResult", "SpeedTest", "describe_run", "run_speed"]
+__all__ = ["FORMATS", "SPEED", "SpeedConfig", "SpeedResult", "SpeedTest", "describe_run", "run_speed", "speed_section"]
 
 _S = 1e9
 
@@ -42,17 +49,33 @@ class SpeedTest:
 
     @property
     def tokens(self) -> int:
-        """That are timed."""
+        """The number of tokens that are timed."""
         return self.prompt + self.reply
 
     @property
     def context(self) -> int:
-        """That it needs."""
+        """The context that it needs."""
         return self.depth + self.tokens + 1
 
     def __str__(self) -> str:
         parts = [f"{name}{count}" for name, count in (("pp", self.prompt), ("tg", self.reply)) if count]
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+
+
+_DESCRIPTION = """\
+Time prompts and replies as llama-bench does, and in its words: pp512 prefills 512 tokens, tg128 decodes 128 plainly,
+and "@ d4096" does so behind 4096 others. Tests take turns; the first visit to each warms up and is not counted.
+
+examples:
+  edgeinfer bench speed -m BUNDLE -t 1
+  edgeinfer bench speed -m BUNDLE -p 512 -n 128 -pg 512,128 -d 0,2048 -o json
+"""
+_TESTS = "tests"
+
+
+def _pair(text: str) -> tuple[int, int]:
+    prompt, reply = numbers(text)
+    return prompt, reply
 
 
 @dataclass(frozen=True)
@@ -62,15 +85,62 @@ class SpeedConfig:
     Attributes:
         prompts, replies: lengths, each a test of its own; 0 is none.
         both: lengths of prompt and reply that are timed together.
-        depths: all of these before each.
+        depths: each test runs behind each of these.
         repeats: timed visits to each test; one more warms up.
+        output: the format, one of FORMATS.
+        out: file that is written instead of stdout.
     """
 
-    prompts: Sequence[int] = (512,)
-    replies: Sequence[int] = (128,)
-    both: Sequence[tuple[int, int]] = ()
-    depths: Sequence[int] = (0,)
-    repeats: int = 5
+    prompts: Sequence[int] = option(
+        "-p",
+        "--n-prompt",
+        default=(512,),
+        type=numbers,
+        metavar="LIST",
+        group=_TESTS,
+        help="lengths of prompts, separated by commas; 0 for none (default: 512)",
+    )
+    replies: Sequence[int] = option(
+        "-n",
+        "--n-gen",
+        default=(128,),
+        type=numbers,
+        metavar="LIST",
+        group=_TESTS,
+        help="lengths of replies; 0 for none (default: 128)",
+    )
+    both: Sequence[tuple[int, int]] = option(
+        "-pg",
+        default=(),
+        action="append",
+        type=_pair,
+        metavar="P,N",
+        group=_TESTS,
+        help="a prompt and a reply timed together; may be given several times",
+    )
+    depths: Sequence[int] = option(
+        "-d",
+        "--n-depth",
+        default=(0,),
+        type=numbers,
+        metavar="LIST",
+        group=_TESTS,
+        help="tokens that precede them, in tests of their own each (default: 0)",
+    )
+    repeats: int = option(
+        "-r", "--repetitions", default=5, type=int, metavar="N", group=_TESTS, help="timed visits to each test"
+    )
+    output: str = option(
+        "-o",
+        "--output",
+        default="md",
+        choices=("md", "csv", "json", "jsonl"),
+        group=_TESTS,
+        help="md, csv, json or jsonl (default: md)",
+    )
+    out: Path | None = option(
+        "--out", default=None, type=Path, metavar="FILE", group=_TESTS, help="write to a file instead of stdout"
+    )
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -86,7 +156,7 @@ class SpeedConfig:
 
     @property
     def context(self) -> int:
-        """That all tests need."""
+        """The context that all tests need."""
         return max(test.context for test in self.tests)
 
 
@@ -128,9 +198,7 @@ class SpeedResult:
         }
 
 
-def run_speed(
-    model: Model, config: SpeedConfig, told: Callable[[int, int], None], command: str = ""
-) -> list[SpeedResult]:
+def run_speed(model: Model, config: SpeedConfig, told: Told, command: str = "") -> list[SpeedResult]:
     """Times all tests in turns, each visit beginning with another one.
 
     A test whose greedy tokens are not the same at every visit is no test: a fast wrong answer never counts.
@@ -186,3 +254,84 @@ def describe_run(model: Model, command: str) -> dict[str, Any]:
 
 def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _run(config: SpeedConfig, context: BenchContext) -> BenchResult:
+    with context.open_model(context.model, {"context": config.context} | context.load) as model:
+        results = run_speed(model, config, context.stage("timing"), context.command)
+    return BenchResult([result.to_dict() for result in results])
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """llama-bench's table."""
+    header = ("model", "size", "params", "backend", "threads", "test", "t/s")
+    cells = [
+        (
+            row["model_type"],
+            format_size(row["model_size"]),
+            f"{row['model_n_params'] / 1e6:.2f} M",
+            row["backends"],
+            str(row["n_threads"]),
+            row["test"],
+            f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
+        )
+        for row in rows
+    ]
+    return markdown_table(header, cells, left=(0, 3))
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    out = io.StringIO()
+    plain = [{key: value for key, value in row.items() if not key.startswith("samples")} for row in rows]
+    writer = csv.DictWriter(out, list(plain[0]), quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(plain)
+    return out.getvalue()
+
+
+FORMATS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
+    "md": _markdown,
+    "csv": _csv,
+    "json": lambda rows: json.dumps(rows, indent=2) + "\n",
+    "jsonl": lambda rows: "".join(json.dumps(row) + "\n" for row in rows),
+}
+
+
+def speed_section(data: Any) -> Section:
+    """Tests in llama-bench's words."""
+    rows = tuple(
+        (
+            row["test"],
+            f"{row['median_ts']:.1f}",
+            f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
+            str(len(row["samples_ts"])),
+        )
+        for row in data
+    )
+    table = Table("Tokens per second", ("test", "median", "mean ± deviation", "visits"), rows)
+    chart = _by_depth(data)
+    return Section("Prompts and replies", run_facts(data[0]), (table, *chart), commands(data[0]))
+
+
+def _by_depth(data: list[dict[str, Any]]) -> tuple[Chart, ...]:
+    """Speed against depth, where there are several depths."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in data:
+        lines.setdefault(row["test"].partition(" @")[0], []).append((row["n_depth"], row["median_ts"]))
+    if max(map(len, lines.values())) < 2:
+        return ()
+    drawn = tuple(Line(name, tuple(sorted(points))) for name, points in lines.items())
+    return (Chart("Speed behind a longer past", "tokens before", "tokens per second", drawn),)
+
+
+SPEED = Benchmark(
+    "speed",
+    "prompts and replies, as llama-bench times them",
+    _DESCRIPTION,
+    SpeedConfig,
+    _run,
+    speed_section,
+    loads=True,
+    text=lambda config, rows: FORMATS[config.output](rows),
+    files=False,
+)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.apps.bench.safetensors_file import TensorFile
-from edgeinfer.apps.bench.shapes import Shape
+from edgeinfer.apps.bench.synthetic import Shape
 from edgeinfer.errors import CheckpointError
 
 __all__ = ["EMBEDDING", "FINAL_NORM", "TrainedCheckpoint", "final_norms"]

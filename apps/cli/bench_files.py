@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.cli.options import command_line
-from edgeinfer.bundle.store import storage_errors, write_file
+from edgeinfer.apps.cli.parser import command_line
+from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError
 
 __all__ = ["names", "numbers", "require_place", "write_results", "write_text"]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.bench_files import names, require_place, write_results
-from edgeinfer.apps.cli.options import add_command, add_load_options, load_options
+from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command
 from edgeinfer.hub import resolve
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser, Subparsers
     from edgeinfer.apps.cli.output import Progress
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_memory_parsers"]
 
@@ -131,10 +132,10 @@ def _add_kv(parser: Parser) -> None:
 
 
 def _execute_plans(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.artifacts import default_folder
     from edgeinfer.apps.bench.memory_plans import PlanRun, PlansResults, draw_cases, run_cases
     from edgeinfer.apps.bench.memory_report import print_plans
     from edgeinfer.apps.bench.memory_subjects import SIZES, find_subjects
+    from edgeinfer.apps.bench.model_files import default_folder
 
     require_place(args.json)
     runs: list[PlanRun] = []

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.bench_files import names, require_place, write_results
-from edgeinfer.apps.cli.options import add_command
 from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command
 from edgeinfer.config import parse_size
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
@@ -19,7 +19,7 @@ from edgeinfer.hub import resolve
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.peers_figures import PeersConfig
     from edgeinfer.apps.bench.peers_models import PeerModel
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_peers_parser"]
 
@@ -91,9 +91,9 @@ def _budgets(text: str) -> tuple[int, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.pages.page import section_markdown
     from edgeinfer.apps.bench.peers_figures import peers_json, peers_section
     from edgeinfer.apps.bench.peers_run import PeersRun
+    from edgeinfer.apps.bench.render import section_markdown
 
     config = _config(args)
     require_place(args.json)
@@ -136,7 +136,7 @@ def _config(args: argparse.Namespace) -> PeersConfig:
 
 
 def _models(args: argparse.Namespace) -> list[PeerModel]:
-    from edgeinfer.apps.bench.artifacts import default_folder
+    from edgeinfer.apps.bench.model_files import default_folder
     from edgeinfer.apps.bench.peers_models import BUILTIN, builtin_model, checkpoint_model, shape_model
 
     work = args.work or default_folder()

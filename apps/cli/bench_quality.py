@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.bench_files import names, numbers, require_place, write_results, write_text
-from edgeinfer.apps.cli.options import add_command
 from edgeinfer.apps.cli.output import progress_bar
+from edgeinfer.apps.cli.parser import add_command
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.quality import Material
     from edgeinfer.apps.bench.quality_variants import Family
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_quality_parser"]
 
@@ -78,9 +78,9 @@ def _budgets(text: str) -> tuple[float, ...]:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    from edgeinfer.apps.bench.pages.page import section_markdown
     from edgeinfer.apps.bench.quality import QualityResults, measure_family
     from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
+    from edgeinfer.apps.bench.render import section_markdown
 
     require_place(args.json, args.svg)
     families, (material, said) = _families(args), _material(args)

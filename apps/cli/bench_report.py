@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.bench_files import write_text
-from edgeinfer.apps.cli.options import add_command
+from edgeinfer.apps.cli.parser import add_command
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_report_parser"]
 

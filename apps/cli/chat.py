@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.loading import load_model
 from edgeinfer.apps.cli.options import (
-    add_command,
     add_generation_options,
     add_load_options,
     generation_options,
+    load_model,
     load_options,
-    utf8,
 )
+from edgeinfer.apps.cli.parser import add_command, missing_extra
+from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 
@@ -97,7 +96,7 @@ def _recommended(model: str | None) -> Mapping[str, Any]:
 
 def _in_window(args: argparse.Namespace, system: str | None) -> int:
     try:
-        from edgeinfer.apps.desktop.window import DesktopConfig, run
+        from edgeinfer.apps.desktop.app import DesktopConfig, run
     except ModuleNotFoundError as error:
         if isinstance(missing_extra(error), UsageError):
             message = f"The chat app needs {error.name}, which is not installed."

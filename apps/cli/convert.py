@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer import hub
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.options import add_command, add_json_option
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.bundle import LAYOUTS, open_bundle
 from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.config import format_size
 from edgeinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 

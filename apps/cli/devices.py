@@ -7,11 +7,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.options import add_command, add_json_option
 from edgeinfer.apps.cli.output import print_json, print_table
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.results import DeviceFacts
 
 __all__ = ["add_parser", "execute"]

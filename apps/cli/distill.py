@@ -1,14 +1,27 @@
-"""`edgeinfer distill`: makes drafters and what else is trained for a model; knows nothing of how any one is made."""
+"""`edgeinfer distill`: makes drafters and what else is trained for a model."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.apps.cli.distilling import drafter, exits, heads, sorted_drafter
+from edgeinfer.apps.cli.distill_drafter import add_drafter_parser, add_sorted_parser
+from edgeinfer.apps.cli.distill_heads import add_heads_parsers
+from edgeinfer.apps.cli.distill_training import (
+    add_training_options,
+    find_model,
+    given,
+    report,
+    require_free,
+    torch_needed,
+    working_folder,
+)
+from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser"]
 
@@ -19,7 +32,6 @@ Needs the extra: pip install 'edgeinfer[train]'. An interrupted training goes on
 example:
   edgeinfer distill drafter my-bundle my-drafter --text texts.jsonl --minutes 30 --into my-bundle-2
 """
-_KINDS = (drafter, exits, sorted_drafter, heads)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -28,5 +40,54 @@ def add_parser(commands: Subparsers) -> None:
     text = "train a drafter, or exits, for a model"
     parser = commands.add_parser("distill", help=text, description=_DESCRIPTION, formatter_class=layout)
     kinds = parser.add_subparsers(title="what to make", metavar="KIND", required=True)
-    for kind in _KINDS:
-        kind.add_parser(kinds)
+    for add in (add_drafter_parser, _add_exits_parser, add_sorted_parser, add_heads_parsers):
+        add(kinds)
+
+
+_EXITS = """\
+Train a small checkpoint so that its early layers predict what all of it does: it drafts for itself then, or answers
+with fewer layers. The whole model is held to what it said before. Makes a checkpoint, which edgeinfer export takes.
+Needs the extra: pip install 'edgeinfer[train]'.
+
+example:
+  edgeinfer distill exits my-checkpoint tuned --text texts.jsonl --steps 500
+"""
+
+
+def _add_exits_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "exits", _execute_exits, "early exits of a checkpoint", _EXITS)
+    text = "checkpoint directory, or hub id (a bundle's rounded weights do too)"
+    parser.add_argument("target", metavar="CHECKPOINT", help=text)
+    parser.add_argument("out", metavar="OUT", type=Path, help="checkpoint directory to make")
+    add_training_options(parser)
+    text = "how often the last layer is left out in training; earlier ones are less (default: 0.1)"
+    parser.add_argument("--dropout", type=float, metavar="P", help=text)
+    text = "how much exits count beside the whole model (default: 1)"
+    parser.add_argument("--exit-weight", type=float, metavar="X", help=text)
+    text = "how much the whole model is held to what it said before (default: 1)"
+    parser.add_argument("--guard", type=float, metavar="X", help=text)
+    add_json_option(parser)
+
+
+def _execute_exits(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    source = find_model(args.target)
+    require_free(args.out)
+    with torch_needed():
+        from edgeinfer.export.training.exits import ExitsOptions, tune_exits
+        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.text import TextSource
+        from edgeinfer.export.training.trainer import find_device
+
+        own = {name: getattr(args, name) for name in ("dropout", "exit_weight", "guard")}
+        options = ExitsOptions(**given(args), **{name: value for name, value in own.items() if value is not None})
+        target = load_target(source, find_device(options.device))
+        with working_folder(args) as work, progress_bar(enabled=not args.json) as bar:
+            tuned = tune_exits(target, TextSource(tuple(args.text), target), options, args.out, work, bar)
+    rows = [(f"exit after {n}", f"{tuned.before[n]:.3f}", f"{tuned.after[n]:.3f}") for n in tuned.before]
+    whole = ("perplexity of the whole", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}")
+    report(args, tuned.facts(), [("agreement with the whole", "before", "after"), *rows, whole])
+    if not args.json:
+        print_note(f"Make a bundle of it: edgeinfer export {args.out} BUNDLE")
+    return 0

@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.options import (
-    add_command,
-    add_device_option,
-    add_json_option,
-    add_model_option,
-    add_native_option,
-    read_paragraphs,
-    read_text,
-)
+from edgeinfer.apps.cli.options import add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import Progress, print_json, print_table, progress_bar
-from edgeinfer.config import KV_TYPES, LoadConfig, format_size, parse_size
+from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.text_files import read_paragraphs, read_text
+from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer import Divergence, Evaluation
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 
@@ -43,7 +36,7 @@ example:
   edgeinfer eval kld -m my-bundle --reference my-checkpoint --text book.txt
 """
 _WHAT = ("ppl", "kld", "agree")
-_OPTIONS = ("memory", "kv", "threads", "backend", "device")
+_OPTIONS = ("memory", "kv", "threads", "backend", "native", "device")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -56,14 +49,10 @@ def add_parser(commands: Subparsers) -> None:
     _add_text_options(parser)
     text = "likeliest tokens whose overlap is counted (default: 10)"
     parser.add_argument("--top-k", type=int, default=10, metavar="K", help=text)
-    group = parser.add_argument_group("resources")
     text = "plan the model for this budget, such as 600MB; the reference comes on top of it"
-    group.add_argument("--memory", type=parse_size, metavar="SIZE", help=text)
-    group.add_argument("--kv", choices=KV_TYPES, help="numbers of the model's cache (default: floats)")
-    group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads (default: the physical cores)")
-    group.add_argument("--backend", metavar="NAME", help="engine that runs the model (default: the bundle's own)")
-    add_native_option(group)
-    add_device_option(group)
+    add_options(
+        parser, LoadConfig, _OPTIONS, help={"memory": text, "kv": "type of the model's cache (default: floats)"}
+    )
     add_json_option(parser)
 
 
@@ -86,8 +75,7 @@ def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     if args.reference is None and args.what != "ppl":
         raise UsageError(f"eval {args.what} compares with a reference.", "Give --reference with the original model.")
-    options = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    options |= {"native": False} if args.no_native else {}
+    options = given_options(args, _OPTIONS)
     LoadConfig(**options)
     texts = _texts(args)
     with progress_bar(enabled=not args.json) as progress, _reference(args.reference, progress) as reference:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.options import add_command, add_json_option, read_paragraphs
+from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_facts, plan_rows
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
-from edgeinfer.apps.cli.plan_table import PLAN_HEADER, plan_facts, plan_rows
+from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.text_files import read_paragraphs
 from edgeinfer.bundle import PORTABLE, open_bundle
 from edgeinfer.config import format_size, parse_size
 from edgeinfer.errors import EdgeInferError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 
@@ -194,7 +194,7 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: an option of fixed shapes comes without --static, or is impossible.
     """
-    from edgeinfer.export.static.options import StaticOptions
+    from edgeinfer.export.options.config import StaticOptions
 
     given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
     if not args.static:

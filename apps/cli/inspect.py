@@ -1,34 +1,29 @@
-"""`edgeinfer inspect`: prints what a bundle or GGUF file says of itself; knows nothing of how it is run."""
+"""`edgeinfer inspect`: prints what a bundle or GGUF file says of itself."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.cli.gguf_table import (
-    TENSOR_HEADER,
-    TYPE_HEADER,
-    gguf_facts,
-    memory_rows,
-    metadata_rows,
-    tensor_rows,
-    type_rows,
-)
-from edgeinfer.apps.cli.options import add_command, add_json_option
+from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_rows
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
-from edgeinfer.apps.cli.plan_table import PLAN_HEADER, plan_rows
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
-from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.bundle.gguf.reader import GgufArray, GgufFile, Value
+from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.config import format_size
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 
@@ -83,11 +78,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
     """What only GGUF files have."""
-    _section("metadata", list(metadata_rows(gguf)))
-    _section("types", list(type_rows(gguf)), header=TYPE_HEADER)
+    _section("metadata", list(_metadata_rows(gguf)))
+    _section("types", list(_type_rows(gguf)), header=_TYPE_HEADER)
     if with_tensors:
-        _section("tensors", tensor_rows(gguf), header=TENSOR_HEADER)
-    _section("memory it will need", list(memory_rows(gguf, context)))
+        _section("tensors", _tensor_rows(gguf), header=_TENSOR_HEADER)
+    _section("memory it will need", list(_memory_rows(gguf, context)))
 
 
 def _path(bundle: Bundle) -> Path:
@@ -156,7 +151,7 @@ def _facts(bundle: Bundle, *, with_tensors: bool) -> dict[str, Any]:
         "bits_per_weight": manifest.bits_per_weight,
     }
     if bundle.header is not None:
-        return data | {"gguf": gguf_facts(bundle.header, with_tensors=with_tensors)}
+        return data | {"gguf": _gguf_facts(bundle.header, with_tensors=with_tensors)}
     return data | {"kv_bytes_per_token": manifest.geometry.kv_bytes_per_token()}
 
 
@@ -164,3 +159,116 @@ def _plain(value: str | int | float | bool | None) -> str:
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "none"}[value]
     return str(value)
+
+
+_TENSOR_HEADER = ("name", "shape", "type", "size", "offset")
+_TYPE_HEADER = ("type", "tensors", "size", "bits per value")
+# Tokens whose keys and values are shown as an example.
+_EXAMPLE_TOKENS = 2048
+# What is shown of an array and of a text.
+_ITEMS, _CHARACTERS = 4, 80
+
+
+def _metadata_rows(gguf: GgufFile) -> list[tuple[str, str]]:
+    """Every key with what it says, long ones cut."""
+    return [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()]
+
+
+def _type_rows(gguf: GgufFile) -> list[tuple[str, str, str, str]]:
+    """What each type of number takes, the largest first."""
+    sizes, counts = Counter[str](), Counter[str]()
+    bits = {tensor.type.name: tensor.type.bits for tensor in gguf.tensors}
+    for tensor in gguf.tensors:
+        sizes[tensor.type.name] += tensor.nbytes
+        counts[tensor.type.name] += 1
+    return [(name, str(counts[name]), format_size(size), f"{bits[name]:.4g}") for name, size in sizes.most_common()]
+
+
+def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
+    """Every tensor; of a model in several files with the file's number before its offset."""
+    several = len(gguf.splits) > 1
+    return [
+        (
+            tensor.name,
+            " x ".join(map(str, tensor.shape)),
+            tensor.type.name,
+            format_size(tensor.nbytes),
+            f"{tensor.split + 1}: {tensor.offset:,}" if several else f"{tensor.offset:,}",
+        )
+        for tensor in gguf.tensors
+    ]
+
+
+def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
+    """What running it will take at least: weights read in place, and keys and values by their type.
+
+    Args:
+        context: the most tokens the model takes.
+    """
+    rows = [("weights", format_size(gguf.tensor_bytes))]
+    tokens = min(_EXAMPLE_TOKENS, context)
+    for kv, per_token in _kv_bytes(gguf).items():
+        shown = "not possible: a head is no whole blocks of it"
+        if per_token is not None:
+            shown = f"{per_token:,} bytes per token, {format_size(per_token * tokens)} for {tokens:,}"
+        rows.append((f"KV cache {kv}", shown))
+    return rows
+
+
+def _gguf_facts(gguf: GgufFile, *, with_tensors: bool) -> dict[str, Any]:
+    """The same as data for JSON, arrays cut."""
+    facts: dict[str, Any] = {
+        "version": gguf.version,
+        "alignment": gguf.alignment,
+        "files": [str(split.path) for split in gguf.splits],
+        "fingerprint": gguf.fingerprint,
+        "metadata": {key: _as_json(value) for key, value in gguf.metadata.items()},
+        "memory": {"weight_bytes": gguf.tensor_bytes, "kv_bytes_per_token": _kv_bytes(gguf)},
+    }
+    if with_tensors:
+        facts["tensors"] = [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "type": tensor.type.name,
+                "bytes": tensor.nbytes,
+                "file": tensor.split,
+                "offset": tensor.offset,
+            }
+            for tensor in gguf.tensors
+        ]
+    return facts
+
+
+def _kv_bytes(gguf: GgufFile) -> dict[str, int | None]:
+    return {kv: kv_bytes_per_token(gguf, kv) for kv in KV_TYPES if kv != "float32"}
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, GgufArray):
+        items = ", ".join(_shown(item) for item in _first_items(value))
+        more = ", ..." if value.count > _ITEMS else ""
+        return f"{value.count:,} x {value.item_type}: {items}{more}" if value.count else f"no {value.item_type}"
+    if isinstance(value, str):
+        # A file may hold anything, such as what moves a terminal's cursor.
+        return repr(value) if len(value) <= _CHARACTERS else f"{value[:_CHARACTERS]!r}... ({len(value):,} characters)"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def _as_json(value: Value) -> Any:
+    if isinstance(value, GgufArray):
+        return {
+            "type": value.item_type,
+            "count": value.count,
+            "first": [_as_json(item) for item in _first_items(value)],
+        }
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _first_items(value: GgufArray) -> list[Any]:
+    if value.item_type == "string":
+        return [text.decode("utf-8", "replace") for text in itertools.islice(value.spellings(), _ITEMS)]
+    items: list[Any] = value.numbers()[:_ITEMS].tolist()
+    return items

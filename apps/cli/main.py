@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from edgeinfer.apps.cli.confined import address_limit, is_refused, refusal, supervised
-from edgeinfer.apps.cli.interruption import interruptions_wait_for_imports
 from edgeinfer.apps.cli.output import print_error
+from edgeinfer.apps.cli.process import address_limit, interruptions_wait_for_imports, is_refused, refusal, supervised
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError
 from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Parser
+    from edgeinfer.apps.cli.parser import Parser
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
@@ -47,7 +46,7 @@ _EPILOG = "Each command explains itself: edgeinfer COMMAND --help"
 
 def build_parser(only: str | None = None) -> Parser:
     """The parser of all commands, or of one: of that whose name `only` is, if it is one's."""
-    from edgeinfer.apps.cli.options import Parser
+    from edgeinfer.apps.cli.parser import Parser
 
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser("edgeinfer", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout, allow_abbrev=False)

@@ -6,23 +6,15 @@ import argparse
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.options import (
-    PLANNED,
-    add_command,
-    add_device_option,
-    add_drafting_options,
-    add_json_option,
-    add_memory_options,
-    add_model_option,
-    add_native_option,
-)
+from edgeinfer.apps.cli.options import DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_table
-from edgeinfer.config import format_size
+from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError
 
 if TYPE_CHECKING:
     from edgeinfer import MemoryPlan
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 
@@ -32,24 +24,20 @@ Show what a model needs in memory, term by term, without loading it. Exits with 
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
+_PLANNED = (*MEMORY, "native", "device", *DRAFTING)
 
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "plan", execute, "does it fit, and what does it cost", _DESCRIPTION)
     add_model_option(parser)
-    add_memory_options(parser)
-    add_native_option(parser)
-    add_device_option(parser)
-    add_drafting_options(parser)
+    add_options(parser, LoadConfig, _PLANNED)
     add_json_option(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    given = {name: getattr(args, name) for name in PLANNED if getattr(args, name) is not None}
-    given |= {"native": False} if args.no_native else {}
-    plan = edgeinfer.plan(args.model, **given)
+    plan = edgeinfer.plan(args.model, **given_options(args, _PLANNED))
     if args.json:
         print_json(plan.to_dict())
     else:

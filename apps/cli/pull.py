@@ -7,11 +7,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from edgeinfer import hub
-from edgeinfer.apps.cli.options import add_command, add_json_option
 from edgeinfer.apps.cli.output import print_json, print_note
+from edgeinfer.apps.cli.parser import add_command, add_json_option
 
 if TYPE_CHECKING:
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 

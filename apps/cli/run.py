@@ -7,26 +7,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.apps.cli.loading import load_model
 from edgeinfer.apps.cli.options import (
-    add_command,
     add_generation_options,
-    add_json_option,
     add_load_options,
     generation_options,
+    load_model,
     load_options,
-    read_stream,
-    read_text,
-    utf8,
 )
 from edgeinfer.apps.cli.output import print_json, print_note
-from edgeinfer.apps.terminal.interrupt import cancel_on_interrupt
+from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.apps.cli.text_files import read_stream, read_text, utf8
+from edgeinfer.apps.terminal.app import cancel_on_interrupt
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer import Result, TokenStream
-    from edgeinfer.apps.cli.options import Subparsers
+    from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgeinfer.apps.cli.extras import missing_extra
-from edgeinfer.apps.cli.options import add_command, add_json_option, add_load_options, load_options, read_text
+from edgeinfer.apps.cli.options import add_load_options, load_options
+from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
+from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.config import format_size, parse_size
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer import Model
-    from edgeinfer.apps.cli.options import Parser, Subparsers
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 

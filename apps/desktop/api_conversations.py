@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -12,14 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.desktop import transfer
-from edgeinfer.apps.desktop.feed import News
-from edgeinfer.apps.desktop.markdown import render_reply
-from edgeinfer.apps.desktop.records import Conversation, Message
+from edgeinfer.apps.desktop.markdown import render_reply, render_user
+from edgeinfer.apps.desktop.records import Conversation, Message, Role
 from edgeinfer.apps.desktop.replies import RunningReply
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, search_text
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import checked_options
-from edgeinfer.apps.desktop.views import conversation_view, message_view, summary_view
+from edgeinfer.apps.server.events import Event
 from edgeinfer.errors import UsageError
 
 __all__ = ["conversation_routes"]
@@ -29,6 +31,8 @@ _Recorder = Callable[[], tuple[Message | None, Message]]
 
 # Between two pictures of a growing reply, and how much of the time making them may take.
 _EVERY_S, _SHARE = 0.1, 0.25
+# What a conversation is called until its first message gives it a title.
+_UNNAMED = "New chat"
 _LONGEST_TITLE, _LONGEST_TEXT = 200, 1_000_000
 
 
@@ -64,7 +68,7 @@ class _Conversations:
 
     async def listed(self, request: Request) -> Response:
         found = await asyncio.to_thread(self._history.summaries, search_text(request))
-        return JSONResponse({"conversations": list(map(summary_view, found))})
+        return JSONResponse({"conversations": [asdict(each) | {"title": each.title or _UNNAMED} for each in found]})
 
     async def create(self, request: Request) -> Response:
         body = await fields(request, self._security, title=str, system=str)
@@ -111,7 +115,7 @@ class _Conversations:
             return await self._begin(id, lambda: self._history.edit_question(id, message, content))
         new = await asyncio.to_thread(self._history.edit_reply, id, message, content)
         self._tell()
-        return JSONResponse({"assistant": message_view(new)}, status_code=202)
+        return JSONResponse({"assistant": _message_view(new)}, status_code=202)
 
     async def regenerate(self, request: Request) -> Response:
         id, message = request.path_params["id"], request.path_params["message"]
@@ -128,7 +132,7 @@ class _Conversations:
 
     async def follow(self, request: Request) -> Response:
         whole = await asyncio.to_thread(self._history.conversation, request.path_params["id"])
-        return event_stream(self._picture(whole.id, self._replies.running(whole.id)))
+        return event_stream(self._picture(whole.id, self._replies.running(whole.id)), self._security)
 
     async def export(self, request: Request) -> Response:
         format = request.query_params.get("format", "json")
@@ -158,27 +162,27 @@ class _Conversations:
 
         reply = await self._replies.begin(id, keep)
         self._tell()
-        views = {} if kept[0] is None else {"user": message_view(kept[0])}
-        return JSONResponse(views | {"assistant": message_view(reply, RunningReply(reply))}, status_code=202)
+        views = {} if kept[0] is None else {"user": _message_view(kept[0])}
+        return JSONResponse(views | {"assistant": _message_view(reply, RunningReply(reply))}, status_code=202)
 
-    async def _picture(self, id: str, running: RunningReply | None) -> AsyncIterator[News]:
+    async def _picture(self, id: str, running: RunningReply | None) -> AsyncGenerator[Event, None]:
         """The growing message, and then the finished one."""
         shown = None if running is None else running.message.id
         if running is not None:
             async for content in running.contents():
                 begun = time.monotonic()
                 html = await asyncio.to_thread(render_reply, content)
-                yield News("text", {"id": shown, "html": html, "content": content})
+                yield Event({"id": shown, "html": html, "content": content}, "text")
                 took = time.monotonic() - begun
                 await running.wait_over(max(_EVERY_S, took / _SHARE))
         whole = await asyncio.to_thread(self._history.conversation, id)
         last = whole.message(shown or whole.leaf)
         failed = shown is not None and last is not None and last.status == "error"
-        yield News("failed" if failed else "done", {} if last is None else message_view(last))
+        yield Event({} if last is None else _message_view(last), "failed" if failed else "done")
 
     async def _view(self, conversation: Conversation, status: int = 200) -> Response:
         running = self._replies.running(conversation.id)
-        data = await asyncio.to_thread(conversation_view, conversation, running)
+        data = await asyncio.to_thread(_conversation_view, conversation, running)
         return JSONResponse(data, status_code=status)
 
     def _tell(self) -> None:
@@ -201,3 +205,46 @@ def _short(text: str, most: int, name: str) -> str:
     if len(text) > most:
         raise UsageError(f"{name} is longer than {most:,} characters.", "Shorten it.")
     return text
+
+
+def _conversation_view(conversation: Conversation, running: RunningReply | None) -> dict[str, Any]:
+    """A conversation with all its messages."""
+    c = conversation
+    return {
+        "id": c.id,
+        "title": c.title or _UNNAMED,
+        "created": c.created,
+        "updated": c.updated,
+        "system": c.system,
+        "options": dict(c.options),
+        "leaf": c.leaf,
+        "replying": None if running is None else running.message.id,
+        "messages": [_message_view(message, running) for message in c.messages],
+    }
+
+
+def _message_view(message: Message, running: RunningReply | None = None) -> dict[str, Any]:
+    """A message with its HTML. A reply that nobody makes, as its end could not be kept, counts as interrupted.
+
+    Args:
+        running: the reply that its conversation is getting.
+    """
+    m = message
+    if m.status == "replying" and (running is None or running.message.id != m.id):
+        m = replace(m, status="interrupted")
+    return {
+        "id": m.id,
+        "parent": m.parent,
+        "role": m.role,
+        "content": m.content,
+        "html": _html(m.role, m.content),
+        "created": m.created,
+        "status": m.status,
+        "error": None if m.failure is None else asdict(m.failure),
+        "figures": None if m.figures is None else asdict(m.figures),
+    }
+
+
+@lru_cache(maxsize=256)
+def _html(role: Role, content: str) -> str:
+    return render_user(content) if role == "user" else render_reply(content)

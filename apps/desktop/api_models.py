@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -12,10 +13,10 @@ from starlette.routing import BaseRoute, Route
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.desktop.library import model_of
+from edgeinfer.apps.desktop.library import BUILT_IN, model_of
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
 from edgeinfer.apps.desktop.services import Services
-from edgeinfer.apps.desktop.views import download_view, listed_view, settings_view
+from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.errors import HubError, UsageError
 
 __all__ = ["model_routes"]
@@ -54,7 +55,7 @@ class _Models:
             {
                 "version": edgeinfer.__version__,
                 "model": s.control.state(),
-                "settings": settings_view(s.settings.now),
+                "settings": _settings_view(s.settings.now),
                 "defaults": {"options": s.control.defaults},
                 "machine": {"total_bytes": memory.total, "available_bytes": memory.available},
                 "notices": list(s.notices),
@@ -66,12 +67,12 @@ class _Models:
         changes = await fields(request, self._security, **kinds, options=dict)
         if "model" in changes:
             changes["model"] = model_of(changes["model"])
-        return JSONResponse(settings_view(await asyncio.to_thread(self._services.settings.change, changes)))
+        return JSONResponse(_settings_view(await asyncio.to_thread(self._services.settings.change, changes)))
 
     async def models(self, request: Request) -> Response:
         settings = self._services.settings.now
         found = await asyncio.to_thread(self._services.library.models, settings.recent, settings.context)
-        return JSONResponse({"models": list(map(listed_view, found))})
+        return JSONResponse({"models": list(map(asdict, found))})
 
     async def plan(self, request: Request) -> Response:
         body = await fields(request, self._security, model=_TEXT, memory=_NUMBER, context=_NUMBER, kv=_TEXT)
@@ -106,17 +107,24 @@ class _Models:
         id = (await fields(request, self._security, id=str)).get("id", "").strip()
         if not id or id.startswith("-"):
             raise UsageError("There is no model to fetch.", "Give a hub id, ORG/NAME, or ORG/NAME:TYPE of a GGUF file.")
-        return JSONResponse(download_view(self._services.downloads.begin(id)), status_code=202)
+        return JSONResponse(asdict(self._services.downloads.begin(id)), status_code=202)
 
     async def cancel_download(self, request: Request) -> Response:
-        return JSONResponse(download_view(await self._services.downloads.cancel(request.path_params["key"])))
+        return JSONResponse(asdict(await self._services.downloads.cancel(request.path_params["key"])))
 
     async def events(self, request: Request) -> Response:
         self._services.control.publish()
-        return event_stream(self._services.feed.read())
+        return event_stream(self._services.feed.read(), self._security)
 
 
 def _require_local(model: str | None) -> None:
     """Refuses a model that would be fetched behind the user's back."""
     if hub.local(model) is None:
         raise HubError(f"{model} is not on this machine.", "Download it first.")
+
+
+def _settings_view(settings: AppSettings) -> dict[str, Any]:
+    """The settings that the window shows."""
+    data = asdict(settings)
+    del data["recent"]
+    return data | {"options": dict(settings.options), "model": settings.model or BUILT_IN}

@@ -1,9 +1,18 @@
-"""Puts the app together: its API and its page beside OpenAI's endpoints on one server; knows no window."""
+"""Puts the app together, runs its server and shows its page: in a window of its own, in the browser, or by its address
+alone."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import importlib.util
+import os
+import sys
+import threading
+import webbrowser
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -11,11 +20,158 @@ from starlette.routing import Mount
 
 from edgeinfer.apps.desktop.api_conversations import conversation_routes
 from edgeinfer.apps.desktop.api_models import model_routes
+from edgeinfer.apps.desktop.folders import DataFolder, user_data
 from edgeinfer.apps.desktop.page import Access, AccessRequired, page_routes
 from edgeinfer.apps.desktop.services import Services
+from edgeinfer.apps.desktop.transfer import MOST_BYTES
 from edgeinfer.apps.server.app import make_app
+from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.serving import Server
 
-__all__ = ["make_desktop"]
+__all__ = ["DesktopConfig", "make_desktop", "run"]
+
+_HOST = "127.0.0.1"
+# Replies that take turns: the user's, and another program's.
+_PARALLEL = 2
+_SIZE = (1180, 820)
+
+
+@dataclass(frozen=True)
+class DesktopConfig:
+    """How the app is run.
+
+    Attributes:
+        data: folder of history and settings; None is the user's own.
+        port: 0 picks a free one.
+        window: show the page; else its address is told, and no more.
+        settings: settings of this run only.
+        options: fields of LoadConfig that hold for every model, but for memory and context.
+        models: folders that are searched for models, beside the one in the data folder.
+    """
+
+    data: Path | None = None
+    port: int = 0
+    window: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    models: Sequence[Path] = ()
+
+
+def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
+    """Runs the app until its window is closed, or it is interrupted.
+
+    Args:
+        tell: takes lines for whoever started it; the address is the first where there is no window.
+
+    Raises:
+        UsageError: the port is in use, or a setting is out of range.
+        StorageError: the data folder cannot be used.
+    """
+    folder = user_data() if config.data is None else DataFolder(config.data.expanduser().absolute())
+    access = Access()
+    # Other users of the machine reach its loopback too.
+    security = Security(host=_HOST, max_body=MOST_BYTES, api_key=access.key)
+    services = Services.make(
+        folder,
+        security,
+        ModelHost(parallel=_PARALLEL),
+        settings=config.settings,
+        options=config.options,
+        models=config.models,
+    )
+    show = _way(config)
+
+    def ready(url: str) -> None:
+        show.ready(f"{url}/?key={access.key}", tell)
+        for notice in services.notices:
+            tell(notice)
+
+    try:
+        app = make_desktop(services, access)
+        server = Server(app, _HOST, config.port, ready=ready, stopping=services.stop)
+    except BaseException:
+        services.close()
+        raise
+    show.run(server)
+
+
+class _Address:
+    """Tells where the page is."""
+
+    def ready(self, url: str, tell: Callable[[str], None]) -> None:
+        """The server takes connections."""
+        tell(url)
+
+    def run(self, server: Server) -> None:
+        """Serves to the end."""
+        server.run()
+
+
+class _Browser(_Address):
+    """Opens the page in the default browser."""
+
+    def ready(self, url: str, tell: Callable[[str], None]) -> None:
+        tell(f"edgeinfer is open at {url}")
+        tell("Ctrl-C ends it.")
+        # Some browsers keep the call until they are closed.
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+
+class _OwnWindow(_Address):
+    """Opens the page in a window without the things of a browser."""
+
+    def __init__(self) -> None:
+        self._url: str | None = None
+        self._settled = threading.Event()
+        self._error: BaseException | None = None
+
+    def ready(self, url: str, tell: Callable[[str], None]) -> None:
+        self._url = url
+        self._settled.set()
+
+    def run(self, server: Server) -> None:
+        # Window systems want the main thread.
+        thread = threading.Thread(target=self._serve, args=(server,), name="edgeinfer-server")
+        thread.start()
+        self._settled.wait()
+        try:
+            if self._url is not None:
+                _open_window(self._url)
+        finally:
+            server.stop()
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self, server: Server) -> None:
+        try:
+            server.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._settled.set()
+
+
+def _open_window(url: str) -> None:
+    """Shows a page until its window is closed."""
+    import webview
+
+    width, height = _SIZE
+    webview.create_window("edgeinfer", url, width=width, height=height, min_size=(420, 480))
+    # Cookies of one run are of no use to the next.
+    webview.start(private_mode=True)
+
+
+def _way(config: DesktopConfig) -> _Address:
+    if not config.window:
+        return _Address()
+    return _OwnWindow() if _has_display() and importlib.util.find_spec("webview") is not None else _Browser()
+
+
+def _has_display() -> bool:
+    on_desktop = sys.platform in ("win32", "darwin")
+    return on_desktop or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def make_desktop(services: Services, access: Access) -> Starlette:

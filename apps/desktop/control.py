@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.feed import Feed
-from edgeinfer.apps.desktop.library import BUILT_IN, Library, model_of
-from edgeinfer.apps.desktop.plans import Planner
+from edgeinfer.apps.desktop.checks import error_view
+from edgeinfer.apps.desktop.library import BUILT_IN, Library, Planner, model_of
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
+from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import HostState, ModelHost
-from edgeinfer.errors import BudgetError, EdgeInferError
+from edgeinfer.errors import EdgeInferError
 
 __all__ = ["ModelControl"]
 
@@ -44,7 +44,7 @@ class ModelControl:
         options: Mapping[str, Any],
         planner: Planner,
         library: Library,
-        feed: Feed,
+        feed: EventFeed,
     ) -> None:
         self._host = host
         self._settings = settings
@@ -115,7 +115,7 @@ class ModelControl:
             "process_bytes": psutil.Process().memory_info().rss,
             "budget_bytes": self._settings.now.memory,
             "progress": progress if state.status == "loading" else None,
-            "error": _error(state.error),
+            "error": None if state.error is None else error_view(state.error),
             "warning": None,
         }
         model = self._host.model if state.status == "ready" else None
@@ -173,13 +173,6 @@ class ModelControl:
             if not self._loads:
                 self._settled.set()
                 self.publish()
-
-
-def _error(error: EdgeInferError | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    data: dict[str, Any] = {"message": error.message, "hint": error.hint}
-    return data | ({"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetError) else {})
 
 
 def _warning() -> str | None:

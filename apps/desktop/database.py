@@ -1,14 +1,12 @@
-"""One SQLite file with one connection and a lock around it; knows nothing of the tables beyond how they are made.
-
-Every change is on disk when its transaction returns: a killed process or a power cut loses none, and leaves no half of
-one. Another process may use the same file.
-"""
+"""An SQLite file that survives crashes and full disks: its tables and the steps from each version of them to the next,
+transactions, damaged files put aside, and room on the disk kept for deleting."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -16,12 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from edgeinfer.apps.desktop.errors import DiskFullError
-from edgeinfer.apps.desktop.reserve import Reserve
-from edgeinfer.apps.desktop.schema import VERSION, migrate, version_of
+from edgeinfer.apps.desktop.checks import DiskFullError
 from edgeinfer.errors import StorageError
 
-__all__ = ["Database"]
+__all__ = ["RESERVE_BYTES", "VERSION", "Database", "Reserve", "migrate", "version_of"]
 
 # Another process holds the file for a few milliseconds at a time.
 _BUSY_S = 15.0
@@ -193,3 +189,98 @@ def _storage_errors(path: Path) -> Iterator[None]:
 def _full(path: Path) -> DiskFullError:
     hint = "Free some space, or delete conversations: what they took is used for new ones."
     return DiskFullError(f"The disk is full: nothing more can be kept in {path}.", hint)
+
+
+# Deleting the longest message, a million characters, writes twice as much to the journal: zeros over its text, and what
+# takes its words out of the index.
+RESERVE_BYTES = 8 * 1024**2
+# What SQLite's journal grows to before it begins anew: left to it.
+_JOURNAL_BYTES = 4 * 1024**2
+_CHUNK = bytes(1024**2)
+
+
+class Reserve:
+    """A file of nothing that is given up for what must be written.
+
+    Args:
+        path: of the file; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def keep(self) -> None:
+        """Puts the room by, or less where there is not enough of it."""
+        with contextlib.suppress(OSError):
+            kept = self._path.stat().st_size if self._path.exists() else 0
+            free = shutil.disk_usage(self._path.parent).free + kept
+            size = min(RESERVE_BYTES, free - _JOURNAL_BYTES) // len(_CHUNK) * len(_CHUNK)
+            if size > kept:
+                self._write(size)
+
+    def release(self) -> None:
+        """Gives the room to whoever writes next."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _write(self, size: int) -> None:
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                # Written, as a file that is merely long takes no room.
+                for _ in range(size // len(_CHUNK)):
+                    file.write(_CHUNK)
+        except OSError:
+            self.release()
+
+
+_FIRST = (
+    """
+    CREATE TABLE conversations (
+        id TEXT PRIMARY KEY,
+        title TEXT NOT NULL,
+        system TEXT NOT NULL,
+        options TEXT NOT NULL,
+        leaf TEXT,
+        created REAL NOT NULL,
+        updated REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX conversations_updated ON conversations (updated)",
+    # `number` gives the order of siblings, and the search index its row ids.
+    """
+    CREATE TABLE messages (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        parent TEXT REFERENCES messages (id) ON DELETE CASCADE,
+        role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
+        content TEXT NOT NULL,
+        created REAL NOT NULL,
+        status TEXT NOT NULL CHECK (status IN ('complete', 'replying', 'stopped', 'error', 'interrupted')),
+        failure TEXT,
+        figures TEXT,
+        holder TEXT
+    )
+    """,
+    "CREATE INDEX messages_conversation ON messages (conversation)",
+    "CREATE INDEX messages_parent ON messages (parent)",
+    "CREATE INDEX messages_replying ON messages (holder) WHERE status = 'replying'",
+)
+
+_STEPS = (_FIRST,)
+VERSION = len(_STEPS)
+
+
+def version_of(connection: sqlite3.Connection) -> int:
+    """The version of the tables that a file has; 0 is an empty one."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Takes the steps that are missing, inside the transaction that the caller has begun."""
+    for number, step in enumerate(_STEPS[version_of(connection) :], version_of(connection) + 1):
+        for statement in step:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {number}")

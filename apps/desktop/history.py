@@ -19,9 +19,9 @@ from typing import Any, Self
 import psutil
 
 from edgeinfer.apps.desktop import search
+from edgeinfer.apps.desktop.checks import DiskFullError, NotFoundError
 from edgeinfer.apps.desktop.database import Database
-from edgeinfer.apps.desktop.errors import DiskFullError, NotFoundError
-from edgeinfer.apps.desktop.records import Conversation, Failure, Figures, Message, Role, Status, Summary
+from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure, Role, Status, Summary
 from edgeinfer.errors import UsageError
 
 __all__ = ["History"]
@@ -217,7 +217,7 @@ class History:
         message: str,
         content: str,
         status: Status,
-        failure: Failure | None = None,
+        failure: ReplyFailure | None = None,
         figures: Figures | None = None,
     ) -> None:
         """Keeps a reply that has ended."""
@@ -324,7 +324,7 @@ def _message(row: sqlite3.Row) -> Message:
         content=row["content"],
         created=row["created"],
         status=row["status"],
-        failure=None if row["failure"] is None else Failure.of(json.loads(row["failure"])),
+        failure=None if row["failure"] is None else ReplyFailure.of(json.loads(row["failure"])),
         figures=None if row["figures"] is None else Figures.of(json.loads(row["figures"])),
     )
 
@@ -333,5 +333,5 @@ def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _optional_json(value: Failure | Figures | None) -> str | None:
+def _optional_json(value: ReplyFailure | Figures | None) -> str | None:
     return None if value is None else _json(dataclasses.asdict(value))

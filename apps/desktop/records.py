@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, cast
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
-__all__ = ["ROLES", "STATUSES", "Conversation", "Failure", "Figures", "Message", "Role", "Status", "Summary"]
+__all__ = ["ROLES", "STATUSES", "Conversation", "Figures", "Message", "ReplyFailure", "Role", "Status", "Summary"]
 
 Role = Literal["user", "assistant"]
 # How a message stands: "interrupted" is what a program that ended left of a reply.
@@ -21,7 +21,7 @@ STATUSES: tuple[Status, ...] = typing.get_args(Status)
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReplyFailure:
     """Why a reply failed.
 
     Attributes:
@@ -82,7 +82,7 @@ class Figures:
 
     @classmethod
     def of(cls, data: object) -> Self:
-        """From what was kept as JSON; errors as `Failure.of`."""
+        """From what was kept as JSON; errors as `ReplyFailure.of`."""
         return cast(Self, _from_json(cls, data))
 
 
@@ -103,7 +103,7 @@ class Message:
     content: str
     created: float
     status: Status = "complete"
-    failure: Failure | None = None
+    failure: ReplyFailure | None = None
     figures: Figures | None = None
 
 
@@ -156,17 +156,19 @@ class Summary:
     snippet: str = ""
 
 
-def _from_json(kind: type[Failure | Figures], data: object) -> Failure | Figures:
+def _from_json(kind: type[ReplyFailure | Figures], data: object) -> ReplyFailure | Figures:
+    # As the field of an exported file is called.
+    name = "error" if kind is ReplyFailure else "figures"
     fields = {f.name: f for f in dataclasses.fields(kind)}
     if not isinstance(data, dict) or not set(data) <= set(fields):
-        raise UsageError(f"{kind.__name__} must be an object of {', '.join(fields)}.", "Leave it out.")
+        raise UsageError(f"{name} must be an object of {', '.join(fields)}.", "Leave it out.")
     types = typing.get_type_hints(kind)
-    for name in fields:
-        if name not in data:
-            if fields[name].default is dataclasses.MISSING:
-                raise UsageError(f"{kind.__name__} lacks {name!r}.", "Leave it out as a whole.")
+    for field_name in fields:
+        if field_name not in data:
+            if fields[field_name].default is dataclasses.MISSING:
+                raise UsageError(f"{name} lacks {field_name!r}.", "Leave it out as a whole.")
             continue
-        value, wanted = data[name], types[name]
+        value, wanted = data[field_name], types[field_name]
         if isinstance(value, bool) or not isinstance(value, wanted | int if wanted is float else wanted):
-            raise UsageError(f"{kind.__name__}.{name} has a wrong type.", "Leave it out as a whole.")
+            raise UsageError(f"{name}.{field_name} has a wrong type.", "Leave it out as a whole.")
     return kind(**data)

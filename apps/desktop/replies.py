@@ -13,13 +13,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
-from edgeinfer.apps.desktop.errors import ConflictError, NoModelError
+from edgeinfer.apps.desktop.checks import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.records import Conversation, Failure, Figures, Message, Status
-from edgeinfer.apps.server.host import ModelHost, Reply
+from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure, Status
+from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
 
-__all__ = ["Replies", "RunningReply"]
+__all__ = ["ConversationReplies", "RunningReply"]
 
 _log = logging.getLogger("edgeinfer.desktop")
 
@@ -39,7 +39,7 @@ class RunningReply:
         self._stopped = asyncio.Event()
         self._pieces = [message.content]
         self._grown = asyncio.Event()
-        self._reply: Reply | None = None
+        self._reply: HostReply | None = None
         self._over = asyncio.Event()
 
     @property
@@ -58,7 +58,7 @@ class RunningReply:
         self._pieces.append(text)
         self._tell()
 
-    def attach(self, reply: Reply) -> None:
+    def attach(self, reply: HostReply) -> None:
         """Takes what makes it, to be able to stop it."""
         self._reply = reply
         if self.stopped:
@@ -106,7 +106,7 @@ class RunningReply:
         self._grown = asyncio.Event()
 
 
-class Replies:
+class ConversationReplies:
     """The replies of all conversations, one of each at a time.
 
     Args:
@@ -177,7 +177,7 @@ class Replies:
 
     async def _run(self, conversation: str, running: RunningReply) -> None:
         status: Status = "error"
-        failure: Failure | None = None
+        failure: ReplyFailure | None = None
         figures: Figures | None = None
         try:
             whole = await asyncio.to_thread(self._history.conversation, conversation)
@@ -188,7 +188,7 @@ class Replies:
             failure = _failure(error)
         except Exception as error:  # whatever it is, it is this reply's; the app goes on
             _log.exception("a reply failed")
-            failure = Failure(f"Unexpected {type(error).__name__}.", "Try again; the program's output says more.")
+            failure = ReplyFailure(f"Unexpected {type(error).__name__}.", "Try again; the program's output says more.")
         try:
             await asyncio.to_thread(self._history.finish, running.message.id, running.content, status, failure, figures)
         except EdgeInferError as error:
@@ -253,9 +253,9 @@ def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, s
     return turns
 
 
-def _failure(error: EdgeInferError) -> Failure:
+def _failure(error: EdgeInferError) -> ReplyFailure:
     """An error as it is kept with the message."""
-    failure = Failure(error.message, error.hint, getattr(error, "code", None) or "error")
+    failure = ReplyFailure(error.message, error.hint, getattr(error, "code", None) or "error")
     if isinstance(error, ContextLengthError):
         return dataclasses.replace(failure, code="context_full")
     if isinstance(error, BudgetError):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import functools
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Send
 
-from edgeinfer.apps.desktop.feed import News
-from edgeinfer.apps.desktop.texts import LONGEST_SEARCH, check_name, check_values
-from edgeinfer.apps.server.body import read_json
+from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values, error_view
+from edgeinfer.apps.server.bodies import read_json
+from edgeinfer.apps.server.errors import ClientGoneError
+from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, while_connected
 from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
+from edgeinfer.openai.errors import Kinds, status_and_code
 
 __all__ = ["Endpoint", "answered", "event_stream", "fields", "optional", "search_text", "whole_number"]
 
@@ -24,8 +26,8 @@ _log = logging.getLogger("edgeinfer.desktop")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# By the first that an error is one of: status and code, where it does not name its own.
-_KINDS: tuple[tuple[type[EdgeInferError], int, str], ...] = (
+# As `edgeinfer.openai.errors` has them for its API; the window's tells more kinds apart.
+_KINDS: Kinds = (
     (UsageError, 400, "invalid"),
     (BudgetError, 409, "memory_short"),
     (HubError, 409, "hub"),
@@ -34,7 +36,6 @@ _KINDS: tuple[tuple[type[EdgeInferError], int, str], ...] = (
     (UserError, 409, "refused"),
     (EdgeInferError, 500, "internal"),
 )
-_COMMENT_S = 15.0
 # Fields that hold text of many lines; all others hold names.
 _TEXTS = ("content", "system")
 
@@ -55,14 +56,10 @@ def answered(endpoint: Endpoint) -> Endpoint:
 
 
 def _refusal(error: EdgeInferError) -> Response:
-    status, code = next((status, code) for kind, status, code in _KINDS if isinstance(error, kind))
-    status = getattr(error, "status", status)
-    data: dict[str, Any] = {"message": error.message, "hint": error.hint, "code": getattr(error, "code", None) or code}
-    if isinstance(error, BudgetError):
-        data["minimum_bytes"] = error.minimum_bytes
+    status, code = status_and_code(error, _KINDS)
     if status == 500 and not isinstance(error, UserError):
         _log.error("%s", error, exc_info=error)
-    return JSONResponse({"error": data}, status_code=status)
+    return JSONResponse({"error": error_view(error) | {"code": code}}, status_code=status)
 
 
 async def fields(request: Request, security: Security, **kinds: Any) -> dict[str, Any]:
@@ -112,33 +109,21 @@ def whole_number(body: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def event_stream(news: AsyncIterator[News]) -> Response:
-    """Server-sent events, with a comment now and then so that nobody takes a quiet stream for a dead one."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_with_comments(news), media_type="text/event-stream", headers=headers)
+def event_stream(events: AsyncGenerator[Event, None], security: Security) -> Response:
+    """Events as they come, until there are no more or the window is closed."""
 
+    async def write(receive: Receive, send: Send) -> None:
+        stream = EventStream(send, security.comment_seconds)
 
-async def _with_comments(news: AsyncIterator[News]) -> AsyncIterator[str]:
-    iterator = aiter(news)
-    step = asyncio.ensure_future(_next(iterator))
-    try:
-        while True:
-            done, _ = await asyncio.wait([step], timeout=_COMMENT_S)
-            if not done:
-                yield ": still here\n\n"
-                continue
-            item = step.result()
-            if item is None:
-                return
-            # JSON as Python writes it has no line ends.
-            yield f"event: {item.kind}\ndata: {json.dumps(item.data)}\n\n"
-            step = asyncio.ensure_future(_next(iterator))
-    finally:
-        step.cancel()
-        await asyncio.wait([step])
-        if hasattr(iterator, "aclose"):
-            await iterator.aclose()
+        async def forward() -> None:
+            await stream.start()
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    await stream.events([event])
 
+        # Windows are closed all the time; nothing went wrong then.
+        with contextlib.suppress(ClientGoneError):
+            await while_connected(receive, forward(), stream.comment())
+            await stream.end()
 
-async def _next(iterator: AsyncIterator[News]) -> News | None:
-    return await anext(iterator, None)
+    return StreamedResponse(write)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.apps.desktop.control import ModelControl
 from edgeinfer.apps.desktop.downloads import Downloads
-from edgeinfer.apps.desktop.feed import Feed
 from edgeinfer.apps.desktop.folders import DataFolder
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.library import Library
-from edgeinfer.apps.desktop.plans import Planner
-from edgeinfer.apps.desktop.replies import Replies
+from edgeinfer.apps.desktop.library import Library, Planner
+from edgeinfer.apps.desktop.replies import ConversationReplies
 from edgeinfer.apps.desktop.settings import SettingsFile
-from edgeinfer.apps.desktop.views import download_view
+from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import Security
 
@@ -38,9 +36,9 @@ class Services:
     planner: Planner
     library: Library
     control: ModelControl
-    replies: Replies
+    replies: ConversationReplies
     downloads: Downloads
-    feed: Feed
+    feed: EventFeed
     notices: tuple[str, ...]
 
     @classmethod
@@ -69,15 +67,17 @@ class Services:
         folder.make()
         kept = SettingsFile(folder.settings, settings)
         history = History.open(folder.history)
-        feed, planner = Feed(), Planner(options, host.parallel)
+        feed, planner = EventFeed(), Planner(options, host.parallel)
         library = Library((folder.models, *models), planner)
         control = ModelControl(host, kept, options or {}, planner, library, feed)
 
         def told() -> None:
             feed.publish("conversations", {})
 
-        replies = Replies(host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told)
-        downloads = Downloads(lambda state: feed.publish("download", download_view(state), state.key))
+        replies = ConversationReplies(
+            host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told
+        )
+        downloads = Downloads(lambda state: feed.publish("download", asdict(state), state.key))
         notices = tuple(
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one begun."
             for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))

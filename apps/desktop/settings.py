@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from edgeinfer.apps.desktop.errors import DiskFullError
-from edgeinfer.apps.desktop.texts import check_name, check_text
-from edgeinfer.config import LOAD_RANGES, GenerationConfig, parse_size
+from edgeinfer.apps.desktop.checks import DiskFullError, check_name, check_text
+from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.options import options_of
 
-__all__ = ["CONVERSATIONAL", "OPTIONS", "Settings", "SettingsFile", "checked_options"]
+__all__ = ["CONVERSATIONAL", "OPTIONS", "AppSettings", "SettingsFile", "checked_options"]
 
 # Options of generation that the window offers.
 OPTIONS = (
@@ -59,7 +59,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AppSettings:
     """What the user set; None leaves a choice to edgeinfer.
 
     Attributes:
@@ -84,8 +84,8 @@ class Settings:
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
         _require(self.theme is None or self.theme in THEMES, "theme", f"one of {', '.join(THEMES)}, or null")
-        context = LOAD_RANGES["context"]
-        _require(context.holds(self.context), "context", f"{context}, or null")
+        context = options_of(LoadConfig)["context"].range
+        _require(context is not None and context.holds(self.context), "context", f"{context}, or null")
         _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a text, or null")
         check_name(self.model or "", "model")
         text = isinstance(self.system, str) and len(self.system) <= _LONGEST_SYSTEM
@@ -153,7 +153,7 @@ class SettingsFile:
         self._kept = self._read()
         self.now = self._kept.changed(for_now or {})
 
-    def change(self, changes: Mapping[str, Any]) -> Settings:
+    def change(self, changes: Mapping[str, Any]) -> AppSettings:
         """Changes settings and keeps them.
 
         Raises:
@@ -172,20 +172,20 @@ class SettingsFile:
             self._write(self._kept.used(model))
             self.now, self._kept = self.now.used(model), self._kept.used(model)
 
-    def _read(self) -> Settings:
+    def _read(self) -> AppSettings:
         try:
-            return Settings.of(json.loads(self._path.read_text("utf-8")))
+            return AppSettings.of(json.loads(self._path.read_text("utf-8")))
         except FileNotFoundError:
-            return Settings()
+            return AppSettings()
         except OSError as error:
             raise StorageError(f"{self._path} cannot be read: {error.strerror}.", "Check its permissions.") from error
         except (ValueError, RecursionError, UsageError):
             stamp = time.strftime("%Y%m%d-%H%M%S")
             self.put_aside = self._path.with_name(f"{self._path.stem}.damaged-{stamp}{self._path.suffix}")
             self._path.replace(self.put_aside)
-            return Settings()
+            return AppSettings()
 
-    def _write(self, settings: Settings) -> None:
+    def _write(self, settings: AppSettings) -> None:
         text = json.dumps(dataclasses.asdict(settings), ensure_ascii=False, indent=1) + "\n"
         hint = "Free some space, check its permissions, or name another folder with --data."
         temporary = None

@@ -9,10 +9,9 @@ import time
 import uuid
 from typing import Any
 
-from edgeinfer.apps.desktop.errors import TooLargeError
-from edgeinfer.apps.desktop.records import ROLES, STATUSES, Conversation, Failure, Figures, Message, Status
+from edgeinfer.apps.desktop.checks import TooLargeError, check_name, check_values
+from edgeinfer.apps.desktop.records import ROLES, STATUSES, Conversation, Figures, Message, ReplyFailure, Status
 from edgeinfer.apps.desktop.settings import checked_options
-from edgeinfer.apps.desktop.texts import check_name, check_values
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 
@@ -138,7 +137,7 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
         content=_text(entry, "content"),
         created=_time(entry, "created"),
         status=_ended(status),
-        failure=None if failure is None else Failure.of(failure),
+        failure=None if failure is None else ReplyFailure.of(failure),
         figures=None if figures is None else Figures.of(figures),
     )
 

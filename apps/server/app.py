@@ -14,9 +14,9 @@ from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.server.completions import completion_paths
 from edgeinfer.apps.server.errors import error_response
-from edgeinfer.apps.server.facts import Facts
 from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.info import InfoEndpoints
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Service
 from edgeinfer.errors import EdgeInferError
@@ -57,7 +57,7 @@ def make_app(
 
 def _routes(service: Service) -> list[BaseRoute]:
     """OpenAI's paths with and without /v1, as llama-server has them. Health is everybody's to ask."""
-    facts = Facts(service)
+    facts = InfoEndpoints(service)
     key = [Middleware(KeyRequired, security=service.security)]
     routes: list[BaseRoute] = []
     for prefix in ("/v1", ""):

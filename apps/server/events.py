@@ -1,19 +1,22 @@
-"""A stream of server-sent events: its head, its events, comments while there are none, its errors; knows nothing of
-how events come about."""
+"""Server-sent events: how an event is written, the stream of a request with comments while it is quiet and its end when
+the client hangs up, and a feed that many clients follow."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from edgeinfer.apps.server.errors import error_answer
-from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.errors import ClientGoneError
 
-__all__ = ["EventStream"]
+__all__ = ["Event", "EventFeed", "EventStream", "StreamedResponse", "first_error", "while_connected"]
+
+Work = Coroutine[Any, Any, None]
 
 _HEAD = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,47 +28,60 @@ _HEAD = (
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
+@dataclass(frozen=True)
+class Event:
+    """One event: an object of JSON, and the name of its kind, which may be empty."""
+
+    data: Mapping[str, Any]
+    kind: str = ""
+
+    def encoded(self) -> bytes:
+        """The event as it is sent."""
+        data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+        name = f"event: {self.kind}\n" if self.kind else ""
+        return f"{name}data: {data}\n\n".encode()
+
+
 class EventStream:
     """Writes events to a client. The head goes out with the first, so that what fails before can still be answered
     with a status.
 
     Args:
         send: of the request.
-        security: says how long a client may take, and when to comment.
-        named: whether each event's `type` stands before it, as of OpenAI's responses.
+        comment_seconds: without an event after which `comment` sends a comment.
         opening: events that come first.
+
+    Attributes:
+        started: whether the head was sent.
     """
 
-    def __init__(
-        self, send: Send, security: Security, *, named: bool = False, opening: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, send: Send, comment_seconds: float, *, opening: Sequence[Event] = ()) -> None:
         self._send = send
-        self._security = security
-        self._named = named
+        self._comment_seconds = comment_seconds
         self._opening = opening
         self._writing = asyncio.Lock()
         self._time = asyncio.get_running_loop().time
         self._written = self._time()
-        self.begun = False
+        self.started = False
 
-    async def events(self, events: Sequence[Mapping[str, Any]]) -> None:
+    async def start(self) -> None:
+        """Sends the head before there is an event."""
+        await self._write(b"")
+
+    async def events(self, events: Iterable[Event]) -> None:
         """Sends events."""
-        if events:
-            await self._write(b"".join(map(self._event, events)))
+        data = b"".join(event.encoded() for event in events)
+        if data:
+            await self._write(data)
 
     async def end(self, last: bytes = b"") -> None:
         """Sends some bytes, and that nothing follows."""
         await self._write(last, more=False)
 
-    async def fail(self, error: Exception) -> None:
-        """Sends what went wrong, as the stream's end."""
-        body = error_answer(error)[1]
-        await self.end(self._event({"type": "error"} | body if self._named else body))
-
     async def comment(self) -> None:
         """Sends a comment whenever nothing else was sent for a while; goes on until it is cancelled."""
         while True:
-            rest = self._security.comment_seconds - (self._time() - self._written)
+            rest = self._comment_seconds - (self._time() - self._written)
             if rest <= 0:
                 await self._write(b": still here\n\n")
             else:
@@ -74,16 +90,116 @@ class EventStream:
     async def _write(self, data: bytes, more: bool = True) -> None:
         # One at a time: of several replies, and of comments, each calls in its own task.
         async with self._writing:
-            if not self.begun:
-                self.begun = True
+            if not self.started:
+                self.started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEAD)})
-                data = b"".join(map(self._event, self._opening)) + data
+                data = b"".join(event.encoded() for event in self._opening) + data
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._written = self._time()
-        # Sending need not suspend; the loop must get to hear of a client that hung up before more is sent to nobody.
+        # Sending need not suspend; the loop must get to hear of a client that hung up before more is sent to no one.
         await asyncio.sleep(0)
 
-    def _event(self, event: Mapping[str, Any]) -> bytes:
-        data = json.dumps(event, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
-        name = f"event: {event['type']}\n" if self._named else ""
-        return f"{name}data: {data}\n\n".encode()
+
+class EventFeed:
+    """Passes events on to all who read. A slow reader gets the latest of each subject, and none that it replaced."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Event] = {}
+        self._readers: list[_Reader] = []
+        self._closed = False
+
+    def publish(self, kind: str, data: Mapping[str, Any], subject: str = "") -> None:
+        """Tells all readers.
+
+        Args:
+            subject: what it is about, within its kind; it replaces what was last told of that.
+        """
+        event = Event(data, kind)
+        self._latest[f"{kind} {subject}"] = event
+        for reader in self._readers:
+            reader.tell(f"{kind} {subject}", event)
+
+    def close(self) -> None:
+        """Ends all readers."""
+        self._closed = True
+        for reader in self._readers:
+            reader.ready.set()
+
+    async def read(self) -> AsyncGenerator[Event, None]:
+        """The latest of every subject, and then what comes."""
+        reader = _Reader(dict(self._latest))
+        self._readers.append(reader)
+        try:
+            while not self._closed:
+                await reader.ready.wait()
+                for event in reader.take():
+                    yield event
+        finally:
+            self._readers.remove(reader)
+
+
+class _Reader:
+    def __init__(self, waiting: dict[str, Event]) -> None:
+        self._waiting = waiting
+        self.ready = asyncio.Event()
+        self.ready.set()
+
+    def tell(self, key: str, event: Event) -> None:
+        self._waiting[key] = event
+        self.ready.set()
+
+    def take(self) -> list[Event]:
+        taken = list(self._waiting.values())
+        self._waiting.clear()
+        self.ready.clear()
+        return taken
+
+
+class StreamedResponse(Response):
+    """An answer that is written while it is made.
+
+    Args:
+        write: writes it.
+    """
+
+    def __init__(self, write: Callable[[Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Writes it."""
+        await self._write(receive, send)
+
+
+async def while_connected(receive: Receive, work: Work, *beside: Work) -> None:
+    """Runs `work` to its end, or until the client hangs up.
+
+    Args:
+        receive: of the request, whose body has been read.
+        beside: runs as long.
+
+    Raises:
+        ClientGoneError: the client hung up; `work` was cancelled.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            others = [group.create_task(other) for other in (_watch(receive), *beside)]
+            await group.create_task(work)
+            for other in others:
+                other.cancel()
+    except ExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+async def _watch(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGoneError
+
+
+def first_error(errors: ExceptionGroup[Exception]) -> Exception:
+    """What went wrong first; the rest followed from it."""
+    error: Exception = errors
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -14,13 +14,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgeinfer.apps.server.bodies import UPLOAD, Upload, Uploads
 from edgeinfer.apps.server.errors import ClientGoneError, error_response, let_go
 from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.security import Security
-from edgeinfer.apps.server.uploads import Upload, Uploads
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["UPLOAD", "Guard", "KeyRequired"]
+__all__ = ["Guard", "KeyRequired"]
 
 logger = logging.getLogger("edgeinfer.server")
 
@@ -28,8 +28,6 @@ logger = logging.getLogger("edgeinfer.server")
 _CLIENT_GONE = 499
 # Statuses of bodies that were refused while they came, or before.
 _PUT_OFF = (408, 413)
-# Where a scope has the context manager in which something is made of the request's body.
-UPLOAD = "edgeinfer.upload"
 
 
 class Guard:

@@ -1,13 +1,13 @@
 """The model that is loaded, for programs with an event loop: loading, replies as async iterators, state to watch.
 
-Knows nothing of HTTP or of what replies are for.
-"""
+Knows nothing of HTTP or of what replies are for."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,14 +16,16 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from edgeinfer.apps.server.rooms import load_with_room
-from edgeinfer.apps.server.worker import Ended, Job, Worker
-from edgeinfer.errors import EdgeInferError, UsageError, UserError
+import psutil
+
+import edgeinfer
+from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
+from edgeinfer.errors import CapabilityError, EdgeInferError, UsageError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
 
-__all__ = ["BusyError", "HostState", "LoadCancelledError", "ModelHost", "Reply"]
+__all__ = ["BusyError", "HostReply", "HostState", "LoadCancelledError", "ModelHost", "load_with_room", "with_room"]
 
 T = TypeVar("T")
 
@@ -59,12 +61,12 @@ class HostState:
     number: int = 0
 
 
-class Reply:
+class HostReply:
     """The chunks of a reply, as they come. Leaving its `async with` block cancels what is left of it."""
 
-    def __init__(self, worker: Worker, start: Callable[[Model], TokenStream], owner: str) -> None:
+    def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str) -> None:
         self._worker = worker
-        self._items: asyncio.Queue[Chunk | Ended | Exception] = asyncio.Queue()
+        self._items: asyncio.Queue[Chunk | ReplyEnd | Exception] = asyncio.Queue()
         self._result: Result | None = None
         # Nothing of it leads back here, so that what a request held is free when its reply is left.
         self._job = Job(start, partial(_on, asyncio.get_running_loop(), self._items.put_nowait))
@@ -104,7 +106,7 @@ class Reply:
                     raise item
                 finally:
                     del item  # whose traceback leads here
-            if isinstance(item, Ended):
+            if isinstance(item, ReplyEnd):
                 self._result = item.result
                 return
             yield item
@@ -125,7 +127,7 @@ class ModelHost:
         self.parallel = parallel
         self.state = HostState()
         self._queue = queue
-        self._worker = Worker(parallel)
+        self._worker = ModelThread(parallel)
         self._worker.start()
         self._changed = asyncio.Event()
         self._loading = asyncio.Lock()
@@ -206,7 +208,7 @@ class ModelHost:
             await self._do(self._drop_model)
             self._set(HostState("empty"))
 
-    def submit(self, start: Callable[[Model], TokenStream], owner: str) -> Reply:
+    def submit(self, start: Callable[[Model], TokenStream], owner: str) -> HostReply:
         """A reply that takes turns with the others.
 
         Args:
@@ -221,7 +223,7 @@ class ModelHost:
             raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
         if self.waiting >= self._queue:
             raise BusyError(f"{self.waiting} requests wait already.", "Try again in a moment.")
-        return Reply(self._worker, start, owner)
+        return HostReply(self._worker, start, owner)
 
     async def ask(self, question: Callable[[Model], T]) -> T:
         """Asks something of the model between two turns.
@@ -283,3 +285,57 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments
     """Calls on the loop, unless the program is ending and it is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *arguments)
+
+
+_log = logging.getLogger("edgeinfer")
+
+# Of the memory that is free.
+_MOST_SHARE = 0.25
+
+
+def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> dict[str, Any]:
+    """Options by which up to `parallel` replies can be paused at once, and each runs as it would alone.
+
+    Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
+    those given.
+
+    Args:
+        options: fields of LoadConfig; a `prefix_cache` among them is kept to.
+
+    Raises:
+        EdgeInferError: as `edgeinfer.plan`.
+    """
+    given = dict(options)
+    if given.get("prefix_cache") is not None or given.get("overflow", "stop") != "stop":
+        return given
+    plan = edgeinfer.plan(model, **given)
+    mine = plan.configuration
+    fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
+    most = int(psutil.virtual_memory().available * _MOST_SHARE)
+    while plan.fits and parallel >= 1:
+        roomy = fixed | {"prefix_cache": min(parallel * plan.terms["kv"], most)}
+        if edgeinfer.plan(model, **roomy).fits:
+            return roomy
+        parallel //= 2
+    return given
+
+
+def load_with_room(
+    model: str | None, options: Mapping[str, Any], parallel: int, progress: Callable[[str, int, int], None]
+) -> edgeinfer.Model:
+    """Loads a model by `with_room`; one whose cache cannot be copied without, its replies run one after the other.
+
+    Args:
+        progress: as `edgeinfer.load` takes it.
+
+    Raises:
+        EdgeInferError: as `edgeinfer.load`.
+    """
+    roomy = with_room(model, options, parallel)
+    try:
+        return edgeinfer.load(model, progress=progress, **roomy)
+    except CapabilityError as error:
+        if roomy == dict(options):
+            raise
+        _log.warning("Replies run one after the other. %s", error.message)
+    return edgeinfer.load(model, progress=progress, **options)

@@ -1,23 +1,96 @@
 """The thread that runs a model: replies in slices by their turns, and whatever else is asked of it in between.
 
-Knows no event loop: what comes of a reply is told by a callback, on this thread.
-"""
+Knows no event loop: what comes of a reply is told by a callback, on this thread."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from edgeinfer.apps.server.scheduler import Scheduler
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
 
-__all__ = ["Ended", "Job", "Worker"]
+__all__ = ["Job", "ModelThread", "ReplyEnd", "Scheduler"]
+
+T = TypeVar("T")
+
+
+class Scheduler(Generic[T]):
+    """Replies in the order of their turns.
+
+    Owners take turns, and of each owner its replies, so that one who asks for eight replies gets no more than one who
+    asks for one. At most `parallel` replies have begun; of those that wait, the next to begin is of whoever has the
+    fewest, and of these the one that came first.
+
+    Args:
+        parallel: replies that take turns.
+    """
+
+    def __init__(self, parallel: int) -> None:
+        self._parallel = parallel
+        self._begun: OrderedDict[str, deque[T]] = OrderedDict()
+        self._waiting: list[tuple[str, T]] = []
+
+    @property
+    def running(self) -> int:
+        """Replies that have begun."""
+        return sum(map(len, self._begun.values()))
+
+    @property
+    def waiting(self) -> int:
+        """Replies that have not."""
+        return len(self._waiting)
+
+    def add(self, owner: str, reply: T) -> None:
+        """A reply that was asked for."""
+        self._waiting.append((owner, reply))
+        self._fill()
+
+    def next(self) -> T | None:
+        """The reply whose turn it is; the turn after that is somebody else's."""
+        if not self._begun:
+            return None
+        owner, replies = next(iter(self._begun.items()))
+        self._begun.move_to_end(owner)
+        replies.rotate(-1)
+        return replies[-1]
+
+    def remove(self, reply: T) -> None:
+        """A reply is over; one that waits may begin."""
+        self._waiting = [(owner, other) for owner, other in self._waiting if other != reply]
+        for owner, replies in self._begun.items():
+            if reply in replies:
+                replies.remove(reply)
+                if not replies:
+                    del self._begun[owner]
+                break
+        self._fill()
+
+    def withdraw(self, reply: T) -> bool:
+        """Takes away a reply that waits; whether it did."""
+        left = [(owner, other) for owner, other in self._waiting if other != reply]
+        waited = len(left) < len(self._waiting)
+        self._waiting = left
+        return waited
+
+    def clear(self) -> list[T]:
+        """Takes all away."""
+        every = [reply for replies in self._begun.values() for reply in replies]
+        every += [reply for _, reply in self._waiting]
+        self._begun.clear()
+        self._waiting.clear()
+        return every
+
+    def _fill(self) -> None:
+        while self._waiting and self.running < self._parallel:
+            place = min(range(len(self._waiting)), key=lambda at: len(self._begun.get(self._waiting[at][0], ())))
+            owner, reply = self._waiting.pop(place)
+            self._begun.setdefault(owner, deque()).append(reply)
+
 
 # Seconds of a turn. It lasts longer where taking turns would cost more than this share of it.
 _TURN_S = 0.02
@@ -31,7 +104,7 @@ _WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
-class Ended:
+class ReplyEnd:
     """A reply is over; without a result where it never began."""
 
     result: Result | None
@@ -43,20 +116,20 @@ class Job:
 
     Attributes:
         start: makes its stream.
-        tell: takes its chunks, then Ended or the error that ended it.
+        tell: takes its chunks, then ReplyEnd or the error that ended it.
         stream: once it has begun.
         prepared: whether its prompt is taken in.
         cancelled: whether it is to end.
     """
 
     start: Callable[[Model], TokenStream]
-    tell: Callable[[Chunk | Ended | Exception], None]
+    tell: Callable[[Chunk | ReplyEnd | Exception], None]
     stream: TokenStream | None = None
     prepared: bool = False
     cancelled: bool = False
 
 
-class Worker(threading.Thread):
+class ModelThread(threading.Thread):
     """Runs the replies of the model it is given.
 
     Args:
@@ -99,7 +172,7 @@ class Worker(threading.Thread):
             waited = self._scheduler.withdraw(job)
             self._changed.notify()
         if waited:
-            job.tell(Ended(None))
+            job.tell(ReplyEnd(None))
 
     def do(self, task: Callable[[], None]) -> None:
         """Does something between two turns."""
@@ -121,7 +194,7 @@ class Worker(threading.Thread):
         for job in jobs:
             if job.stream is not None:
                 job.stream.close()
-            job.tell(Ended(None if job.stream is None else job.stream.result))
+            job.tell(ReplyEnd(None if job.stream is None else job.stream.result))
 
     def run(self) -> None:
         """Works until `end`."""
@@ -149,7 +222,7 @@ class Worker(threading.Thread):
         try:
             if job.stream is None:
                 if job.cancelled:
-                    self._over(job, Ended(None))
+                    self._over(job, ReplyEnd(None))
                     return
                 stream = job.start(model)
                 with self._changed:
@@ -159,7 +232,7 @@ class Worker(threading.Thread):
             if self._work(job, job.stream, begun):
                 self._held = None if job.stream.pause() else job
             else:
-                self._over(job, Ended(job.stream.result))
+                self._over(job, ReplyEnd(job.stream.result))
         except Exception as error:  # whatever it is, it is this reply's, and the others go on
             if job.stream is not None:
                 job.stream.close()
@@ -195,7 +268,7 @@ class Worker(threading.Thread):
         turn = max(_TURN_S, self._switch_s / _SWITCHING_SHARE)
         return self._scheduler.running > 1 and time.perf_counter() - begun >= turn
 
-    def _over(self, job: Job, end: Ended | Exception) -> None:
+    def _over(self, job: Job, end: ReplyEnd | Exception) -> None:
         with self._changed:
             self._scheduler.remove(job)
             if self._held is job:

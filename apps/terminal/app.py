@@ -1,20 +1,60 @@
-"""The terminal chat: reads lines, streams replies, obeys /commands; knows the public face and nothing below it."""
+"""The terminal chat: reads lines, streams replies, obeys /commands; Ctrl-C cancels the reply that is running."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from edgeinfer.apps.terminal.interrupt import cancel_on_interrupt
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, UsageError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Chat, Model, Result
 
-__all__ = ["TerminalChat"]
+__all__ = ["Cancellable", "Interrupt", "TerminalChat", "cancel_on_interrupt"]
+
+
+class Cancellable(Protocol):
+    """Something that can be asked to stop."""
+
+    def cancel(self) -> None:
+        """Asks for the stop and returns at once."""
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    pressed = False
+
+
+@contextlib.contextmanager
+def cancel_on_interrupt(stream: Cancellable) -> Iterator[Interrupt]:
+    """While open, the first Ctrl-C cancels `stream`, which then ends in good order; the second raises as usual.
+
+    Only the main thread receives signals; in any other this does nothing.
+    """
+    state = Interrupt()
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if state.pressed:
+            raise KeyboardInterrupt
+        state.pressed = True
+        stream.cancel()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield state
+        return
+    previous = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield state
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
 
 _HELP = """\
 /help           this list

@@ -3,8 +3,10 @@
 from edgeinfer.bundle.kv_scales import KVScales
 from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
+from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec, RopeSpec
-from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle, write_file
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 
 __all__ = [
     "LAYOUTS",

@@ -18,12 +18,13 @@ from edgeinfer.bundle.experts import widen
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix
-from edgeinfer.bundle.relocation import relocate
-from edgeinfer.bundle.store import Bundle, new_file, seal, write_bundle
+from edgeinfer.bundle.protobuf import fields, length_delimited
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.tables import convert_table, file_bytes, stored_tensors
-from edgeinfer.errors import UsageError
+from edgeinfer.bundle.writing import new_file, seal, write_bundle
+from edgeinfer.errors import BundleError, UsageError
 
-__all__ = ["Progress", "convert_bundle", "convert_weights", "is_converted"]
+__all__ = ["Progress", "convert_bundle", "convert_weights", "is_converted", "relocate"]
 
 Progress = Callable[[str, int, int], None]
 _COPY_VALUES = 1 << 18
@@ -144,3 +145,42 @@ def _stamp(bundle: Bundle, layout: Layout) -> bytes:
     """What stands after the weights in a converted file: a file of another model may have the same length."""
     made_of = bundle.manifest.files[WEIGHTS].sha256
     return f"edgeinfer {layout} {LAYOUT_VERSIONS[layout]} {made_of}\n".encode()
+
+
+# Field numbers of onnx.proto: ModelProto.graph, GraphProto.initializer, TensorProto.external_data.
+_TO_ENTRIES = (7, 5, 13)
+# StringStringEntryProto: key and value.
+_KEY, _VALUE = 1, 2
+_LOCATION = b"location"
+
+
+def relocate(model: bytes, old: str, new: str) -> bytes:
+    """The same model with its initializers in the file `new` instead of `old`.
+
+    Raises:
+        BundleError: the bytes are not an ONNX model.
+    """
+    try:
+        return _rewrite(model, _TO_ENTRIES, old.encode(), new.encode())
+    except IndexError as error:
+        raise BundleError("The model file is not an ONNX graph.", "Export or download the bundle again.") from error
+
+
+def _rewrite(message: bytes, path: tuple[int, ...], old: bytes, new: bytes) -> bytes:
+    """Rewrites the entries that lie at `path` of a message; an empty path says that the message is an entry."""
+    if not path:
+        return _rewrite_entry(message, old, new)
+    pieces = []
+    for field in fields(message):
+        if field.number == path[0] and field.body is not None:
+            pieces.append(length_delimited(field.number, _rewrite(field.body, path[1:], old, new)))
+        else:
+            pieces.append(field.whole)
+    return b"".join(pieces)
+
+
+def _rewrite_entry(entry: bytes, old: bytes, new: bytes) -> bytes:
+    parts = {field.number: field.body for field in fields(entry)}
+    if parts.get(_KEY) != _LOCATION or parts.get(_VALUE) != old:
+        return entry
+    return length_delimited(_KEY, _LOCATION) + length_delimited(_VALUE, new)

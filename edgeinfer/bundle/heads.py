@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.additions import add_file
+from edgeinfer.bundle.array_file import ArrayFileError, Arrays, decode_arrays, encode_arrays
+from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.spec import Geometry
-from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, write_bundle
-from edgeinfer.bundle.tensor_bytes import Arrays, decode_tensors, encode_tensors
+from edgeinfer.bundle.store import Bundle, reading
+from edgeinfer.bundle.writing import MANIFEST, write_bundle
 from edgeinfer.errors import BundleError, StorageError
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
 _FOLDER = "heads"
 _FORMAT, _VERSION = "edgeinfer-heads", "1"
 _MOST_HEADS = 8
+_TYPES = ("F32", "F16", "I32")
 # Figures of an acceptance head: how well it tells what is accepted, and how well the drafter's own probability does.
 JUDGED, TRUSTED = "area under the curve", "of the drafter's own probability"
 # Of the norm through which heads see states; they are trained with it, whatever the model's own is.
@@ -136,7 +138,7 @@ class Heads:
     def to_bytes(self) -> bytes:
         """The file that holds them."""
         notes = {"format": _FORMAT, "version": _VERSION, "kind": self.kind}
-        return encode_tensors(self.arrays, dict(self.notes) | notes)
+        return encode_arrays(self.arrays, dict(self.notes) | notes)
 
 
 def heads_file(kind: str) -> str:
@@ -165,11 +167,12 @@ def read_heads(bundle: Bundle, kind: str) -> Heads | None:
         return None
     name = heads_file(kind)
     path = bundle.file(name)
-    try:
+    with reading(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.") from error
-    arrays, notes = decode_tensors(data, name)
+    try:
+        arrays, notes = decode_arrays(data, _TYPES)
+    except ArrayFileError as error:
+        raise BundleError(f"{name} {error}.", _AGAIN) from error
     if (notes.get("format"), notes.get("version")) != (_FORMAT, _VERSION):
         hint = f"This edgeinfer reads version {_VERSION}: update edgeinfer or train them again."
         raise BundleError(f"{name} is not of a version that this edgeinfer knows.", hint)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.additions import add_file
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
+from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.spec import Geometry
-from edgeinfer.bundle.store import Bundle, open_bundle
+from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UsageError
 
 __all__ = ["KV_SCALES", "KVScales", "LayerScales", "add_kv_scales", "most_bytes", "read_kv_scales"]

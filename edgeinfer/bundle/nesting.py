@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import model_name
 from edgeinfer.bundle.manifest import Manifest
-from edgeinfer.bundle.store import MANIFEST, Bundle, open_bundle, seal, write_bundle
+from edgeinfer.bundle.opening import open_bundle
+from edgeinfer.bundle.store import Bundle
+from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 from edgeinfer.errors import BundleError, UsageError
 
-__all__ = ["NESTED", "nest_drafter", "nested_drafter"]
+__all__ = ["NESTED", "add_figures", "exit_figure", "nest_drafter", "nested_drafter", "trained_depths"]
 
 # The folder of the drafter that a target loads with.
 NESTED = "drafter"
@@ -77,3 +80,27 @@ def _copy(bundle: Bundle, name: str, folder: Path) -> None:
     assert name != MANIFEST, "a manifest does not list itself"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(bundle.path / name, folder / name)
+
+
+_PREFIX = "exit_agreement."
+
+
+def exit_figure(depth: int) -> str:
+    """The figure of how often a guess after so many layers is the target's, which only trained depths have."""
+    return f"{_PREFIX}{depth}"
+
+
+def trained_depths(manifest: Manifest) -> tuple[int, ...]:
+    """Depths with such a figure, ascending, fewer than all layers."""
+    layers = manifest.geometry.num_layers
+    return tuple(depth for depth in range(1, layers) if exit_figure(depth) in manifest.quality)
+
+
+def add_figures(bundle: Bundle, figures: Mapping[str, float]) -> None:
+    """Writes figures beside those that the manifest has.
+
+    Raises:
+        StorageError: it cannot be written; the old one is still there.
+    """
+    manifest = replace(bundle.manifest, quality=bundle.manifest.quality | dict(figures))
+    write_file(bundle.path / MANIFEST, manifest.to_json().encode())

@@ -14,10 +14,12 @@ from edgeinfer.errors import (
     UsageError,
 )
 
-__all__ = ["RequestError", "error_body", "unknown_model"]
+__all__ = ["Kinds", "RequestError", "error_body", "status_and_code", "unknown_model"]
 
-# By the first that an error is one of: status and code.
-_KINDS: tuple[tuple[type[EdgeInferError], int, str | None], ...] = (
+# Status and code of errors, by the first class that an error is of; the last is EdgeInferError.
+Kinds = tuple[tuple[type[EdgeInferError], int, str | None], ...]
+
+_KINDS: Kinds = (
     (ContextLengthError, 400, "context_length_exceeded"),
     (GrammarError, 400, "unsupported_schema"),
     (UsageError, 400, None),
@@ -68,14 +70,18 @@ def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
 
     An error may name its own by attributes `status`, `code` and `param`. Of what broke inside nothing is told.
     """
-    status, code = next((status, code) for kind, status, code in _KINDS if isinstance(error, kind))
-    status = getattr(error, "status", status)
-    code = getattr(error, "code", None) or code
+    status, code = status_and_code(error, _KINDS)
     message = _INTERNAL if status == 500 else _cut(str(error))
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = getattr(error, "param", None)
     param = _cut(param) if isinstance(param, str) else param
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def status_and_code(error: EdgeInferError, kinds: Kinds) -> tuple[int, str | None]:
+    """HTTP's status of an error and its code for programs, of which it may name its own."""
+    status, code = next((status, code) for kind, status, code in kinds if isinstance(error, kind))
+    return getattr(error, "status", status), getattr(error, "code", None) or code
 
 
 def _cut(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.option_checks import shown
+from edgeinfer.options import shown
 
 __all__ = ["Fields"]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.config import GenerationConfig
 from edgeinfer.openai.fields import Fields
-from edgeinfer.searching import SearchOptions
+from edgeinfer.options import options_of
 from edgeinfer.version import VERSION
 
 __all__ = ["FINGERPRINT", "IGNORED", "MOST_ALTERNATIVES", "MOST_REPLIES", "form", "limit", "sampling", "usage_wanted"]
@@ -29,27 +28,8 @@ MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # With which the same seed gives the same text.
 FINGERPRINT = f"edgeinfer-{VERSION}"
-# OpenAI's, and what llama.cpp's and vLLM's servers take besides, by their names in GenerationConfig.
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "stop": "stop",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "repeat_penalty": "repetition_penalty",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "speculation": "speculation",
-    "draft_max": "draft_max",
-    "verification": "verification",
-    "choices": "choices",
-    "regex": "regex",
-    "grammar": "grammar",
-    "parse_special": "parse_special",
-} | {field.name: field.name for kind in (ComputeOptions, SearchOptions) for field in dataclasses.fields(kind)}
+# OpenAI's fields, and those of llama.cpp's and vLLM's servers, with the option of GenerationConfig that each gives.
+_OPTIONS = {field: name for name, option in options_of(GenerationConfig).items() for field in option.wire}
 _SEEDS = 2**64
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import ContextLengthError, GrammarError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message
@@ -86,7 +87,7 @@ class ChatPrompt:
                 variables=self.variables,
                 begun=self.begun,
                 fitting=True,
-                parse_special=self.options.get("parse_special") is True,
+                parse_special=GenerationConfig().replace(**self.options).parses_content,
             )
         return replace(self, messages=(), variables=None, tokens=Tokens(ids, model))
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer.config import GenerationConfig
 from edgeinfer.openai.contract import Event
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.figures import timings, usage
@@ -85,7 +86,7 @@ class TextCompletion:
     def prepare(self, model: Model) -> None:
         """Makes tokens of the prompts."""
         with naming("prompt", "response_format", self._options):
-            parse = self._options.get("parse_special") is not False
+            parse = GenerationConfig().replace(**self._options).parses_prompt
             self._prompts = [
                 Tokens(model.tokenize_prompt(prompt, parse_special=parse), model) if isinstance(prompt, str) else prompt
                 for prompt in self._prompts

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture
+from edgeinfer.export.architectures.base import Architecture, HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.block_ffn import BLOCK_FFN
-from edgeinfer.export.architectures.granite_moe import GRANITE_MOE
-from edgeinfer.export.architectures.llama import LLAMA
-from edgeinfer.export.architectures.mistral import MISTRAL
-from edgeinfer.export.architectures.mixtral import MIXTRAL
-from edgeinfer.export.architectures.olmoe import OLMOE
-from edgeinfer.export.architectures.phi3 import PHI3
-from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
-from edgeinfer.export.architectures.qwen2 import QWEN2
-from edgeinfer.export.architectures.qwen2_moe import QWEN2_MOE
-from edgeinfer.export.architectures.qwen3 import QWEN3
-from edgeinfer.export.architectures.qwen3_moe import QWEN3_MOE
-from edgeinfer.export.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
+from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE
+from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 

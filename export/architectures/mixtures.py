@@ -1,87 +1,96 @@
-"""The tensors of a layer's mixture of experts, as checkpoints name and stack them; knows no families."""
+"""Families with mixtures of experts that no other file describes: Mixtral, OLMoE and GraniteMoE."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import dataclasses
+import math
 
-from edgeinfer.bundle import MoESpec
-from edgeinfer.bundle.experts import expert_tensor
-from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
+from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.export.architectures.base import Architecture, MixtureNaming, Naming, TensorPlan, common_spec
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["MixtureNaming", "mixture_plans"]
-
-
-@dataclass(frozen=True)
-class MixtureNaming:
-    """Names of the tensors of a mixture, after the layer's own prefix.
-
-    A checkpoint stores every expert's matrices on their own, or one tensor that stacks them along a first axis; both
-    are accepted.
-
-    Attributes:
-        router_norm: of a "relu" router.
-        gate_up: tensors whose rows, in this order, are gate and up of expert `{expert}`; one where there is no gate.
-        stacked_gate_up, stacked_down: names of the stacked tensors, where they are stacked.
-        shared_gate_up: tensors whose rows, in this order, are gate and up of the shared expert.
-    """
-
-    router: str = "mlp.gate.weight"
-    router_norm: str = ""
-    gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
-    down: str = "mlp.experts.{expert}.down_proj.weight"
-    stacked_gate_up: str = "mlp.experts.gate_up_proj"
-    stacked_down: str = "mlp.experts.down_proj"
-    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
-    shared_down: str = "mlp.shared_expert.down_proj.weight"
-    shared_gate: str = "mlp.shared_expert_gate.weight"
+__all__ = ["GRANITE_MOE", "MIXTRAL", "OLMOE"]
 
 
-def mixture_plans(
-    names: MixtureNaming, moe: MoESpec, hidden: int, layer: int, root: str, stored: Collection[str]
-) -> list[TensorPlan]:
-    """The tensors of a mixture in the order they are written.
-
-    Args:
-        hidden: hidden size of the model.
-        root: what precedes the names in the checkpoint.
-        stored: names of the checkpoint's tensors.
-    """
-    prefix, experts = f"layers.{layer}.mlp", moe.experts
-    plans = [plan(f"{prefix}.router", (root + names.router, (experts, hidden)))]
-    if moe.router == "relu":
-        plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))
-    stacked = root + names.stacked_down in stored
-    for expert in range(experts):
-        into, out = _stacked(names, root, expert, experts) if stacked else _single(names, root, expert)
-        part, rows = ("gate_up", 2 * moe.expert_size) if moe.gated else ("up", moe.expert_size)
-        shape = (rows // len(into), hidden)
-        plans.append(TensorPlan(expert_tensor(layer, expert, part), tuple(_taken(taken, shape) for taken in into)))
-        down = _taken(out, (hidden, moe.expert_size))
-        plans.append(TensorPlan(expert_tensor(layer, expert, "down"), (down,)))
-    if moe.shared_size:
-        rows = 2 * moe.shared_size // len(names.shared_gate_up)
-        plans.append(plan(f"{prefix}.shared.gate_up", *((root + n, (rows, hidden)) for n in names.shared_gate_up)))
-        plans.append(plan(f"{prefix}.shared.down", (root + names.shared_down, (hidden, moe.shared_size))))
-    if moe.shared_gate:
-        plans.append(plan(f"{prefix}.shared.gate", (root + names.shared_gate, (1, hidden))))
-    return plans
+# Mixtral: Mistral whose MLPs are mixtures of experts, all of them renormalised.
+def _read_mixtral(config: HFConfig, tied: bool) -> DecoderSpec:
+    moe = MoESpec(
+        experts=config.integer("num_local_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("intermediate_size"),
+    )
+    return common_spec(config, tied, windows=config.uniform_windows(), moe=moe)
 
 
-# A tensor's name, and which of how many are taken of it.
-_Taken = tuple[str, tuple[int, int]]
+_MIXTRAL_NAMES = MixtureNaming(
+    router="block_sparse_moe.gate.weight",
+    gate_up=("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+    down="block_sparse_moe.experts.{expert}.w2.weight",
+)
+MIXTRAL = Architecture(
+    classes=("MixtralForCausalLM",), model_types=("mixtral",), read=_read_mixtral, naming=Naming(mixture=_MIXTRAL_NAMES)
+)
 
 
-def _taken(taken: _Taken, shape: tuple[int, int]) -> Source:
-    name, (index, stacked) = taken
-    return Source(name, shape, index=index, stacked=stacked)
+# OLMoE: many small experts whose weights are not renormalised, and a norm over all heads together.
+def _read_olmoe(config: HFConfig, tied: bool) -> DecoderSpec:
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedArchitectureError("Queries, keys and values cut at clip_qkv are not supported.", OPTIMUM_HINT)
+    moe = MoESpec(
+        experts=config.experts(),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("intermediate_size"),
+        renormalize=config.flag("norm_topk_prob"),
+    )
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, whole_norm=True, moe=moe)
 
 
-def _single(names: MixtureNaming, root: str, expert: int) -> tuple[list[_Taken], _Taken]:
-    into: list[_Taken] = [(root + name.format(expert=expert), (0, 0)) for name in names.gate_up]
-    return into, (root + names.down.format(expert=expert), (0, 0))
+OLMOE = Architecture(classes=("OlmoeForCausalLM",), model_types=("olmoe",), read=_read_olmoe)
 
 
-def _stacked(names: MixtureNaming, root: str, expert: int, experts: int) -> tuple[list[_Taken], _Taken]:
-    which = (expert, experts)
-    return [(root + names.stacked_gate_up, which)], (root + names.stacked_down, which)
+# GraniteMoE, with or without a shared expert: stacked experts, and four multipliers that go into the weights.
+def _read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    shared = config.get("shared_intermediate_size")
+    moe = MoESpec(
+        experts=config.integer("num_local_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("intermediate_size"),
+        shared_size=config.integer("shared_intermediate_size") if shared else 0,
+    )
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe)
+
+
+def _refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
+    factor = 1.0
+    if plan.name == "embed":
+        factor = embedding
+    elif plan.name == "final_norm":
+        factor = 1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0))
+    elif plan.name.endswith((".attn.out", ".attn.out_bias", ".down")):
+        factor = residual
+    elif plan.name.endswith((".attn.qkv", ".attn.qkv_bias")):
+        # The scores' own factor is one over the root of the head's width: queries bring the rest.
+        query, *others = plan.sources
+        scale = config.number("attention_multiplier", 1.0) * math.sqrt(spec.head_dim)
+        return TensorPlan(plan.name, (dataclasses.replace(query, scale=scale), *others))
+    return TensorPlan(plan.name, tuple(dataclasses.replace(s, scale=factor) for s in plan.sources))
+
+
+_GRANITE_MOE_NAMES = MixtureNaming(
+    router="block_sparse_moe.router.layer.weight",
+    stacked_gate_up="block_sparse_moe.input_linear.weight",
+    stacked_down="block_sparse_moe.output_linear.weight",
+    shared_gate_up=("shared_mlp.input_linear.weight",),
+    shared_down="shared_mlp.output_linear.weight",
+)
+GRANITE_MOE = Architecture(
+    classes=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    model_types=("granitemoe", "granitemoeshared"),
+    read=_read_granite_moe,
+    naming=Naming(mixture=_GRANITE_MOE_NAMES),
+    refine=_refine_granite_moe,
+)

@@ -1,36 +1,85 @@
 """Which of llama.cpp's types each tensor of a GGUF file gets so that the model loses least within a size.
 
 What a type costs a tensor is measured with llama.cpp's own quantizer on some of its rows, at their output, beside what
-a probe of the whole model lost by a coarser rounding of the same matrix. Knows nothing of files.
+a probe of the whole model lost by a coarser rounding of the same matrix.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.types import GgmlType, ggml_type
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.config import format_size
-from edgeinfer.errors import BudgetError
-from edgeinfer.export.gguf.file_types import fitting
+from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.gguf.importance import Importance
-from edgeinfer.export.gguf.rounding import RowQuantizer
-from edgeinfer.export.gguf.tensors import GgufTensor, Part
+from edgeinfer.export.gguf.tensors import PlannedGgufTensor, TensorRows
+from edgeinfer.export.options.file_types import fitting
 from edgeinfer.quant.allocation import Choice, Option, allocate
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import share_of, spread_rows
 
-__all__ = ["TypePlan", "check_budget", "choose_types", "file_kind", "tensor_bytes"]
+__all__ = ["RowQuantizer", "TypePlan", "check_budget", "choose_types", "file_kind", "tensor_bytes"]
 
 Floats = NDArray[np.float32]
+
+
+class RowQuantizer:
+    """llama.cpp's quantizer of rows.
+
+    Raises:
+        UsageError: llama-cpp-python or the gguf package is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._package = import_module("gguf")
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "The gguf package is not installed.", "Install the gguf extra: edgeinfer[gguf]."
+            ) from error
+        self._quantize = _function(llama_library())
+
+    def approximate(self, rows: Floats, kind: str, importance: Floats | None = None) -> Floats:  # (N, K) -> (N, K)
+        """The rows as a type of tensors holds them; whole blocks of it.
+
+        Args:
+            kind: none that needs importance data.
+            importance: of columns, (K,).
+        """
+        into = ggml_type(kind)
+        rows = np.ascontiguousarray(rows, np.float32)
+        count, width = rows.shape
+        packed = np.empty((count, into.row_bytes(width)), np.uint8)
+        weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
+        pointer = None if weights is None else weights.ctypes.data
+        self._quantize(into.number, rows.ctypes.data, packed.ctypes.data, 0, count, width, pointer)
+        if kind == "F16":
+            return packed.view(np.float16).astype(np.float32)
+        values: Floats = self._package.dequantize(packed, self._package.GGMLQuantizationType[kind])
+        return values.reshape(count, width)
+
+
+def _function(lib: Any) -> Any:
+    """ggml's quantizer of rows, which the bindings do not list."""
+    found = lib._lib.ggml_quantize_chunk
+    found.restype = ctypes.c_size_t
+    found.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    return found
+
+
 Ints = NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 
@@ -77,7 +126,7 @@ def choose_types(
     spec: DecoderSpec,
     reader: ModelReader,
     texts: Sequence[Ints],
-    tensors: Sequence[GgufTensor],
+    tensors: Sequence[PlannedGgufTensor],
     budget: int,
     importance: Importance | None = None,
     given: Mapping[str, str] | None = None,
@@ -112,7 +161,7 @@ def choose_types(
     return TypePlan(file_kind(types, tensors), types, predicted, budget)
 
 
-def check_budget(tensors: Sequence[GgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:
+def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:
     """Refuses what not even the smallest types fit; as `choose_types`."""
     smallest = (
         min(tensor_bytes(t.shape, kind) for kind in _candidates(t, (given or {}).get(t.name)))
@@ -135,19 +184,19 @@ def _padded(size: int) -> int:
     return size + -size % _ALIGNMENT
 
 
-def _fixed_bytes(tensors: Iterable[GgufTensor]) -> int:
+def _fixed_bytes(tensors: Iterable[PlannedGgufTensor]) -> int:
     """Bytes of what stays in float32."""
     return sum(_padded(4 * math.prod(tensor.shape)) for tensor in tensors if tensor.exact)
 
 
-def _candidates(tensor: GgufTensor, given: str | None) -> tuple[str, ...]:
+def _candidates(tensor: PlannedGgufTensor, given: str | None) -> tuple[str, ...]:
     columns = tensor.shape[-1]
     if given is not None:
         return (fitting(given, columns),)
     return _WIDE if columns % 256 == 0 else _NARROW if columns % 32 == 0 else _ODD
 
 
-def file_kind(types: Mapping[str, str], tensors: Iterable[GgufTensor]) -> str:
+def file_kind(types: Mapping[str, str], tensors: Iterable[PlannedGgufTensor]) -> str:
     """The type of the file: that of most weights; a quantized one where any tensor is."""
     weights: Counter[str] = Counter()
     for tensor in tensors:
@@ -164,8 +213,8 @@ def file_kind(types: Mapping[str, str], tensors: Iterable[GgufTensor]) -> str:
 class _Piece:
     """Rows of one of our matrices in a tensor of the file, and which of the tensor's slices they are."""
 
-    tensor: GgufTensor
-    part: Part
+    tensor: PlannedGgufTensor
+    part: TensorRows
     index: int
 
 
@@ -173,7 +222,7 @@ def _costs(
     spec: DecoderSpec,
     reader: ModelReader,
     texts: Sequence[Ints],
-    tensors: Sequence[GgufTensor],
+    tensors: Sequence[PlannedGgufTensor],
     options: Mapping[str, tuple[str, ...]],
     importance: Importance,
     progress: Progress | None,

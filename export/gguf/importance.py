@@ -1,6 +1,6 @@
 """How much each column of a GGUF file's tensors counts: the mean square of what enters it when a text is read.
 
-The checkpoint is run layer by layer in numpy, so that memory holds one layer. Knows nothing of quantizers or files.
+The checkpoint is run layer by layer in numpy, so that memory holds one layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
-from edgeinfer.export.gguf.tensors import GgufTensor
+from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
 from edgeinfer.quant.statistics import InputStatistics
 
@@ -31,7 +31,7 @@ def gather_importance(
     spec: DecoderSpec,
     reader: ModelReader,
     texts: Sequence[Ints],
-    tensors: Iterable[GgufTensor],
+    tensors: Iterable[PlannedGgufTensor],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Importance:
     """The importance of every matrix of a file that is multiplied by, but routers, which stay as they are.

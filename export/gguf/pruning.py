@@ -1,4 +1,4 @@
-"""Which layers a model can best do without, for a drafter that is the model with fewer; knows nothing of writing it."""
+"""Which layers a model can best do without, for a drafter that is the model with fewer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UsageError
 from edgeinfer.quant.calibration import ModelReader
-from edgeinfer.quant.calibration_layers import LayerWalk
-from edgeinfer.quant.calibration_products import Signal
+from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 
 __all__ = ["check_layers", "check_prunable", "choose_layers", "prune_tokens", "renumbered"]
 

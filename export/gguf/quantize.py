@@ -1,4 +1,4 @@
-"""llama.cpp's own quantizer on GGUF files: types, importance, layers left out; knows nothing of what they are worth.
+"""llama.cpp's own quantizer on GGUF files: types, importance, layers left out.
 
 llama.cpp ends the process on some requests, so that everything is checked before it is asked.
 """
@@ -20,10 +20,10 @@ import numpy.typing as npt
 from edgeinfer.bundle.gguf.library import listening, llama_library
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
-from edgeinfer.export.gguf.file_types import COPY, FileType, find_file_type, find_tensor_type, needs_importance
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered
+from edgeinfer.export.options.file_types import COPY, FileType, find_file_type, find_tensor_type, needs_importance
 
 __all__ = ["Progress", "quantize_gguf"]
 
@@ -226,13 +226,13 @@ def _check(
 def _check_importance(tensor: GgufTensor | None, name: str, values: Floats) -> None:
     """Refuses importance that is not of the tensor, or not usable."""
     if tensor is None or len(tensor.shape) < 2:
-        raise UsageError(f"There is importance data of {name}, which is no matrix of the file.", "Gather it anew.")
+        raise UsageError(f"There is importance data of {name}, which is no matrix of the file.", "Gather it again.")
     experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if values.shape != (experts * tensor.shape[-1],):
         message = f"The importance data of {name} are {values.shape}, not for {experts} x {tensor.shape[-1]} columns."
         raise UsageError(message, "Gather it from the checkpoint of this file.")
     if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise UsageError(f"The importance data of {name} are not finite and positive.", "Gather it anew.")
+        raise UsageError(f"The importance data of {name} are not finite and positive.", "Gather it again.")
 
 
 def _refused(source: Path, target: Path, kind: FileType, reason: str) -> EdgeInferError:

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by llama.cpp's names, and the rows of ours that they hold; knows no bytes."""
+"""The tensors of a GGUF file by llama.cpp's names, and the rows of ours that they hold."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.arithmetic import inverse_frequencies
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.rope import inverse_frequencies
 from edgeinfer.bundle.spec import RopeSpec
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture
 
-__all__ = ["GgufTensor", "Part", "gguf_tensor_names", "gguf_tensors", "interleaved", "rope_tensors"]
+__all__ = ["PlannedGgufTensor", "TensorRows", "gguf_tensor_names", "gguf_tensors", "interleaved", "rope_tensors"]
 
 Floats = NDArray[np.float32]
 
@@ -45,7 +45,7 @@ _EXACT = ("mlp.router", "mlp.shared.gate")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRows:
     """Rows `start` to `stop` - 1 of one of our tensors."""
 
     plan: str
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class GgufTensor:
+class PlannedGgufTensor:
     """A tensor of the file: parts of ours that follow one another.
 
     Attributes:
@@ -65,7 +65,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorRows, ...]
     turned: int = 0
     exact: bool = False
 
@@ -88,9 +88,9 @@ def gguf_tensor_names(name: str, packed: bool = False) -> tuple[str, ...]:
     return tuple(f"blk.{layer}.{n}" for n in names)
 
 
-def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchitecture) -> Iterator[GgufTensor]:
+def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchitecture) -> Iterator[PlannedGgufTensor]:
     """The tensors of the file in the order they are written."""
-    stacked: dict[str, list[Part]] = {}
+    stacked: dict[str, list[TensorRows]] = {}
     for plan in plans:
         expert = find_expert(plan.name)
         names = gguf_tensor_names(plan.name, arch.packed)
@@ -104,30 +104,32 @@ def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchi
         if last is not None and expert.expert == last.experts - 1 and expert.part == "down":
             for name, found in stacked.items():
                 width = last.expert_size if "ffn_down" in name else spec.hidden_size
-                yield GgufTensor(name, (len(found), found[0].stop - found[0].start, width), tuple(found))
+                yield PlannedGgufTensor(name, (len(found), found[0].stop - found[0].start, width), tuple(found))
             stacked.clear()
     if spec.tied and arch.own_head:
         shape = (spec.vocab_size, spec.hidden_size)
-        yield GgufTensor(_MODEL["head"], shape, (Part("embed", 0, spec.vocab_size),))
+        yield PlannedGgufTensor(_MODEL["head"], shape, (TensorRows("embed", 0, spec.vocab_size),))
 
 
-def _split(spec: DecoderSpec, plan: TensorPlan, count: int) -> Iterator[Part]:
+def _split(spec: DecoderSpec, plan: TensorPlan, count: int) -> Iterator[TensorRows]:
     """The rows that each of the tensors takes that one of ours becomes."""
     rows = [plan.shape[0] // count] * count
     if count == 3:
         rows = [spec.q_size, spec.kv_size, spec.kv_size]
     start = 0
     for size in rows:
-        yield Part(plan.name, start, start + size)
+        yield TensorRows(plan.name, start, start + size)
         start += size
 
 
-def _tensor(spec: DecoderSpec, plan: TensorPlan, arch: GgufArchitecture, name: str, part: Part) -> GgufTensor:
+def _tensor(
+    spec: DecoderSpec, plan: TensorPlan, arch: GgufArchitecture, name: str, part: TensorRows
+) -> PlannedGgufTensor:
     turned = arch.neighbours and any(f".{n}." in name for n in ("attn_q", "attn_k"))
     # The gate of a shared expert is a vector there.
     shape = (plan.shape[1],) if plan.name.endswith(".shared.gate") else (part.stop - part.start, *plan.shape[1:])
     exact = len(shape) == 1 or plan.name.endswith(_EXACT)
-    return GgufTensor(name, shape, (part,), spec.head_dim if turned else 0, exact)
+    return PlannedGgufTensor(name, shape, (part,), spec.head_dim if turned else 0, exact)
 
 
 def interleaved(rows: Floats, head_dim: int) -> Floats:  # (heads x head_dim, ...)

@@ -1,4 +1,4 @@
-"""Whether llama.cpp makes the same tokens of texts as the tokenizer a file was made from; knows no tensors."""
+"""Whether llama.cpp makes the same tokens of texts as the tokenizer a file was made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer in llama.cpp's terms: tokens, types, merges or scores, special ids; knows no tensors.
+"""A checkpoint's tokenizer in llama.cpp's terms: tokens, types, merges or scores, special ids.
 
 What tokenizer.json does is the truth: scores are made of its merges, and what llama.cpp's tokenizers lack is refused,
 or named as a step that edgeinfer takes before them (edgeinfer.bundle.gguf.normalizer).
@@ -14,11 +14,11 @@ from typing import Any
 
 from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.checkpoint import parse_object
 from edgeinfer.export.gguf.architectures import ONNX_HINT
 from edgeinfer.export.gguf.pre_tokenizers import byte_level_steps, flattened, pre_tokenizer_name
-from edgeinfer.export.hf_config import HFConfig
-from edgeinfer.export.sidecar import read_sidecar
+from edgeinfer.export.source.checkpoint import parse_object
+from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.sidecar import read_sidecar
 
 __all__ = ["Vocabulary", "add_vocabulary", "read_vocabulary"]
 

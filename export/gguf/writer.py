@@ -1,4 +1,4 @@
-"""A checkpoint as a GGUF file in a float type or Q8_0, tensor by tensor; knows nothing of llama.cpp's own quantizer.
+"""A checkpoint as a GGUF file in a float type or Q8_0, tensor by tensor.
 
 Memory is that of a few rows of the largest tensor: nothing is held that has been written.
 """
@@ -20,23 +20,22 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.errors import CheckpointError, StorageError, UsageError
 from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.checkpoint import Checkpoint
-from edgeinfer.export.described import check_tensors, read_spec
-from edgeinfer.export.gguf.architectures import GgufArchitecture, find_gguf_architecture
-from edgeinfer.export.gguf.metadata import FILE_TYPES, add_decoder
-from edgeinfer.export.gguf.tensors import GgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
+from edgeinfer.export.architectures.described import check_tensors, read_spec
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.gguf.architectures import FILE_TYPES, GgufArchitecture, add_decoder, find_gguf_architecture
+from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
-from edgeinfer.export.hf_config import HFConfig, read_config
-from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import HFConfig, read_config
 
 __all__ = [
+    "GgufSource",
     "Progress",
-    "Subject",
     "gguf_package",
     "gguf_tensor_names",
-    "open_subject",
+    "open_gguf_source",
     "write_gguf",
-    "write_subject",
+    "write_gguf_source",
     "written_bytes",
 ]
 
@@ -50,7 +49,7 @@ _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Subject:
+class GgufSource:
     """A checkpoint that has been found to have a GGUF: what it is, and its tensors here and there.
 
     Attributes:
@@ -64,7 +63,7 @@ class Subject:
     arch: GgufArchitecture
     plans: tuple[TensorPlan, ...]
     computing: tuple[TensorPlan, ...]
-    tensors: tuple[GgufTensor, ...]
+    tensors: tuple[PlannedGgufTensor, ...]
 
     @property
     def parameters(self) -> int:
@@ -72,7 +71,7 @@ class Subject:
         return sum(plan.parameters for plan in self.plans)
 
 
-def open_subject(checkpoint: Checkpoint) -> Subject:
+def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
     """Finds what a checkpoint is in llama.cpp, and checks that every tensor is there.
 
     Raises:
@@ -87,7 +86,7 @@ def open_subject(checkpoint: Checkpoint) -> Subject:
     plans = family.tensors(config, spec, checkpoint.names)
     check_tensors(checkpoint, family, plans)
     computing = refined.tensors(config, spec, checkpoint.names)
-    return Subject(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
+    return GgufSource(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
 
 
 def write_gguf(
@@ -111,14 +110,14 @@ def write_gguf(
     if kind not in FILE_TYPES:
         raise UsageError(f"{kind!r} cannot be written directly.", f"Choose one of {', '.join(FILE_TYPES)}.")
     with Checkpoint(source) as checkpoint:
-        subject = open_subject(checkpoint)
-        words = read_vocabulary(source, subject.config, subject.spec.vocab_size) if vocabulary else None
-        write_subject(checkpoint, subject, words, target, kind, name=source.resolve().name, progress=progress)
+        described = open_gguf_source(checkpoint)
+        words = read_vocabulary(source, described.config, described.spec.vocab_size) if vocabulary else None
+        write_gguf_source(checkpoint, described, words, target, kind, name=source.resolve().name, progress=progress)
 
 
-def write_subject(
+def write_gguf_source(
     checkpoint: Checkpoint,
-    subject: Subject,
+    described: GgufSource,
     words: Vocabulary | None,
     target: Path,
     kind: str,
@@ -126,20 +125,20 @@ def write_subject(
     name: str,
     progress: Progress | None = None,
 ) -> None:
-    """Writes what `open_subject` found; as `write_gguf` otherwise.
+    """Writes what `open_gguf_source` found; as `write_gguf` otherwise.
 
     Args:
         words: the tokenizer; None leaves it out.
         name: of the model, for people.
     """
-    writer = gguf_package().GGUFWriter(target, subject.arch.name)
-    add_decoder(writer, subject.config, subject.spec, subject.arch, _shown_name(name, words), kind)
+    writer = gguf_package().GGUFWriter(target, described.arch.name)
+    add_decoder(writer, described.config, described.spec, described.arch, _shown_name(name, words), kind)
     if words is None:
         writer.add_tokenizer_model("no_vocab")
     else:
         add_vocabulary(writer, words)
     try:
-        _write(writer, subject, PlannedTensors(checkpoint, subject.plans), kind, progress)
+        _write(writer, described, PlannedTensors(checkpoint, described.plans), kind, progress)
     except OSError as error:
         hint = "Check the free disk space and permissions."
         raise StorageError(f"Cannot write {target}: {error.strerror}.", hint) from error
@@ -166,14 +165,14 @@ def gguf_package() -> Any:
         raise UsageError("The gguf package is not installed.", "Install the gguf extra: edgeinfer[gguf].") from error
 
 
-def written_bytes(subject: Subject, kind: str) -> int:
+def written_bytes(described: GgufSource, kind: str) -> int:
     """Bytes of the tensors of a file; metadata come on top."""
     package = gguf_package()
-    return sum(_tensor_bytes(package, tensor.shape, _type(package, tensor, kind)) for tensor in subject.tensors)
+    return sum(_tensor_bytes(package, tensor.shape, _type(package, tensor, kind)) for tensor in described.tensors)
 
 
-def _write(writer: Any, subject: Subject, planned: PlannedTensors, kind: str, progress: Progress | None) -> None:
-    package, tensors, constants = gguf_package(), subject.tensors, rope_tensors(subject.spec.rope)
+def _write(writer: Any, described: GgufSource, planned: PlannedTensors, kind: str, progress: Progress | None) -> None:
+    package, tensors, constants = gguf_package(), described.tensors, rope_tensors(described.spec.rope)
     float32 = package.GGMLQuantizationType.F32
     for name, values in constants.items():
         writer.add_tensor_info(name, values.shape, np.dtype(np.float32), values.nbytes, float32)
@@ -199,7 +198,7 @@ def _write(writer: Any, subject: Subject, planned: PlannedTensors, kind: str, pr
     writer.write_padding(file, file.tell())
 
 
-def _type(package: Any, tensor: GgufTensor, kind: str) -> Any:
+def _type(package: Any, tensor: PlannedGgufTensor, kind: str) -> Any:
     if tensor.exact:
         return package.GGMLQuantizationType.F32
     if kind == "Q8_0" and tensor.shape[-1] % _BLOCK:
@@ -212,7 +211,7 @@ def _tensor_bytes(package: Any, shape: tuple[int, ...], into: Any) -> int:
     return math.prod(shape) // int(values) * int(size)
 
 
-def _rows(tensor: GgufTensor, planned: PlannedTensors) -> Iterator[Floats]:
+def _rows(tensor: PlannedGgufTensor, planned: PlannedTensors) -> Iterator[Floats]:
     """The values of a tensor in runs of whole rows, and of whole heads where their order changes."""
     at_once = max(1, _RUN_VALUES // tensor.shape[-1])
     if tensor.turned:

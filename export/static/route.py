@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a static bundle, whole or not at all; knows nothing of running it."""
+"""From a checkpoint directory to a static bundle, whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.calibrated import Progress, write_calibrated, write_plain
-from edgeinfer.export.checkpoint import Checkpoint
-from edgeinfer.export.config import ExportConfig
-from edgeinfer.export.described import check_tensors, read_spec
-from edgeinfer.export.hf_config import read_config
-from edgeinfer.export.planned_tensors import PlannedTensors
-from edgeinfer.export.planning import make_plan
-from edgeinfer.export.request import resolve, text_of
-from edgeinfer.export.sidecar import read_sidecar
+from edgeinfer.export.architectures.described import check_tensors, read_spec
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.options.config import ExportConfig
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.static.graph import build_static_graph
-from edgeinfer.export.weights import outline
+from edgeinfer.export.weights.calibrated import Progress, write_calibrated, write_plain
+from edgeinfer.export.weights.planning import make_plan, resolve, text_of
+from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.quant.scheme import QuantScheme
+from edgeinfer.quant.policy import QuantScheme
 
 __all__ = ["export_static"]
 
@@ -103,7 +102,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
 def _keep_layers(
     spec: DecoderSpec, plans: tuple[TensorPlan, ...], graphs: StaticGraphs
 ) -> tuple[DecoderSpec, tuple[TensorPlan, ...]]:
-    """The decoder of the kept layers, numbered anew, for the context that the graphs have."""
+    """The decoder of the kept layers, renumbered, for the context that the graphs have."""
     place = {layer: index for index, layer in enumerate(graphs.layers)}
     windows = tuple(spec.windows[layer] for layer in graphs.layers) if spec.windows else ()
     kept = []

@@ -1,4 +1,4 @@
-"""Short dialogues made of stories: write one, continue one, tell it again, who is in it; knows nothing of models.
+"""Short dialogues made of stories: write one, continue one, tell it again, who is in it.
 
 python -m edgeinfer.export.training.dialogues STORIES OUT.jsonl [--exclude FILE] [--seed 1]
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgeinfer.bundle import write_file
-from edgeinfer.export.training.stories import read_stories
+from edgeinfer.export.training.text import read_stories
 
 __all__ = ["Message", "clean", "dialogue", "main", "make_dialogues", "names_in"]
 

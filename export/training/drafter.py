@@ -1,7 +1,7 @@
-"""Makes a tiny drafter for a target: reads given text, then learns the target's laws; knows nothing of engines.
+"""Makes a tiny drafter for a target: reads given text, then learns the target's probabilities.
 
 FastDraft's recipe (Zafrir et al. 2024): a shallow decoder with the target's tokens reads text, then learns from what
-the target itself writes, token by token and with the target's law at each (sequence and logit level).
+the target itself writes, token by token and with the target's distribution at each (sequence and logit level).
 """
 
 from __future__ import annotations
@@ -13,25 +13,83 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.acceptance import Acceptance, measure_acceptance
-from edgeinfer.export.training.laws import teach
+from edgeinfer.export.training.losses import layer_states
 from edgeinfer.export.training.options import Progress, TrainOptions, require
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.student import hidden_states, make_student, save_checkpoint
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask
+from edgeinfer.export.training.teacher import teach
 from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.tokens import TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
 
-__all__ = ["DrafterOptions", "DrafterTraining", "train_drafter"]
+__all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
+
+# Windows that are read at a time, so that few logits are in memory.
+_ROWS = 4
+_DRAFTED = 4
+
+
+@dataclass(frozen=True)
+class AcceptanceRates:
+    """What a student's guesses are worth.
+
+    Attributes:
+        agreement: share of tokens at which both find the same token likeliest: the acceptance of greedy drafts.
+        overlap: sum over tokens of the lesser of the two probabilities: the acceptance of drawn drafts.
+        mean_accepted_length: tokens per round with four drafted, by runs of agreement.
+        divergence: mean Kullback-Leibler divergence from the target, in nats.
+    """
+
+    agreement: float
+    overlap: float
+    mean_accepted_length: float
+    divergence: float
+
+
+@torch.inference_mode()
+def measure_acceptance(
+    student: Any, target: Any, windows: NDArray[np.int64], depth: int | None = None
+) -> AcceptanceRates:  # (n, S)
+    """Reads windows with both; with so many layers of the student, or all."""
+    device = target.device
+    agreed: list[NDArray[np.bool_]] = []
+    overlaps, divergences = [], []
+    for start in range(0, len(windows), _ROWS):
+        tokens = torch.from_numpy(windows[start : start + _ROWS]).to(device)  # (b, S)
+        theirs = torch.log_softmax(target.lm_head(hidden_states(target, tokens)).float(), -1)  # (b * S, V)
+        states = hidden_states(student, tokens) if depth is None else layer_states(student, tokens)[depth - 1]
+        ours = torch.log_softmax(student.lm_head(states).float(), -1)
+        agreed.append((ours.argmax(-1) == theirs.argmax(-1)).reshape(tokens.shape).cpu().numpy())
+        overlaps.append(float(torch.minimum(ours, theirs).exp().sum(-1).mean()))
+        divergences.append(float((theirs.exp() * (theirs - ours)).sum(-1).mean()))
+    matches = np.concatenate(agreed)  # (n, S)
+    lengths = [1 + length for row in matches for length in run_lengths(row, _DRAFTED)]
+    return AcceptanceRates(
+        float(matches.mean()), float(np.mean(overlaps)), float(np.mean(lengths)), float(np.mean(divergences))
+    )
+
+
+def run_lengths(matches: NDArray[np.bool_], drafted: int) -> list[int]:  # (S,)
+    """Accepted tokens of each round, where rounds follow one another and draft so many tokens."""
+    found, at = [], 0
+    while at + drafted < len(matches):
+        run = 0
+        while run < drafted and matches[at + run]:
+            run += 1
+        found.append(run)
+        at += run + 1
+    return found
+
 
 # Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
 _SHARES = (0.25, 0.3, 0.45)
@@ -98,16 +156,16 @@ class DrafterTraining:
             target that were kept for measuring.
         depths: acceptance after so many layers, of a nested drafter.
         reading, distilling: losses and times.
-        seconds: in all, since it was last begun.
+        seconds: in all, since it was last started.
         prompts: that were not sampled from, for measuring. (n,) each
     """
 
     checkpoint: Path
     size: StudentSize
-    untrained: Acceptance
-    read: Acceptance
-    distilled: Acceptance
-    depths: dict[int, Acceptance]
+    untrained: AcceptanceRates
+    read: AcceptanceRates
+    distilled: AcceptanceRates
+    depths: dict[int, AcceptanceRates]
     reading: Trained
     distilling: Trained
     seconds: float
@@ -154,7 +212,7 @@ def train_drafter(
         UsageError: there is too little text, or the folder holds a training of another configuration.
         StorageError: the folder cannot be written, or the disk is full.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with storage_errors(work):
@@ -181,16 +239,16 @@ def train_drafter(
     untrained = measure_acceptance(student, target.model, windows)
     first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
     read = measure_acceptance(student, target.model, windows)
-    laws = teach(target, learnt, options.length, work / "laws", progress)
+    taught = teach(target, learnt, options.length, work / "laws", progress)
     after = facts | {"after": schedule.reading}
-    task = TeacherTask(student, laws, options.seed, options.rows, after, nested=options.nested)
+    task = TeacherTask(student, taught, options.seed, options.rows, after, nested=options.nested)
     second = Trainer(task, options.training(schedule.distilling, options.seed + 1), work / "distilling").run(progress)
     distilled = measure_acceptance(student, target.model, windows)
     checkpoint = work / "checkpoint"
     save_checkpoint(student, target, checkpoint)
     stages = untrained, read, distilled
     depths = {n: measure_acceptance(student, target.model, windows, n) for n in _depths(options)}
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     return DrafterTraining(checkpoint, options.size, *stages, depths, first, second, seconds, kept or prompts)
 
 
@@ -208,7 +266,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
     if file.exists():
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("minutes") != options.minutes:
-            hint = "Give another working folder, or remove this one to begin anew."
+            hint = "Give another working folder, or remove this one to start again."
             raise UsageError(f"{work} holds a training of other minutes.", hint)
         return Schedule(**kept)
     found = measure()
@@ -218,7 +276,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
 
 def _measured(
     target: Target,
-    tokens: Tokens,
+    tokens: TokenFile,
     batches: Batches,
     options: DrafterOptions,
     replier: Replier,
@@ -226,19 +284,19 @@ def _measured(
 ) -> Schedule:
     """What fits the minutes, by what a few steps and replies take here."""
     assert options.minutes is not None, "there are steps otherwise"
-    # Learning from laws takes what reading takes.
+    # Learning from distributions takes what reading takes.
     step = _step_seconds(TextTask(make_student(options.size, target, options.seed), tokens, batches, {}))
     few = max(1, options.sampling.rows // 8)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     heat = [options.sampling.temperatures[i % len(options.sampling.temperatures)] for i in range(len(prompts[:few]))]
     replies = replier.replies(prompts[:few], heat, options.sampling.length, 0)
     drawn = sum(map(len, replies)) + sum(map(len, prompts[:few]))
     window = torch.from_numpy(tokens.windows(options.length, 4)).to(target.device)
-    per_token = (time.perf_counter() - begun) / drawn
-    begun = time.perf_counter()
+    per_token = (time.perf_counter() - started) / drawn
+    started = time.perf_counter()
     with torch.inference_mode():
         target.model.lm_head(hidden_states(target.model, window))
-    per_token += (time.perf_counter() - begun) / window.numel()
+    per_token += (time.perf_counter() - started) / window.numel()
     seconds = [60 * options.minutes * share for share in _SHARES]
     samples = options.samples or int(seconds[1] / per_token)
     return Schedule(max(1, int(seconds[0] / step)), max(1, int(seconds[2] / step)), max(samples, 40 * options.length))
@@ -247,7 +305,7 @@ def _measured(
 def _step_seconds(task: Task) -> float:
     """Of a training step, the first apart."""
     torch.autograd.backward(task.loss(0))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for step in range(_TRIED):
         torch.autograd.backward(task.loss(step))
-    return (time.perf_counter() - begun) / _TRIED
+    return (time.perf_counter() - started) / _TRIED

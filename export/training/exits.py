@@ -1,7 +1,7 @@
-"""Teaches a model's early layers to predict what all of it does, so that it can draft for itself; knows no engines.
+"""Teaches a model's early layers to predict what all of it does, so that it can draft for itself.
 
 LayerSkip (Elhoushi et al. 2024): layers are left out in training, later ones more often, and each step one exit in turn
-learns as well. The last layer's law is held to what the model said before, which guards its quality.
+learns as well. The last layer's distribution is held to what the model said before, which guards its quality.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.depths import DepthFigures, layer_states, measure_depths, require_plain
-from edgeinfer.export.training.laws import Laws, teach
-from edgeinfer.export.training.losses import taught_divergence
+from edgeinfer.export.training.losses import (
+    DepthFigures,
+    layer_states,
+    measure_depths,
+    require_plain,
+    taught_divergence,
+)
 from edgeinfer.export.training.options import Progress, TrainOptions, require
 from edgeinfer.export.training.student import save_checkpoint
 from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.teacher import TeacherProbabilities, teach
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.trainer import Trained, Trainer
 
@@ -117,13 +122,15 @@ class ExitsTask:
 
     name = "tuning exits"
 
-    def __init__(self, model: Any, laws: Laws, options: ExitsOptions, facts: Mapping[str, Any]) -> None:
-        self._model, self._laws, self._options = model, laws, options
+    def __init__(
+        self, model: Any, taught: TeacherProbabilities, options: ExitsOptions, facts: Mapping[str, Any]
+    ) -> None:
+        self._model, self._taught, self._options = model, taught, options
         self._layers = len(model.model.layers)
         if self._layers < 2:
             raise UsageError("A model of one layer has no early exit.", "Give one of two layers or more.")
         names = ("rows", "length", "dropout", "exit_weight", "guard")
-        self._facts = {"laws": laws.digest} | {name: getattr(options, name) for name in names} | dict(facts)
+        self._facts = {"laws": taught.digest} | {name: getattr(options, name) for name in names} | dict(facts)
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -137,7 +144,9 @@ class ExitsTask:
     def loss(self, step: int) -> torch.Tensor:
         """The exit whose turn it is, and the whole model, against what the model said before."""
         options, model, layers = self._options, self._model, self._layers
-        tokens, likeliest, logs = (part.to(model.device) for part in self._laws.batch(options.seed, step, options.rows))
+        tokens, likeliest, logs = (
+            part.to(model.device) for part in self._taught.batch(options.seed, step, options.rows)
+        )
         chance = np.random.default_rng((options.seed, step, 1)).random(layers)
         dropped = {layer for layer in range(layers) if chance[layer] < layer_dropout(layer, layers, options.dropout)}
         states = layer_states(model, tokens, dropped)
@@ -146,8 +155,8 @@ class ExitsTask:
         total = torch.zeros((), device=model.device)
         for each, weight in parts:
             if weight:
-                law = likeliest.flatten(0, 1), logs.flatten(0, 1)
-                total = total + weight * taught_divergence(each, model.lm_head.weight, *law)
+                distribution = likeliest.flatten(0, 1), logs.flatten(0, 1)
+                total = total + weight * taught_divergence(each, model.lm_head.weight, *distribution)
         return total
 
 
@@ -160,7 +169,7 @@ def tune_exits(
         UsageError: there is too little text, the model has one layer, or the folder holds another training.
         StorageError: a folder cannot be written, or the disk is full.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     require_plain(target.model)
@@ -172,12 +181,12 @@ def tune_exits(
     windows = held_out.windows(options.length, _WINDOWS)
     # Windows enough that none has to be seen often.
     seen = seen.first(options.steps * options.rows * options.length)
-    laws = teach(target, seen, options.length, work / "laws", progress)
+    taught = teach(target, seen, options.length, work / "laws", progress)
     before, perplexity = measure_depths(target.model, windows)
     target.model.requires_grad_(True)
-    task = ExitsTask(target.model, laws, options, {"target": target.digest})
+    task = ExitsTask(target.model, taught, options, {"target": target.digest})
     trained = Trainer(task, options.training(), work / "exits").run(progress)
     target.model.requires_grad_(False)
     after, perplexity_after = measure_depths(target.model, windows)
     save_checkpoint(target.model, target, out)
-    return ExitsTraining(out, before, after, perplexity, perplexity_after, trained, time.monotonic() - begun)
+    return ExitsTraining(out, before, after, perplexity, perplexity_after, trained, time.monotonic() - started)

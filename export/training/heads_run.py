@@ -1,4 +1,4 @@
-"""A whole training of heads: the text and replies it reads, its task, what came of it; knows nothing of engines."""
+"""A whole training of heads: the text and replies it reads, its task, what came of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.heads import HEADS, JUDGED, TRUSTED, Heads
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
+from edgeinfer.export.training.heads import HydraTask, MedusaTask
 from edgeinfer.export.training.heads_task import HeadsShape
-from edgeinfer.export.training.hydra import HydraTask
 from edgeinfer.export.training.judge import JudgeTask
-from edgeinfer.export.training.medusa import MedusaTask
 from edgeinfer.export.training.options import Progress, TrainOptions, require
 from edgeinfer.export.training.prompt_tokens import PromptTask
 from edgeinfer.export.training.routers import RoutersTask
@@ -25,7 +24,7 @@ from edgeinfer.export.training.samples import Replier, SampleOptions, TorchRepli
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.tokens import TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
 
 __all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]
@@ -100,7 +99,7 @@ class HeadsTraining:
         heads: as a bundle keeps them.
         before, after: how well they do on text that was kept for measuring, by name: of heads that draft, the share of
             their likeliest tokens that are the target's, by place.
-        seconds: in all, since it was last begun.
+        seconds: in all, since it was last started.
         prompts: for measuring on an engine. (n,) each
     """
 
@@ -147,7 +146,7 @@ def train_heads(
         ModelError: the drafter has another vocabulary.
         StorageError: the folder cannot be written, or the disk is full.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with storage_errors(work):
@@ -168,10 +167,10 @@ def train_heads(
     trained = Trainer(task, options.training, work / options.kind).run(progress)
     after = _figures(task, held_out)
     notes = {name: f"{value:.4f}" for name, value in after.items()} | {"target": target.digest}
-    return HeadsTraining(task.heads(notes), before, after, trained, time.monotonic() - begun, kept or prompts)
+    return HeadsTraining(task.heads(notes), before, after, trained, time.monotonic() - started, kept or prompts)
 
 
-def _make(target: Target, drafter: Target | None, learnt: tuple[Tokens, ...], options: HeadsOptions) -> _HeadsTask:
+def _make(target: Target, drafter: Target | None, learnt: tuple[TokenFile, ...], options: HeadsOptions) -> _HeadsTask:
     batches, shape = Batches(options.seed, options.rows, options.length), HeadsShape(options.count, options.tokens)
     if options.kind == "acceptance":
         if drafter is None:
@@ -184,7 +183,7 @@ def _make(target: Target, drafter: Target | None, learnt: tuple[Tokens, ...], op
     return (MedusaTask if options.kind == "medusa" else HydraTask)(target, learnt, batches, shape)
 
 
-def _figures(task: _HeadsTask, held_out: Tokens) -> dict[str, float]:
+def _figures(task: _HeadsTask, held_out: TokenFile) -> dict[str, float]:
     if isinstance(task, JudgeTask):
         judged, trusted = task.curves(held_out)
         return {JUDGED: judged, TRUSTED: trusted}

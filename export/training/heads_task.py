@@ -1,7 +1,7 @@
 """What training heads over a target's states has in common: batches, teachers, frequent tokens, how well heads guess.
 
 The state behind the token at place t predicts the root, t + 1; head i, counted from 0, is to guess the token at
-t + 2 + i, as the target would say it behind the tokens before that place. Knows nothing of what a head computes.
+t + 2 + i, as the target would say it behind the tokens before that place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.options import require
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.tokens import TokenFile
 
 __all__ = ["HeadsShape", "HeadsTask", "final_states", "half"]
 
@@ -78,7 +78,7 @@ class HeadsTask(ABC):
 
     kind: str
 
-    def __init__(self, target: Target, sources: tuple[Tokens, ...], batches: Batches, shape: HeadsShape) -> None:
+    def __init__(self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, shape: HeadsShape) -> None:
         for tokens in sources:
             tokens.require(batches.length, "The text")
         if batches.length < shape.count + 2:
@@ -125,7 +125,7 @@ class HeadsTask(ABC):
         return Heads(self.kind, shared | self._arrays(), notes)
 
     @torch.no_grad()
-    def agreement(self, held_out: Tokens) -> tuple[float, ...]:
+    def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
         """How often each head's likeliest token is the target's, on text it was not trained on."""
         right = torch.zeros(self.shape.count, dtype=torch.float64)
         seen = 0
@@ -157,7 +157,7 @@ class HeadsTask(ABC):
         """What the heads are, by the names that bundles know."""
 
 
-def _frequent(sources: tuple[Tokens, ...], count: int) -> torch.Tensor:  # (K,)
+def _frequent(sources: tuple[TokenFile, ...], count: int) -> torch.Tensor:  # (K,)
     """The most frequent tokens, ascending; of equals the lower ids."""
     most = max(int(tokens.ids.max()) for tokens in sources) + 1
     counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)

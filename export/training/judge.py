@@ -1,7 +1,8 @@
-"""Trains the head by which a drafter foresees whether its token is accepted (SpecDec++); knows nothing of drafting.
+"""Trains the head by which a drafter foresees whether its token is accepted (SpecDec++).
 
 The head reads the drafter's state before the final norm, scaled to unit size: one residual block, run three times, and
-two scores. It learns min(1, p / q) of the drafter's likeliest token, p being the target's and q the drafter's law.
+two scores. It learns min(1, p / q) of the drafter's likeliest token, where p is the target's probability and q the
+drafter's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from edgeinfer.errors import ModelError
 from edgeinfer.export.training.heads_task import half
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.tokens import TokenFile
 
 __all__ = ["JudgeTask", "area_under_curve"]
 
@@ -64,7 +65,7 @@ class JudgeTask:
     name = "acceptance head"
     kind = "acceptance"
 
-    def __init__(self, drafter: Target, target: Target, sources: tuple[Tokens, ...], batches: Batches) -> None:
+    def __init__(self, drafter: Target, target: Target, sources: tuple[TokenFile, ...], batches: Batches) -> None:
         if drafter.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             message = f"{drafter.folder} and {target.folder} have different vocabularies."
             raise ModelError(message, "Choose a drafter that was made for this model.")
@@ -98,8 +99,8 @@ class JudgeTask:
     @torch.no_grad()
     def _mixed(self, window: torch.Tensor, generator: torch.Generator) -> torch.Tensor:  # (1, S) -> (1, S)
         """The window with some tokens replaced by the drafter's."""
-        _, _, law, _ = self._facts(window)
-        drawn = torch.multinomial(law.cpu(), 1, generator=generator).flatten()[:-1].to(window)
+        _, _, distribution, _ = self._facts(window)
+        drawn = torch.multinomial(distribution.cpu(), 1, generator=generator).flatten()[:-1].to(window)
         taken = torch.rand(len(drawn), generator=generator).to(window.device) < _MIXED
         mixed = window.clone()
         mixed[0, 1:] = torch.where(taken, drawn, window[0, 1:])
@@ -108,7 +109,7 @@ class JudgeTask:
     @torch.no_grad()
     def _facts(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of every token of a window (1, S): the drafter's state (S, D), how likely its best token is accepted (S,),
-        its law (S, V), and whether its best token is the target's too (S,)."""
+        its distribution (S, V), and whether its best token is the target's too (S,)."""
         model, kept = self._drafter.model, list[torch.Tensor]()
         hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
         try:
@@ -130,15 +131,15 @@ class JudgeTask:
         return Heads(self.kind, {name: half(array) for name, array in arrays.items()}, notes)
 
     @torch.no_grad()
-    def curves(self, held_out: Tokens) -> tuple[float, float]:
+    def curves(self, held_out: TokenFile) -> tuple[float, float]:
         """Area under the curve by which acceptance in greedy decoding is told, of the head and of the drafter's own
         probability, on text that was not trained on."""
         judged, trusted, came = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for window in held_out.windows(self._batches.length, _WINDOWS):
-            states, _, law, agrees = self._facts(torch.from_numpy(window)[None].to(self._drafter.device))
+            states, _, distribution, agrees = self._facts(torch.from_numpy(window)[None].to(self._drafter.device))
             scores = self._judge(states)
             judged.append(scores[:, 1] - scores[:, 0])
-            trusted.append(law.max(-1).values)
+            trusted.append(distribution.max(-1).values)
             came.append(agrees)
         happened = torch.cat(came)
         return area_under_curve(torch.cat(judged), happened), area_under_curve(torch.cat(trusted), happened)

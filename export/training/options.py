@@ -1,4 +1,4 @@
-"""What a caller may ask of a training, validated on construction; knows nothing of models, and needs no torch."""
+"""What a caller may ask of a training, validated on construction."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Trains prompt tokens (PPD): embeddings behind a text at which the frozen model says what comes later.
 
-Knows nothing of how they draft. Behind the text of a window stand many copies of the prompt tokens, each as if it
+Behind the text of a window stand many copies of the prompt tokens, each as if it
 followed another place of it: it sees the text up to there, and itself.
 """
 
@@ -18,7 +18,7 @@ from edgeinfer.export.training.heads_task import HeadsShape, final_states
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.tokens import TokenFile
 
 __all__ = ["PromptTask"]
 
@@ -38,7 +38,7 @@ class PromptTask:
     name = "prompt tokens"
     kind = "prompt"
 
-    def __init__(self, target: Target, sources: tuple[Tokens, ...], batches: Batches, shape: HeadsShape) -> None:
+    def __init__(self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, shape: HeadsShape) -> None:
         for tokens in sources:
             tokens.require(batches.length, "The text")
         self.shape = shape
@@ -106,7 +106,7 @@ class PromptTask:
         return Heads(self.kind, {"embeddings": self._prompts.detach().cpu().numpy().astype(np.float32)}, notes)
 
     @torch.no_grad()
-    def agreement(self, held_out: Tokens) -> tuple[float, ...]:
+    def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
         """How often what is likeliest behind each prompt token is the target's, on text it was not trained on."""
         right, seen = torch.zeros(self.shape.count, dtype=torch.float64), 0
         rows = self._target.model.lm_head.weight

@@ -1,4 +1,4 @@
-"""Trains routers that tell from a prompt which layers its reply needs (FiRST); knows nothing of who skips them.
+"""Trains routers that tell from a prompt which layers its reply needs (FiRST).
 
 The model is frozen and runs the prompt whole. Router i reads the mean over the prompt of the states that enter layer i;
 its gate, the layer's share in every row of the reply, is 0 or 1 forwards and soft backwards. The loss is the reply's
@@ -18,7 +18,7 @@ from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.options import require
 from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.tokens import TokenFile
 
 __all__ = ["RoutersTask"]
 
@@ -42,7 +42,7 @@ class RoutersTask:
     name = "routers"
     kind = "routers"
 
-    def __init__(self, target: Target, sources: tuple[Tokens, ...], batches: Batches, keep: float = 0.75) -> None:
+    def __init__(self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, keep: float = 0.75) -> None:
         require(0 < keep <= 1, "keep", keep, "above 0 and at most 1")
         for tokens in sources:
             tokens.require(batches.length, "The text")
@@ -109,7 +109,7 @@ class RoutersTask:
         return Heads(self.kind, {"weight": weight, "bias": self._bias.detach().cpu().numpy()}, notes)
 
     @torch.no_grad()
-    def figures(self, held_out: Tokens) -> tuple[float, float]:
+    def figures(self, held_out: TokenFile) -> tuple[float, float]:
         """Mean divergence of replies in nats, and the share of layers kept, on text that was not trained on."""
         lost, kept = list[float](), list[float]()
         for window in held_out.windows(self._batches.length, _WINDOWS):

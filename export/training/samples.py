@@ -1,4 +1,4 @@
-"""A target's own replies, many at a time, written to disk as they come; knows nothing of what learns from them."""
+"""A target's own replies, many at a time, written to disk as they come."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from edgeinfer.bundle import write_file
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.options import Progress, require
 from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tokens import Tokens, open_tokens, write_tokens
+from edgeinfer.export.training.tokens import TokenFile, open_tokens, write_tokens
 
 __all__ = ["Replier", "SampleOptions", "TorchReplier", "sample"]
 
@@ -76,7 +76,7 @@ def sample(
     folder: Path,
     digest: str,
     progress: Progress | None = None,
-) -> Tokens:
+) -> TokenFile:
     """Replies of a target to prompts, each behind its prompt, in a file of the folder; goes on where it was stopped.
 
     Args:
@@ -114,7 +114,7 @@ def _claim(folder: Path, record: dict[str, Any]) -> None:
     file = folder / _RECORD
     if file.exists():
         if json.loads(file.read_text("utf-8")) != record:
-            hint = "Give another working folder, or remove this one to begin anew."
+            hint = "Give another working folder, or remove this one to start again."
             raise UsageError(f"{folder} holds samples of another target, text or options.", hint)
         return
     with storage_errors(folder):

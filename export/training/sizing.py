@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["DeviceCosts", "SizeChoice", "StudentSize", "acceptance_guess", "choose_size", "expected_tokens"]
+__all__ = ["SizeChoice", "StudentSize", "TargetCosts", "acceptance_guess", "choose_size", "expected_tokens"]
 
 _HEAD_DIM = 32
 _WIDTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -72,7 +72,7 @@ class StudentSize:
 
 
 @dataclass(frozen=True)
-class DeviceCosts:
+class TargetCosts:
     """What passes cost on a device.
 
     Attributes:
@@ -139,7 +139,7 @@ def acceptance_guess(size: StudentSize, vocabulary: int, target_weights: int) ->
     return max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
 
 
-def choose_size(costs: DeviceCosts, vocabulary: int, most_bytes: int | None = None, bits: int = 8) -> SizeChoice:
+def choose_size(costs: TargetCosts, vocabulary: int, most_bytes: int | None = None, bits: int = 8) -> SizeChoice:
     """The size of the highest predicted speed-up; among equals the smallest.
 
     Args:
@@ -158,7 +158,7 @@ def choose_size(costs: DeviceCosts, vocabulary: int, most_bytes: int | None = No
     return max(choices, key=lambda choice: (choice.speedup, -choice.size.weights(vocabulary)))
 
 
-def _judge(size: StudentSize, costs: DeviceCosts, vocabulary: int) -> SizeChoice:
+def _judge(size: StudentSize, costs: TargetCosts, vocabulary: int) -> SizeChoice:
     chance = acceptance_guess(size, vocabulary, costs.target_weights)
     draft_ms = costs.draft_ms(size, vocabulary)
 

@@ -1,4 +1,4 @@
-"""Small decoders with a target's vocabulary: made, multiplied, saved as checkpoints; knows nothing of training."""
+"""Small decoders with a target's vocabulary: made, multiplied, saved as checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import StorageError
-from edgeinfer.export.training.bars import no_bars
 from edgeinfer.export.training.sizing import StudentSize
-from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.target import Target, no_bars
 
 __all__ = ["hidden_states", "make_student", "save_checkpoint"]
 

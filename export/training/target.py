@@ -1,11 +1,10 @@
-"""Brings a target into torch: a Hugging Face checkpoint, or a bundle's weights multiplied out; runs no code of either.
-
-Knows nothing of what is done with it.
-"""
+"""Brings a target into torch: a Hugging Face checkpoint, or a bundle's weights as floats; runs no code of either."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,28 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer
+from transformers.utils import logging
 
 from edgeinfer.bundle import MANIFEST, open_bundle
 from edgeinfer.errors import CheckpointError, ModelError, TokenizerError
-from edgeinfer.export.bundle_checkpoint import checkpoint_config, checkpoint_tensors
-from edgeinfer.export.checkpoint import Checkpoint, parse_object, read_bytes
-from edgeinfer.export.hf_config import read_config
-from edgeinfer.export.training.bars import no_bars
+from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
+from edgeinfer.export.source.checkpoint import Checkpoint, parse_object, read_bytes
+from edgeinfer.export.source.hf_config import read_config
 
-__all__ = ["Target", "load_target"]
+__all__ = ["Target", "load_target", "no_bars"]
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """While it is open; what the caller had switched before holds again afterwards."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library has no types here
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
 
 _TOKENIZER, _TEMPLATE, _GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -1,4 +1,4 @@
-"""What a drafter learns: the next token of given text, then the laws of its target; knows nothing of steps or files."""
+"""What a drafter learns: the next token of given text, then the probabilities of its target."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from edgeinfer.export.training.depths import layer_states
-from edgeinfer.export.training.laws import Laws
-from edgeinfer.export.training.losses import cross_entropy, taught_divergence
+from edgeinfer.export.training.losses import cross_entropy, layer_states, taught_divergence
 from edgeinfer.export.training.student import hidden_states
-from edgeinfer.export.training.tokens import Tokens
+from edgeinfer.export.training.teacher import TeacherProbabilities
+from edgeinfer.export.training.tokens import TokenFile
 
 __all__ = ["Batches", "TeacherTask", "TextTask"]
 
@@ -30,7 +29,7 @@ class Batches:
     rows: int
     length: int
 
-    def draw(self, tokens: Tokens, step: int, extra: int, device: torch.device) -> torch.Tensor:
+    def draw(self, tokens: TokenFile, step: int, extra: int, device: torch.device) -> torch.Tensor:
         """The windows of a step, with `extra` more tokens each. (rows, length + extra)"""
         return torch.from_numpy(tokens.batch(self.seed, step, self.rows, self.length + extra)).to(device)
 
@@ -50,7 +49,7 @@ class TextTask:
     name = "reading"
 
     def __init__(
-        self, student: Any, tokens: Tokens, batches: Batches, facts: Mapping[str, Any], *, nested: bool = False
+        self, student: Any, tokens: TokenFile, batches: Batches, facts: Mapping[str, Any], *, nested: bool = False
     ) -> None:
         tokens.require(batches.length + 1, "The text")
         self._student, self._tokens, self._batches, self._nested = student, tokens, batches, nested
@@ -74,15 +73,22 @@ class TextTask:
 
 
 class TeacherTask:
-    """A target's laws at every token of its own replies. Implements `trainer.Task`; `nested` as in TextTask."""
+    """Learns a target's probabilities at every token of its own replies; `nested` as TextTask."""
 
     name = "distilling"
 
     def __init__(
-        self, student: Any, laws: Laws, seed: int, rows: int, facts: Mapping[str, Any], *, nested: bool = False
+        self,
+        student: Any,
+        taught: TeacherProbabilities,
+        seed: int,
+        rows: int,
+        facts: Mapping[str, Any],
+        *,
+        nested: bool = False,
     ) -> None:
-        self._student, self._laws, self._seed, self._rows, self._nested = student, laws, seed, rows, nested
-        self._facts = {"laws": laws.digest, "rows": rows} | dict(facts)
+        self._student, self._taught, self._seed, self._rows, self._nested = student, taught, seed, rows, nested
+        self._facts = {"laws": taught.digest, "rows": rows} | dict(facts)
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -96,10 +102,10 @@ class TeacherTask:
     def loss(self, step: int) -> torch.Tensor:
         """Mean divergence from the target over the tokens of a batch."""
         device = self._student.device
-        tokens, likeliest, logs = (part.to(device) for part in self._laws.batch(self._seed, step, self._rows))
-        law, head = (likeliest.flatten(0, 1), logs.flatten(0, 1)), self._student.lm_head.weight
+        tokens, likeliest, logs = (part.to(device) for part in self._taught.batch(self._seed, step, self._rows))
+        distribution, head = (likeliest.flatten(0, 1), logs.flatten(0, 1)), self._student.lm_head.weight
         found = _states(self._student, tokens, self._nested)
-        return torch.stack([taught_divergence(states, head, *law) for states in found]).mean()
+        return torch.stack([taught_divergence(states, head, *distribution) for states in found]).mean()
 
 
 def _states(student: Any, tokens: torch.Tensor, nested: bool) -> list[torch.Tensor]:

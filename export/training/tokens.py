@@ -1,4 +1,4 @@
-"""Tokens on disk, read where they are needed and never all at once; knows nothing of text or models."""
+"""Tokens on disk, read where they are needed and never all at once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.store import new_file
+from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import StorageError, UsageError
 
-__all__ = ["Tokens", "open_tokens", "write_tokens"]
+__all__ = ["TokenFile", "open_tokens", "write_tokens"]
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenFile:
     """Documents one after the other, mapped into memory.
 
     Attributes:
@@ -42,14 +42,14 @@ class Tokens:
         if len(self) < count:
             raise UsageError(f"{what} has {len(self)} tokens, and {count} are needed.", "Give more text.")
 
-    def first(self, count: int) -> Tokens:
+    def first(self, count: int) -> TokenFile:
         """So many of the first tokens, or all."""
-        return Tokens(self.ids[:count], f"{self.digest}[:{min(count, len(self))}]")
+        return TokenFile(self.ids[:count], f"{self.digest}[:{min(count, len(self))}]")
 
-    def split(self, share: float) -> tuple[Tokens, Tokens]:
+    def split(self, share: float) -> tuple[TokenFile, TokenFile]:
         """The first tokens, and the last of so large a share, which are kept for measuring."""
         at = len(self) - int(len(self) * share)
-        return Tokens(self.ids[:at], f"{self.digest}[:{at}]"), Tokens(self.ids[at:], f"{self.digest}[{at}:]")
+        return TokenFile(self.ids[:at], f"{self.digest}[:{at}]"), TokenFile(self.ids[at:], f"{self.digest}[{at}:]")
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> Ints:
         """Windows from random places, which the seed and the step decide. (rows, length)"""
@@ -63,7 +63,7 @@ class Tokens:
         return np.stack([self.ids[start : start + length] for start in starts]).astype(np.int64)
 
 
-def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> Tokens:  # (n,) each
+def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> TokenFile:  # (n,) each
     """Writes documents one after the other, as they come.
 
     Raises:
@@ -75,7 +75,7 @@ def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> Tokens
     return open_tokens(path)
 
 
-def open_tokens(path: Path) -> Tokens:
+def open_tokens(path: Path) -> TokenFile:
     """Maps what `write_tokens` wrote.
 
     Raises:
@@ -86,5 +86,5 @@ def open_tokens(path: Path) -> Tokens:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         ids = np.memmap(path, np.dtype("<u4"), "r") if path.stat().st_size else np.empty(0, np.uint32)
     except (OSError, ValueError) as error:
-        raise StorageError(f"Cannot read {path}: {error}.", "Remove it; it is made anew.") from error
-    return Tokens(ids, digest)
+        raise StorageError(f"Cannot read {path}: {error}.", "Remove it; it is made again.") from error
+    return TokenFile(ids, digest)

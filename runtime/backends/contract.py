@@ -8,7 +8,7 @@ next pass overwrites.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,25 +17,24 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = [
     "Backend",
     "CacheSnapshot",
     "Edit",
     "ExpertChoice",
-    "Floats",
-    "Ints",
+    "ForwardInput",
+    "ForwardOutput",
     "PassCancelledError",
-    "StepOutput",
     "Visibility",
     "ancestors",
     "check_pass",
     "check_snapshot",
     "in_window",
+    "require",
 ]
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 
@@ -72,8 +71,36 @@ class Visibility:
     places: Ints
 
 
-@dataclass(frozen=True)
-class StepOutput:
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardInput:
+    """What one pass evaluates: S new tokens, and how.
+
+    Attributes:
+        tokens: (S,)
+        positions: of the tokens. (S,)
+        rows: of the S new tokens, those whose logits are wanted; may be empty. (R,)
+        tree: parent row of each row, -1 for the context; None is a chain. (S,)
+        layer_mask: [2i] attention and [2i+1] MLP of layer i, true where they run; None runs all. (2 L,)
+        hidden: enters the first layer that runs instead of the embeddings. (S, D)
+        planes: 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole.
+        experts: None leaves the choice to the routers: the whole model.
+        sees: what the rows see, in place of a tree; None is all of the cache.
+    """
+
+    tokens: Ints
+    positions: Ints
+    rows: Ints
+    _: KW_ONLY
+    tree: Ints | None = None
+    layer_mask: NDArray[np.bool_] | None = None
+    hidden: Floats | None = None
+    planes: int = 2
+    experts: ExpertChoice | None = None
+    sees: Visibility | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardOutput:
     """Outcome of one pass.
 
     Attributes:
@@ -141,19 +168,7 @@ class Backend(Protocol):
     def run_ns(self) -> int:
         """Nanoseconds that the last pass spent inside the execution engine."""
 
-    def forward(
-        self,
-        tokens: Ints,  # (S,)
-        positions: Ints,  # (S,)
-        rows: Ints,  # (R,), indices into the S new tokens; may be empty
-        *,
-        tree: Ints | None = None,  # (S,), parent row of each row, -1 for the context; None is a chain
-        layer_mask: NDArray[np.bool_] | None = None,  # (2 L,), [2i] attention and [2i+1] MLP of layer i
-        hidden: Floats | None = None,  # (S, D), enters the first layer that runs instead of the embeddings
-        planes: int = 2,  # 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole
-        experts: ExpertChoice | None = None,  # None leaves the choice to the routers: the whole model
-        sees: Visibility | None = None,  # in place of a tree; None is all of the cache
-    ) -> StepOutput:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
         A tree needs at least one token in the cache, which a prompt always leaves, and so does `sees`. With either, a
@@ -211,23 +226,27 @@ class Backend(Protocol):
         """Frees everything; the backend is unusable afterwards."""
 
 
-def check_pass(
-    backend: Backend,
-    tokens: Ints,  # (S,)
-    positions: Ints,  # (S,)
-    rows: Ints,  # (R,)
-    tree: Ints | None,  # (S,)
-    layer_mask: NDArray[np.bool_] | None,  # (2 L,)
-    hidden: Floats | None,  # (S, D)
-    planes: int = 2,
-    experts: ExpertChoice | None = None,
-    sees: Visibility | None = None,
-) -> None:
+def require(able: bool, backend: Backend, what: str, hint: str) -> None:
+    """Refuses a backend that lacks a capability.
+
+    Args:
+        what: it would have to do, in the message.
+
+    Raises:
+        CapabilityError: it is not able.
+    """
+    if not able:
+        raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
+
+
+def check_pass(backend: Backend, batch: ForwardInput) -> None:
     """Refuses a pass that the backend's contract excludes.
 
     Raises:
         CapabilityError, BackendError: as `Backend.forward` says.
     """
+    tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
+    planes, experts, sees = batch.planes, batch.experts, batch.sees
     size, can = len(tokens), backend.capabilities
     refused = {
         "skip layers": layer_mask is not None and not can.layer_skip,
@@ -246,13 +265,13 @@ def check_pass(
         raise CapabilityError(message, f"Choose one of {known}.")
     if planes not in (1, 2):
         raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
-    if size == 0 or len(positions) != size:
-        raise BackendError(f"A pass of {size} tokens has {len(positions)} positions.")
+    if size == 0 or len(batch.positions) != size:
+        raise BackendError(f"A pass of {size} tokens has {len(batch.positions)} positions.")
     if backend.length + size > backend.capacity:
         held = f"the cache holds {backend.length} of {backend.capacity}"
         raise BackendError(f"A pass of {size} tokens does not fit: {held}.")
     # Python's own min and max: on the few numbers of a decoding step they take a tenth of numpy's time.
-    wanted, ids = rows.tolist(), tokens.tolist()
+    wanted, ids = batch.rows.tolist(), tokens.tolist()
     if wanted and not 0 <= min(wanted) <= max(wanted) < size:
         raise BackendError(f"Logit rows {wanted} are outside a pass of {size} tokens.")
     if not 0 <= min(ids) <= max(ids) < backend.geometry.vocab_size:

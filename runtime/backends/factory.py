@@ -11,11 +11,10 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.devices.selection import choose_device
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping
-from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping, ModelMemory
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
-from edgeinfer.runtime.text.contracts import TokenizerLike
+from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
 
@@ -57,7 +56,7 @@ class BackendKind(ABC):
     """How a backend is made and what it can do.
 
     Attributes:
-        modes_differ, loads_experts: as `planning.subject.Subject` has them.
+        modes_differ, loads_experts: as `planning.subject.PlanInput` has them.
         tunes: names of the fields of `TunedSettings` that change how fast it is.
         graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
     """

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Geometry, KVScales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
 from edgeinfer.errors import BackendError, DeviceError, UsageError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Edit, Floats, check_snapshot
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot, Edit, check_snapshot
 
 __all__ = ["KVBuffers"]
 

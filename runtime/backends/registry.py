@@ -13,10 +13,9 @@ from edgeinfer.runtime.backends.reference.factory import ReferenceKind
 from edgeinfer.runtime.backends.static.factory import StaticKind
 from edgeinfer.runtime.devices.contract import Device
 from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.device_memory import kv_types_on, memory_on, weights_modes_on
-from edgeinfer.runtime.planning.subject import Subject
+from edgeinfer.runtime.planning.plan_input import PlanInput, kv_types_on, memory_on, weights_modes_on
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.text.contracts import TokenizerLike
+from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.weights.layouts import Progress
 
 __all__ = [
@@ -82,9 +81,9 @@ def subject_of(
     bundle: Bundle,
     layout: Layout,
     config: LoadConfig,
-    drafter: Subject | None = None,
+    drafter: PlanInput | None = None,
     settings: TunedSettings = UNTUNED,
-) -> Subject:
+) -> PlanInput:
     """What a plan of this bundle has to choose from.
 
     Args:
@@ -96,7 +95,7 @@ def subject_of(
     """
     kind = _kind(bundle, config)
     device = kind.device(config)
-    return Subject(
+    return PlanInput(
         config.backend or bundle.manifest.backend,
         bundle,
         layout,

@@ -14,38 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
+from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import (
     Backend,
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
+    ForwardInput,
+    ForwardOutput,
     PassCancelledError,
-    StepOutput,
-    Visibility,
     check_pass,
 )
 
-__all__ = ["Asked", "Window", "WindowedBackend", "WrappedBackend"]
+__all__ = ["Window", "WindowedBackend", "WrappedBackend"]
 
 B = TypeVar("B", bound=Backend)
 _NO_ROWS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What `Backend.forward` was asked; fields as its arguments."""
-
-    tokens: Ints
-    positions: Ints
-    rows: Ints
-    tree: Ints | None
-    layer_mask: NDArray[np.bool_] | None
-    hidden: Floats | None
-    planes: int
-    experts: ExpertChoice | None
-    sees: Visibility | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +43,7 @@ class Window:
 
     layers: NDArray[np.bool_]
     before: Callable[[], None]
-    after: Callable[[StepOutput], None]
+    after: Callable[[ForwardOutput], None]
 
 
 class WrappedBackend(Generic[B]):
@@ -108,39 +91,9 @@ class WrappedBackend(Generic[B]):
         """Nanoseconds of the last pass inside the execution engine."""
         return self._inner.run_ns
 
-    def forward(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        """One pass; see `contracts.Backend.forward`."""
-        return self._forward(Asked(tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees))
-
-    @abstractmethod
-    def _forward(self, asked: Asked) -> StepOutput:
-        """The pass, however it is made."""
-
-    def _run(self, asked: Asked) -> StepOutput:
-        """The pass as the backend inside makes it."""
-        return self._inner.forward(
-            asked.tokens,
-            asked.positions,
-            asked.rows,
-            tree=asked.tree,
-            layer_mask=asked.layer_mask,
-            hidden=asked.hidden,
-            planes=asked.planes,
-            experts=asked.experts,
-            sees=asked.sees,
-        )
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        return self._inner.forward(batch)
 
     def truncate(self, length: int) -> None:
         """Drops all rows from `length` on."""
@@ -202,7 +155,7 @@ class WindowedBackend(WrappedBackend[B]):
         return self._run_ns
 
     @abstractmethod
-    def _windows(self, asked: Asked) -> Sequence[Window]:
+    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """The windows of a pass, at least one, which together run its layers in order."""
 
     def cancel(self) -> None:
@@ -210,11 +163,12 @@ class WindowedBackend(WrappedBackend[B]):
         self._cancelled = True
         self._inner.cancel()
 
-    def _forward(self, asked: Asked) -> StepOutput:
-        check_pass(self, **vars(asked))
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
         self._cancelled = False
         start, run_ns = self.length, 0
-        windows, hidden = self._windows(asked), asked.hidden
+        windows, hidden = self._windows(batch), batch.hidden
         used: Ints | None = None  # (L, S, k)
         try:
             for window in windows:
@@ -223,9 +177,9 @@ class WindowedBackend(WrappedBackend[B]):
                 # Each window writes the same rows of the cache, in its own layers.
                 self._inner.truncate(start)
                 window.before()
-                mask = window.layers if asked.layer_mask is None else window.layers & asked.layer_mask
-                wanted = asked.rows if window is windows[-1] else _NO_ROWS
-                output = self._run(replace(asked, rows=wanted, layer_mask=mask, hidden=hidden))
+                mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
+                wanted = batch.rows if window is windows[-1] else _NO_ROWS
+                output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
                 used = _merged(used, output.experts)
                 window.after(output)
                 hidden, run_ns = output.hidden, run_ns + self._inner.run_ns

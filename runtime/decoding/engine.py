@@ -1,7 +1,4 @@
-"""The decoding loop: a prompt and a way to choose tokens become tokens, with what the cache already holds reused.
-
-Knows backends through their contract only; knows nothing of text, templates or files.
-"""
+"""The decoding loop: a prompt and a decoding strategy become tokens; what the cache already holds is reused."""
 
 from __future__ import annotations
 
@@ -9,56 +6,23 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, PassCancelledError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
+from edgeinfer.runtime.sampling import Sampler
 
-__all__ = ["Chooser", "Engine", "Multistep", "Prefill", "Step"]
-
-
-class Chooser(Protocol):
-    """Chooses the token of an absolute position from its logits."""
-
-    def token(self, logits: Floats, position: int) -> int:  # (V,)
-        """The token at `position`."""
-
-    def accept(self, token: int, logits: Floats) -> None:  # (V,)
-        """The token joins the reply, whose place these logits predicted."""
-
-
-class Multistep(Protocol):
-    """A way of decoding other than token by token, as `speculation.rounds.Rounds` is.
-
-    The rows of the backend's cache must be those that the whole model gives to the text's tokens. A way that leaves
-    some out, or feeds them later, cuts the cache to those that are by the time its generation ends.
-    """
-
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        """Starts after a prompt, all of which was fed: one to `room` tokens that follow it, accepted by the chooser.
-
-        Args:
-            logits: after the prompt's last token; a view that the next pass overwrites.
-        """
-
-    def next(self, room: int, lost: int) -> Sequence[int]:
-        """One to `room` further tokens, accepted by the chooser. Of all tokens the last, at least, is not fed then.
-
-        Args:
-            lost: tokens of the text less rows that the cache needs to hold it, the last token included.
-        """
-
-    def leave(self) -> None:
-        """The generation pauses or ends: what was fed for it alone is dropped."""
+__all__ = ["Engine", "Prefill", "Step"]
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """How a prompt was taken in: tokens reused from the cache, tokens evaluated, milliseconds."""
+    """How a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
 
     cached: int
     evaluated: int
@@ -78,33 +42,8 @@ class Step:
     last: bool = True
 
 
-_ONE_ROW = np.zeros(1, np.int64)
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
 _FEW = 16
-
-
-class _Plain:
-    """One token per pass."""
-
-    def __init__(self, backend: Backend, chooser: Chooser) -> None:
-        self._backend = backend
-        self._chooser = chooser
-        self._root = 0
-
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:
-        self._root = self._chooser.token(logits, len(prompt))
-        self._chooser.accept(self._root, logits)
-        return (self._root,)
-
-    def next(self, room: int, lost: int) -> tuple[int]:
-        start = self._backend.length
-        output = self._backend.forward(np.array([self._root]), np.array([start]), _ONE_ROW)
-        self._root = self._chooser.token(output.logits[0], start + lost + 1)
-        self._chooser.accept(self._root, output.logits[0])
-        return (self._root,)
-
-    def leave(self) -> None:
-        pass
 
 
 class Engine:
@@ -148,11 +87,11 @@ class Engine:
     def generate(
         self,
         prompt: Sequence[int],
-        chooser: Chooser,
+        sampler: Sampler,
         *,
         max_tokens: int | None,
         stop_ids: frozenset[int],
-        rounds: Multistep | None = None,
+        strategy: DecodingStrategy | None = None,
     ) -> Generator[Step]:
         """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
 
@@ -160,7 +99,7 @@ class Engine:
         many tokens as the context holds.
 
         Args:
-            rounds: decodes what follows the first token, by the same chooser; None is one token per pass.
+            strategy: decodes the reply, by the same sampler; None is plain decoding, one token per pass.
 
         Raises:
             PromptError: the prompt is empty, or holds an id that is no token.
@@ -171,7 +110,7 @@ class Engine:
         self._cancelled.clear()
         self.prefill = Prefill(0, 0, 0.0)
         left = self.allowance(len(prompt), max_tokens)
-        return self._steps(prompt, chooser, left, stop_ids, rounds or _Plain(self.backend, chooser))
+        return self._steps(prompt, left, stop_ids, strategy or DecodingStrategy(self.backend, sampler))
 
     def allowance(self, prompt: int, max_tokens: int | None) -> int:
         """Tokens that the reply to a prompt of so many tokens may have."""
@@ -199,25 +138,25 @@ class Engine:
         return len(self._tokens) == len(prompt) - 1
 
     def _steps(
-        self, prompt: Sequence[int], chooser: Chooser, left: int, stop_ids: frozenset[int], rounds: Multistep
+        self, prompt: Sequence[int], left: int, stop_ids: frozenset[int], strategy: DecodingStrategy
     ) -> Generator[Step]:
         now = time.perf_counter()
         try:
-            logits = self._take_in(prompt)
-            # Drafters take in the prompt too, which belongs to the first token's time.
-            tokens = _until(rounds.first(prompt, logits, left), stop_ids)
+            logits = self._evaluate_prompt(prompt)
+            # Drafters evaluate the prompt too, which belongs to the first token's time.
+            tokens = _until(strategy.first(prompt, logits, left), stop_ids)
             ahead = list(tokens)  # of what the cache holds
             while True:
-                begun, now = now, time.perf_counter()
+                started, now = now, time.perf_counter()
                 for place, token in enumerate(tokens):
                     if place and self._cancelled.is_set():
                         return
-                    yield Step(token, 0.0 if place else (now - begun) * 1e3, place == len(tokens) - 1)
+                    yield Step(token, 0.0 if place else (now - started) * 1e3, place == len(tokens) - 1)
                 left -= len(tokens)
                 if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                     return
                 self._make_room()
-                tokens = _until(rounds.next(left, self.lost.tokens), stop_ids)
+                tokens = _until(strategy.next(left, self.lost.tokens), stop_ids)
                 ahead += tokens
                 fed = self.backend.length + self.lost.tokens - len(self._tokens)
                 self._tokens += ahead[:fed]
@@ -231,7 +170,7 @@ class Engine:
             self.backend.clear()
             raise
         finally:
-            rounds.leave()
+            strategy.leave()
             # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
             self._truncate(min(self.backend.length + self.lost.tokens, len(self._tokens)))
 
@@ -260,7 +199,7 @@ class Engine:
             message = f"The prompt holds a token id outside the model's vocabulary of {vocabulary}."
             raise PromptError(message, f"Ids go from 0 to {vocabulary - 1}.")
 
-    def _take_in(self, prompt: Sequence[int]) -> Floats:  # (V,)
+    def _evaluate_prompt(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
         logits = self._evaluate(prompt, len(prompt), len(prompt))
         chosen: Floats = logits[0]
@@ -268,7 +207,7 @@ class Engine:
 
     def _evaluate(self, prompt: Sequence[int], stop: int, most: int) -> Floats:  # (1, V) of the prompt's end, or (0, V)
         """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         done = cached = self._reuse(prompt)
         stop = min(stop, cached + most)
         logits: Floats = np.zeros((0, self.backend.geometry.vocab_size), np.float32)
@@ -281,7 +220,7 @@ class Engine:
                 rows = np.array([len(chunk) - 1] if done == len(prompt) else [], np.int64)
                 logits = self.feed(chunk, rows)
         finally:
-            self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - begun) * 1e3)
+            self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - started) * 1e3)
         return logits
 
     def room(self) -> int:
@@ -299,7 +238,7 @@ class Engine:
         """
         start = self.backend.length
         positions = np.arange(start, start + len(tokens))
-        logits = self.backend.forward(np.array(tokens, np.int64), positions, rows).logits
+        logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows)).logits
         self._tokens.extend(tokens)
         return logits
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgeinfer.bundle.arithmetic import softmax
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 
 __all__ = ["FewerExperts", "compare_fewer_experts"]
@@ -54,10 +54,10 @@ def compare_fewer_experts(engine: Engine, tokens: Sequence[int], count: int) -> 
     same, overlap, whole_ns, fewer_ns = 0, 0.0, [], []
     for position, token in enumerate(tokens):
         step, place = np.array([token]), np.array([position])
-        guess = backend.forward(step, place, row, experts=ExpertChoice(count)).logits[0].copy()  # (V,)
+        guess = backend.forward(ForwardInput(step, place, row, experts=ExpertChoice(count))).logits[0].copy()  # (V,)
         fewer_ns.append(backend.run_ns)
         backend.truncate(position)
-        real = backend.forward(step, place, row).logits[0]  # (V,)
+        real = backend.forward(ForwardInput(step, place, row)).logits[0]  # (V,)
         whole_ns.append(backend.run_ns)
         same += int(guess.argmax() == real.argmax())
         overlap += float(np.minimum(softmax(guess), softmax(real)).sum())

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Floats, Ints
-from edgeinfer.runtime.experts.cost import AROUND_BYTES
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
 
 __all__ = ["Pages", "Residency"]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.results import ExpertUse
-from edgeinfer.runtime.backends.contract import Ints
+from edgeinfer.runtime.arrays import Ints
 
 __all__ = ["CHUNKS", "ExpertCounter", "ExpertCounts", "active_experts"]
 

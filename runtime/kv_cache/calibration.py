@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.arithmetic import inverse_frequencies, rotate
 from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, KV, QUANTIZED_KV, KVType, load, store
-from edgeinfer.bundle.rope import inverse_frequencies, rotate
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 
 __all__ = ["MOST_ROWS", "Progress", "calibrate"]
 
@@ -90,11 +91,11 @@ def _read(backend: Backend, text: Sequence[int], more: int, random: np.random.Ge
     for start in range(0, len(text), _CHUNK):
         tokens = np.array(text[start : start + _CHUNK], np.int64)
         size = len(tokens)
-        logits = backend.forward(tokens, np.arange(start, start + size), np.array([size - 1])).logits
+        logits = backend.forward(ForwardInput(tokens, np.arange(start, start + size), np.array([size - 1]))).logits
     for position in range(len(text), len(text) + more):
         # The largest of logits plus Gumbel noise is a draw from their softmax.
         token = int(np.argmax(logits[0] + random.gumbel(size=logits.shape[1])))
-        logits = backend.forward(np.array([token]), np.array([position]), np.zeros(1, np.int64)).logits
+        logits = backend.forward(ForwardInput(np.array([token]), np.array([position]), np.zeros(1, np.int64))).logits
 
 
 def _turns(held: Sequence[CacheSnapshot], frequencies: Floats, places: int) -> tuple[Floats, Floats]:  # 2 x (N, r/2)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, KVScales
 from edgeinfer.bundle.arithmetic import attend
 from edgeinfer.bundle.kv_types import find_kv_type, load, store
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
 __all__ = ["AttentionError", "attention_errors"]
@@ -51,7 +52,7 @@ def attention_errors(bundle: Bundle, texts: Sequence[Sequence[int]], scales: KVS
     probe = _Probe(bundle, max(map(len, texts)), scales)
     for text in texts:
         probe.truncate(0)
-        probe.forward(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64))
+        probe.forward(ForwardInput(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64)))
     shares = {kv: np.sqrt(squares / probe.squares) for kv, squares in probe.differences.items()}
     probe.close()
     return [AttentionError(kv, tuple(map(float, share))) for kv, share in shares.items()]

@@ -3,23 +3,20 @@
 A safetensors file. Its tensors, in this order: `tokens` I32 (T,); `rows.{start}` (2 L, kv_heads, n, width), keys of
 each layer and then values as the cache stores them, for consecutive runs of n tokens; `text` U8, UTF-8. `__metadata__`
 holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), and "sha256", of the whole
-file with the digits of that digest as zeros. Own code instead of the `safetensors` library, which takes all tensors at
-once and maps what it reads: here a few megabytes at a time are copied, whatever the size of the cache. Nothing in a
-file is trusted: its size comes before any allocation, its digest before any use.
+file with the digits of that digest as zeros. A few megabytes at a time are copied, whatever the size of the cache.
+Nothing in a file is trusted: its size comes before any allocation, its digest before any use.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import BufferedReader
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle.array_file import (
+    LENGTH_BYTES,
+    NUMPY_TYPES,
+    ArrayFileError,
+    ArrayIndex,
+    StoredArray,
+    encode_header,
+    read_index,
+    read_into,
+    type_name,
+)
 from edgeinfer.bundle.kv_types import KV, LLAMA_KV, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
-from edgeinfer.bundle.store import new_file
+from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import CacheSnapshot
 from edgeinfer.version import VERSION
@@ -39,19 +47,10 @@ __all__ = ["Origin", "SessionFile", "is_session", "open_session", "origin_of", "
 _FORMAT = "edgeinfer-session"
 _VERSION = "1"
 _FIELDS = ("format", "version", "model", "run", "kv", "scales", "sha256")
-_LENGTH_BYTES = 8
 # A million tokens of the smallest pieces that make sense take less; a header is parsed as a whole.
 _MOST_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
 _BLANK = "0" * 64
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "I32": np.dtype("<i4"),
-    "I8": np.dtype("i1"),
-    "U8": np.dtype("u1"),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ELSE = "Give a file written by Chat.save or Model.save_session."
 _COPY = "Use another copy of it, or begin the conversation anew."
 
@@ -105,11 +104,11 @@ def write_session(
     size = max(1, _PIECE_BYTES // (len(arrays) * heads * width * dtype.itemsize))
     ids, letters = np.array(tokens, "<i4"), np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     spans = [(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
-    shapes = {"tokens": (ids.dtype, ids.shape)}
-    shapes |= {f"rows.{start}": (dtype, (len(arrays), heads, stop - start, width)) for start, stop in spans}
-    shapes |= {"text": (letters.dtype, letters.shape)}
+    shapes = {"tokens": (type_name(ids.dtype), ids.shape)}
+    shapes |= {f"rows.{start}": (type_name(dtype), (len(arrays), heads, stop - start, width)) for start, stop in spans}
+    shapes |= {"text": (type_name(letters.dtype), letters.shape)}
     fields = (_FORMAT, _VERSION, origin.model, origin.run, kind.kv, kind.scales, _BLANK)
-    header = _header(dict(zip(_FIELDS, fields, strict=True)), shapes)
+    header = encode_header(shapes, dict(zip(_FIELDS, fields, strict=True)))
     digest = hashlib.sha256(header)
     with new_file(path) as file:
         file.write(header)
@@ -129,29 +128,6 @@ def write_session(
         file.write(digest.hexdigest().encode())
 
 
-def _header(metadata: dict[str, str], shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes:
-    """Length and JSON of a header whose tensors follow each other, padded as the format asks."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, (dtype, shape) in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """Where a tensor lies behind the header, and what it is."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class SessionFile:
     """An open session file, whose digest is right.
 
@@ -164,13 +140,11 @@ class SessionFile:
     def __init__(self, path: Path, file: BufferedReader) -> None:
         self.path = path
         self._file = file
-        size = os.fstat(file.fileno()).st_size
-        header = self._read_header(size)
-        self._data = len(header)
-        metadata, self._tensors = self._parse(header[_LENGTH_BYTES:], size - len(header))
+        index = self._read_index(os.fstat(file.fileno()).st_size)
+        metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
         self.kv, self.scales = metadata["kv"], metadata["scales"]
-        self._check_digest(header, metadata["sha256"])
+        self._check_digest(index.header, metadata["sha256"])
         ids = self._array(self._tensors[0])
         self._require(ids.size == 0 or int(ids.min()) >= 0, "it holds negative token ids")
         self.tokens: tuple[int, ...] = tuple(ids.tolist())
@@ -193,48 +167,37 @@ class SessionFile:
         if not condition:
             raise UsageError(f"{self.path} is damaged: {what}.", _COPY)
 
-    def _read_header(self, size: int) -> bytes:
-        start = self._file.read(_LENGTH_BYTES)
-        if not _begins_session(start + self._file.read(1), size):
+    def _read_index(self, size: int) -> ArrayIndex:
+        start = self._file.read(LENGTH_BYTES + 1)
+        if not _begins_session(start, size):
             raise UsageError(f"{self.path} is not a session file.", _ELSE)
-        length = int.from_bytes(start, "little")
         self._file.seek(0)
-        return self._file.read(_LENGTH_BYTES + length)
-
-    def _parse(self, text: bytes, size: int) -> tuple[dict[str, str], list[_Tensor]]:
         try:
-            header = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{self.path} is damaged: its header is not JSON.", _COPY) from error
-        metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
-        if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
+            return read_index(self._file, size, _MOST_HEADER_BYTES)
+        except ArrayFileError as error:
+            raise UsageError(f"{self.path} is damaged: it {error}.", _COPY) from error
+
+    def _checked(self, index: ArrayIndex) -> tuple[Mapping[str, str], tuple[StoredArray, ...]]:
+        """The header's texts and tensors, which must be the ones that belong here."""
+        metadata = index.notes
+        if metadata.get("format") != _FORMAT:
             raise UsageError(f"{self.path} is not a session file.", _ELSE)
         if metadata.get("version") != _VERSION:
             hint = f"This edgeinfer reads version {_VERSION}: update edgeinfer."
             raise UsageError(f"{self.path} has version {metadata.get('version')!r}.", hint)
         strings = metadata.keys() == set(_FIELDS) and all(isinstance(value, str) for value in metadata.values())
         self._require(strings and metadata["kv"] in KV | LLAMA_KV, "its header lacks fields")
-        tensors = sorted((_tensor(name, entry) for name, entry in header.items()), key=lambda t: (t.begin, t.end))
-        self._check_tensors(tensors, size, find_kv_type(metadata["kv"]).dtype)
-        return metadata, tensors
+        self._check_tensors(index.arrays, find_kv_type(metadata["kv"]).dtype)
+        return metadata, index.arrays
 
-    def _check_tensors(self, tensors: list[_Tensor], size: int, dtype: str) -> None:
-        """Tensors must lie one behind the other, fill the file and be the ones that belong here."""
-        for tensor in tensors:
-            fits = tensor.dtype in _DTYPES and all(0 <= d <= size for d in tensor.shape)
-            self._require(fits, f"{tensor.name!r} has an impossible shape or type")
-            nbytes = math.prod(tensor.shape) * _DTYPES[tensor.dtype].itemsize
-            self._require(tensor.end - tensor.begin == nbytes, f"{tensor.name!r} has another size than its shape")
-        joined = all(a.end == b.begin for a, b in pairwise(tensors))
-        whole = len(tensors) >= 2 and joined and (tensors[0].begin, tensors[-1].end) == (0, size)
-        self._require(whole, "it is truncated, or its tensors are not in their places")
-        ends = [(t.name, t.dtype, len(t.shape)) for t in (tensors[0], tensors[-1])]
+    def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str) -> None:
+        ends = [(t.name, t.dtype, len(t.shape)) for t in (tensors[0], tensors[-1])] if tensors else []
         self._require(ends == [("tokens", "I32", 1), ("text", "U8", 1)], "it holds other tensors")
         at = 0
         for tensor in tensors[1:-1]:
             same = len(tensor.shape) == 4 and tensor.shape[::3] == tensors[1].shape[::3] and min(tensor.shape) > 0
             same = same and tensor.shape[1] == tensors[1].shape[1] and tensor.shape[0] % 2 == 0
-            named = tensor.name == f"rows.{at}" and _DTYPES[tensor.dtype] == dtype
+            named = tensor.name == f"rows.{at}" and NUMPY_TYPES.get(tensor.dtype) == dtype
             self._require(same and named, f"{tensor.name!r} does not belong here")
             at += tensor.shape[2]
         self._require(at == tensors[0].shape[0], "it has not one row for each token")
@@ -247,34 +210,20 @@ class SessionFile:
             digest.update(chunk)
         self._require(digest.hexdigest() == claimed, "its contents do not match their digest")
 
-    def _array(self, tensor: _Tensor) -> NDArray[Any]:
-        array: NDArray[Any] = np.empty(tensor.shape, _DTYPES[tensor.dtype])
-        self._file.seek(self._data + tensor.begin)
-        read = self._file.readinto(array.data.cast("B")) if array.size else 0
-        self._require(read == array.nbytes, "it became shorter while it was read")
+    def _array(self, tensor: StoredArray) -> NDArray[Any]:
+        array: NDArray[Any] = np.empty(tensor.shape, NUMPY_TYPES[tensor.dtype])
+        self._file.seek(tensor.offset)
+        try:
+            read_into(self._file, array)
+        except ArrayFileError as error:
+            raise UsageError(f"{self.path} is damaged: it {error}.", _COPY) from error
         return array
-
-
-def _tensor(name: str, entry: Any) -> _Tensor:
-    """What the header says of a tensor; nonsense becomes a type that does not exist."""
-    shape, offsets = (
-        _numbers(entry.get(key) if isinstance(entry, dict) else None) for key in ("shape", "data_offsets")
-    )
-    if shape is None or offsets is None or len(offsets) != 2:
-        return _Tensor(name, "", (), 0, 0)
-    return _Tensor(name, str(entry.get("dtype")), shape, *offsets)
-
-
-def _numbers(value: Any) -> tuple[int, ...] | None:
-    """A list of whole numbers; None for anything else."""
-    whole = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
-    return tuple(value) if whole else None
 
 
 def _begins_session(start: bytes, size: int) -> bool:
     """Whether these nine bytes begin a file of this many bytes in the safetensors format."""
-    length = int.from_bytes(start[:_LENGTH_BYTES], "little")
-    return start[_LENGTH_BYTES:] == b"{" and length <= min(_MOST_HEADER_BYTES, size - _LENGTH_BYTES)
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    return start[LENGTH_BYTES:] == b"{" and length <= min(_MOST_HEADER_BYTES, size - LENGTH_BYTES)
 
 
 def is_session(path: Path) -> bool:
@@ -284,7 +233,7 @@ def is_session(path: Path) -> bool:
         UsageError: there is no such file, or it cannot be read.
     """
     with _reading(path) as file:
-        return _begins_session(file.read(_LENGTH_BYTES + 1), os.fstat(file.fileno()).st_size)
+        return _begins_session(file.read(LENGTH_BYTES + 1), os.fstat(file.fileno()).st_size)
 
 
 @contextmanager

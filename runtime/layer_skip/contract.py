@@ -12,22 +12,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
-__all__ = ["Chooser", "Mask", "Prompt", "SkipPolicy", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
+__all__ = ["EvaluatedPrompt", "Mask", "SkipPolicy", "SmallModel", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
 
 Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
-
-
-class Chooser(Protocol):
-    """Chooses the reply's tokens, as `engine.Chooser`."""
-
-    def token(self, logits: Floats, position: int) -> int:  # (V,)
-        """The token at `position`."""
-
-    def accept(self, token: int, logits: Floats) -> None:  # (V,)
-        """The token joins the reply, whose place these logits predicted."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,7 @@ class Wanted:
         return self.costs.ms(mask) * self.speedup <= whole * (1 + 1e-9)
 
 
-class Prompt(Protocol):
+class EvaluatedPrompt(Protocol):
     """A prompt that was taken in by the whole model, as policies may look at it."""
 
     @property
@@ -63,8 +54,21 @@ class Prompt(Protocol):
 class SkipPolicy(Protocol):
     """Decides once per reply what runs for its tokens."""
 
-    def mask(self, prompt: Prompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """The blocks that run."""
+
+
+class SmallModel(Protocol):
+    """A small model with a cache of its own, which evaluates of a growing text what it has not seen yet."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Starts with a text; what its cache shares with it stays."""
+
+    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+        """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
+
+    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+        """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
 
 
 class SwitchPolicy(Protocol):
@@ -95,4 +99,4 @@ def feed(
 
 def whole_pass(backend: Backend) -> Callable[[Ints, Ints, Ints], Floats]:
     """Passes of the whole model, as `feed` takes them."""
-    return lambda tokens, positions, rows: backend.forward(tokens, positions, rows).logits
+    return lambda tokens, positions, rows: backend.forward(ForwardInput(tokens, positions, rows)).logits

@@ -14,22 +14,22 @@ import numpy as np
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, require
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
-from edgeinfer.runtime.layer_skip.predictions import likeliest
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.divergence import likeliest
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["Exiting", "fill_below"]
+__all__ = ["EarlyExitDecoding", "fill_below"]
 
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens that may wait for the deeper layers.
 _MOST_WAITING = 8
 
 
-class Exiting(Steps):
-    """Implements `engine.Multistep`.
+class EarlyExitDecoding(ReducedDecoding):
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with.
@@ -42,7 +42,7 @@ class Exiting(Steps):
         UsageError: there is no such exit.
     """
 
-    def __init__(self, given: Surroundings, exit_layer: int, costs: BlockCosts) -> None:
+    def __init__(self, given: StrategyArguments, exit_layer: int, costs: BlockCosts) -> None:
         backend, layers = given.backend, given.backend.geometry.num_layers
         can, hint = backend.capabilities, "Use a natively exported bundle, or compute in full."
         require(can.layer_skip and can.hidden, backend, "leave a pass early and resume it", hint)
@@ -63,12 +63,12 @@ class Exiting(Steps):
 
     def _begin(self, logits: Floats) -> None:
         self._whole = self._backend.capacity
-        if not self._books.tokens:
+        if not self._statistics.tokens:
             self._try(1.0)
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ids, places, rows, layer_mask=self._first).logits
+            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._first)).logits
 
         said = feed(run, tokens, start, wanted, self._chunk)
         return {index: logits.copy() for index, logits in said if self._sure(logits)}
@@ -79,16 +79,16 @@ class Exiting(Steps):
     def _logits(self, lost: int) -> Floats:  # (V,)
         place = self._backend.length
         root = np.array(self._tokens[-1:])
-        output = self._backend.forward(root, np.array([place]), _ONE_ROW, layer_mask=self._first)
+        output = self._backend.forward(ForwardInput(root, np.array([place]), _ONE_ROW, layer_mask=self._first))
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         self._waiting.append(self._tokens[-1])
         self._hidden[len(self._waiting) - 1] = output.hidden[0]
         full = len(self._waiting) == self._most or self._backend.length == self._backend.capacity
-        if not (full or self._floor.stopped) and self._sure(output.logits[0]):
-            if self._floor.watching and len(self._kept) < self._samples:
+        if not (full or self._limit.stopped) and self._sure(output.logits[0]):
+            if self._limit.watching and len(self._kept) < self._samples:
                 self._kept[len(self._waiting) - 1] = output.logits[0].copy()
-            self._books.reduced += 1
-            self._books.blocks_skipped += int((~self._first).sum())
+            self._statistics.reduced += 1
+            self._statistics.blocks_skipped += int((~self._first).sum())
             said: Floats = output.logits[0]
             return said
         return self._deepen()
@@ -104,19 +104,21 @@ class Exiting(Steps):
             skipped = size - 1
         else:
             self._backend.truncate(start)
-            self._books.caught_up += size - 1
+            self._statistics.caught_up += size - 1
         rows = np.array([*(() if skipped else self._kept), size - 1 - skipped])
         output = self._backend.forward(
-            np.array(self._waiting[skipped:]),
-            start + np.arange(skipped, size),
-            rows,
-            layer_mask=~self._first,
-            hidden=self._hidden[skipped:size],
+            ForwardInput(
+                np.array(self._waiting[skipped:]),
+                start + np.arange(skipped, size),
+                rows,
+                layer_mask=~self._first,
+                hidden=self._hidden[skipped:size],
+            )
         )
         if not skipped:
             for whole, reduced in zip(output.logits, self._kept.values(), strict=False):
-                self._floor.add(whole, reduced)
-            self._floor.check(self._books.reduced, self._books.tokens)
+                self._limit.add(whole, reduced)
+            self._limit.check(self._statistics.reduced, self._statistics.tokens)
         self._waiting.clear()
         self._kept.clear()
         said: Floats = output.logits[-1]
@@ -131,7 +133,7 @@ class Exiting(Steps):
         self._waiting.clear()
         self._kept.clear()
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far."""
         return self._predicted(self._first, self._costs)
 

@@ -12,22 +12,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.runtime.backends.contract import Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
-from edgeinfer.runtime.layer_skip.states import PromptStates
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["Skipping"]
+__all__ = ["LayerSkipDecoding", "PromptStates"]
 
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
 
 
-class Skipping(Steps):
-    """Implements `engine.Multistep`.
+class LayerSkipDecoding(ReducedDecoding):
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with.
@@ -38,7 +37,7 @@ class Skipping(Steps):
         CapabilityError: the backend cannot skip layers.
     """
 
-    def __init__(self, given: Surroundings, policy: SkipPolicy, costs: BlockCosts) -> None:
+    def __init__(self, given: StrategyArguments, policy: SkipPolicy, costs: BlockCosts) -> None:
         hint = "Use a natively exported bundle, or compute in full."
         require(given.backend.capabilities.layer_skip, given.backend, "skip layers", hint)
         super().__init__(given)
@@ -60,18 +59,18 @@ class Skipping(Steps):
 
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
         def run(ids: Ints, places: Ints, rows: Ints) -> Floats:
-            return self._backend.forward(ids, places, rows, layer_mask=self._mask).logits
+            return self._backend.forward(ForwardInput(ids, places, rows, layer_mask=self._mask)).logits
 
         return {index: logits.copy() for index, logits in feed(run, tokens, start, wanted, self._chunk)}
 
     def _logits(self, lost: int) -> Floats:  # (V,)
         assert self._mask is not None, "first comes first"
         root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
-        whole = bool(self._mask.all()) or self._floor.stopped
-        output = self._backend.forward(root, place, _ONE_ROW, layer_mask=None if whole else self._mask)
+        whole = bool(self._mask.all()) or self._limit.stopped
+        output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
-            self._books.reduced += 1
-            self._books.blocks_skipped += int((~self._mask).sum())
+            self._statistics.reduced += 1
+            self._statistics.blocks_skipped += int((~self._mask).sum())
             self._pending.append(self._tokens[-1])
         said: Floats = output.logits[0]
         return said
@@ -79,13 +78,13 @@ class Skipping(Steps):
     def _chosen(self, logits: Floats) -> None:
         if not self._pending:
             return
-        if self._floor.watching:
+        if self._limit.watching:
             stride = -(-self._window // self._samples)
             if (len(self._pending) - 1) % stride == 0:
                 self._kept.append((len(self._pending) - 1, logits.copy()))
         # What makes room in a full cache must find rows that all layers wrote.
         full = self._backend.length == self._backend.capacity
-        if full or (self._floor.watching and len(self._pending) == self._window):
+        if full or (self._limit.watching and len(self._pending) == self._window):
             self._watch()
 
     def _watch(self) -> None:
@@ -94,12 +93,12 @@ class Skipping(Steps):
         self._backend.truncate(start)
         reduced = dict(self._kept)
         for index, logits in feed(whole_pass(self._backend), self._pending, start, list(reduced), self._chunk):
-            self._floor.add(logits, reduced[index])
-        self._books.caught_up += len(self._pending)
+            self._limit.add(logits, reduced[index])
+        self._statistics.caught_up += len(self._pending)
         self._pending.clear()
         self._kept.clear()
-        self._floor.check(self._books.reduced, self._books.tokens)
-        if self._floor.easy:
+        self._limit.check(self._statistics.reduced, self._statistics.tokens)
+        if self._limit.easy:
             self._window = min(2 * self._window, _LONGEST)
 
     def leave(self) -> None:
@@ -108,8 +107,63 @@ class Skipping(Steps):
         self._pending.clear()
         self._kept.clear()
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far."""
         if self._mask is None:
-            return super().use()
+            return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
+
+
+# Tokens that are looked at, the last ones: of longer prompts the request itself, which stands at their end.
+_MOST = 128
+
+
+class PromptStates:
+    """Implements `contract.EvaluatedPrompt`.
+
+    The passes write the rows that are there anew, which stay what they are: layer by layer or at once is the same.
+
+    Args:
+        backend: whose cache holds the prompt and nothing else; must skip layers and resume from hidden states.
+        prompt: its tokens.
+        chunk: most tokens of a pass.
+
+    Raises:
+        CapabilityError: the backend can do neither.
+    """
+
+    def __init__(self, backend: Backend, prompt: Sequence[int], chunk: int) -> None:
+        self._backend = backend
+        self._prompt = prompt
+        self._chunk = chunk
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self._backend.geometry.num_layers
+
+    def states(self) -> Floats:  # (L + 1, S, D)
+        """Of the last tokens; L + 1 passes over them, without a head."""
+        can = self._backend.capabilities
+        hint = "Use a natively exported bundle, or another way to compute less."
+        require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
+        end = self._backend.length
+        begin = end - min(end, len(self._prompt), _MOST)
+        tokens = np.array(self._prompt[len(self._prompt) - (end - begin) :], np.int64)
+        states = np.empty((self.layers + 1, end - begin, self._backend.geometry.hidden_size), np.float32)
+        for at in range(0, len(tokens), self._chunk):
+            part = slice(at, min(at + self._chunk, len(tokens)))
+            self._backend.truncate(begin + at)
+            self._fill(states[:, part], tokens[part], begin + at)
+        return states
+
+    def _fill(self, states: Floats, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> None:
+        """One chunk, of which the cache lacks the rows. (L + 1, S, D), (S,)"""
+        positions, nothing = start + np.arange(len(tokens)), np.zeros(0, np.int64)
+        for layer in range(-1, self.layers):
+            mask = np.arange(2 * self.layers) // 2 == layer
+            entering = None if layer < 0 else states[layer]
+            self._backend.truncate(start)
+            output = self._backend.forward(ForwardInput(tokens, positions, nothing, layer_mask=mask, hidden=entering))
+            assert output.hidden is not None, "a backend that resumes gives hidden states"
+            states[layer + 1] = output.hidden

@@ -12,21 +12,20 @@ from collections.abc import Sequence
 from statistics import median
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.runtime.backends.contract import Floats
-from edgeinfer.runtime.layer_skip.contract import SwitchPolicy, feed, whole_pass
-from edgeinfer.runtime.layer_skip.predictions import entropy_bits
-from edgeinfer.runtime.layer_skip.steps import Steps, Surroundings
-from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.layer_skip.contract import SmallModel, SwitchPolicy, feed, whole_pass
+from edgeinfer.runtime.layer_skip.divergence import entropy_bits
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
-__all__ = ["Switching"]
+__all__ = ["ModelSwitchDecoding"]
 
 # Tokens that the small model may write before the large one looks at them, where a floor has to be kept: at first few,
 # as nothing is known yet.
 _FIRST, _LONGEST = 4, 8
 
 
-class Switching(Steps):
-    """Implements `engine.Multistep`.
+class ModelSwitchDecoding(ReducedDecoding):
+    """A reduced-compute strategy.
 
     Args:
         given: what it works with; its backend is the large model's.
@@ -35,7 +34,7 @@ class Switching(Steps):
         parameters: of the small model over those of the large one.
     """
 
-    def __init__(self, given: Surroundings, small: ModelDrafter, policy: SwitchPolicy, parameters: float) -> None:
+    def __init__(self, given: StrategyArguments, small: SmallModel, policy: SwitchPolicy, parameters: float) -> None:
         super().__init__(given)
         self._small = small
         self._policy = policy
@@ -50,7 +49,7 @@ class Switching(Steps):
         self._kept.clear()
         self._small.begin(self._tokens)
         self._policy.seen(entropy_bits(logits))
-        if not self._books.tokens:
+        if not self._statistics.tokens:
             options = self._options
             self._try(1 - options.compute_share if options.entropy_threshold is None else 1.0)
 
@@ -62,10 +61,12 @@ class Switching(Steps):
     def _logits(self, lost: int) -> Floats:  # (V,)
         held = self._backend.length + lost  # tokens that the large model has seen
         unseen = len(self._tokens) - held
-        large = self._policy.large() or self._floor.stopped
-        if self._floor.watching:
+        large = self._policy.large() or self._limit.stopped
+        if self._limit.watching:
             # What a run of the small one's tokens may cost must have been earned by the large one's before.
-            begins = unseen == 1 and not self._floor.allows(self._window, self._books.reduced, self._books.tokens)
+            begins = unseen == 1 and not self._limit.allows(
+                self._window, self._statistics.reduced, self._statistics.tokens
+            )
             large = large or unseen > self._window or begins
         # All that is unseen must fit its cache.
         large = large or self._backend.length + unseen >= self._backend.capacity
@@ -74,8 +75,8 @@ class Switching(Steps):
         if logits is None:
             logits = self._of_large(held, unseen)
         else:
-            self._books.reduced += 1
-            if self._floor.watching and (unseen - 1) % -(-self._window // self._samples) == 0:
+            self._statistics.reduced += 1
+            if self._limit.watching and (unseen - 1) % -(-self._window // self._samples) == 0:
                 self._kept[len(self._tokens) - 1] = logits.copy()
         self._switches += large != self._active_large
         self._active_large = large
@@ -89,15 +90,15 @@ class Switching(Steps):
         run = whole_pass(self._backend)
         for index, logits in feed(run, self._tokens[held:], self._backend.length, wanted, self._chunk):
             if index < unseen - 1:
-                self._floor.add(logits, self._kept[held + index])
+                self._limit.add(logits, self._kept[held + index])
             last = logits
         assert last is not None, "the root is always unseen"
         if unseen == 1:
             self._large_ms.append((time.perf_counter() - begun) * 1e3)
         self._kept.clear()
-        self._books.caught_up += unseen - 1
-        self._floor.check(self._books.reduced, self._books.tokens)
-        if self._floor.easy:
+        self._statistics.caught_up += unseen - 1
+        self._limit.check(self._statistics.reduced, self._statistics.tokens)
+        if self._limit.easy:
             self._window = min(2 * self._window, _LONGEST)
         return last
 
@@ -107,14 +108,14 @@ class Switching(Steps):
     def leave(self) -> None:
         """The large model's rows are its own."""
 
-    def use(self) -> ComputeUse:
+    def compute_use(self) -> ComputeUse:
         """What happened so far; without another measure, the large model's own passes tell what a plain one takes."""
         if self._plain_ms is None and self._large_ms:
             self._plain_ms = median(self._large_ms)
-        tokens = max(self._books.tokens, 1)
-        share = 1 - self._books.reduced / tokens
+        tokens = max(self._statistics.tokens, 1)
+        share = 1 - self._statistics.reduced / tokens
         return dataclasses.replace(
-            super().use(),
+            super().compute_use(),
             large_share=share,
             switches=self._switches,
             parameter_share=share + (1 - share) * self._parameters,

@@ -1,11 +1,12 @@
-"""One way to run a model; knows nothing of bytes, of speeds and of what a model has to choose from."""
+"""One way to run a model, what it takes in memory by term, and what a backend tells a plan of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-__all__ = ["TOKENIZER", "Configuration", "Keeping"]
+__all__ = ["TOKENIZER", "Configuration", "Footprint", "Keeping", "ModelMemory"]
 
 TOKENIZER = "tokenizer.json"
 # Of the tokenizer: in memory as the library has it, made anew for every prompt, or part of the model's own file.
@@ -39,3 +40,65 @@ class Configuration:
     tokenizer: Keeping
     expert_bytes: int = 0
     expert_count: int | None = None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a process takes, by term.
+
+    Attributes:
+        anonymous: bytes without a file behind them.
+        file: resident bytes of mapped files, which the system can take back and read again.
+        device: bytes in memory of a device's own, which no budget of the process counts.
+    """
+
+    anonymous: Mapping[str, int]
+    file: Mapping[str, int]
+    device: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """All of them in the process; a term of both kinds is one sum."""
+        names = dict.fromkeys([*self.anonymous, *self.file])
+        return {name: self.anonymous.get(name, 0) + self.file.get(name, 0) for name in names}
+
+    def total(self, counted: str) -> int:
+        """Bytes of the pages that count: "resident" are both kinds."""
+        anonymous = sum(self.anonymous.values())
+        return anonymous + sum(self.file.values()) if counted == "resident" else anonymous
+
+    def __add__(self, other: Footprint) -> Footprint:
+        device = _sum(self.device, other.device)
+        return Footprint(_sum(self.anonymous, other.anonymous), _sum(self.file, other.file), device)
+
+
+def _sum(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
+    return {name: mine.get(name, 0) + theirs.get(name, 0) for name in dict.fromkeys([*mine, *theirs])}
+
+
+class ModelMemory(Protocol):
+    """What one model takes where it runs on its backend; all figures are upper bounds."""
+
+    def import_libraries(self) -> None:
+        """Imports what loading will import, so that a process can be measured with it."""
+
+    def weights(self, configuration: Configuration) -> Footprint:
+        """Copies of the weights, and pages of their file."""
+
+    def running(self, configuration: Configuration) -> Footprint:
+        """Session, cache and the largest pass; "code" is of files that a second model on the backend shares."""
+
+    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+        """What stays of the tokenizer: all, or what decoding needs.
+
+        Args:
+            used: with what it keeps of texts it has seen.
+        """
+
+    def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
+        """What the process is at times beyond what stays: while a tokenizer is parsed, while the session is made.
+
+        Args:
+            outside: the process without a model, while one is loaded.
+            running: the process while the model runs.
+        """

@@ -8,13 +8,9 @@ memory` shows how near they are on a device.
 from __future__ import annotations
 
 from edgeinfer.config import LoadConfig
-from edgeinfer.runtime.kv_cache.context_shift.registry import planned_bytes as overflow_bytes
-from edgeinfer.runtime.kv_cache.prefix_cache import planned_bytes as prefix_bytes
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.planning.ways import draft_configuration
-from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
+from edgeinfer.runtime.planning.candidates import draft_configuration
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.system.memory import ProcessMemory
 
 __all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
@@ -37,7 +33,7 @@ class MemoryModel:
         process: memory of this process now, with the libraries that loading will import.
     """
 
-    def __init__(self, subject: Subject, config: LoadConfig, process: ProcessMemory) -> None:
+    def __init__(self, subject: PlanInput, config: LoadConfig, process: ProcessMemory) -> None:
         self._subject = subject
         self._config = config
         self.process = process
@@ -47,6 +43,8 @@ class MemoryModel:
     def footprint(self, configuration: Configuration) -> Footprint:
         """The largest this process will be from loading on."""
         config, subject, manifest = self._config, self._subject, self._subject.manifest
+        options = subject.option_bytes
+        assert options is not None, "whoever plans a target says what options take"
         key = configuration.weights, configuration.window_layers, configuration.expert_bytes
         if key not in self._weights:
             self._weights[key] = subject.memory.weights(configuration)
@@ -57,24 +55,18 @@ class MemoryModel:
             + subject.memory.tokenizer(configuration.tokenizer, used=True)
         )
         if configuration.draft_max:
-            size = drafting_bytes(
-                configuration.drafters,
-                manifest.geometry,
-                configuration.context,
-                configuration.draft_max,
-                heads_taken(subject.bundle),
-            )
-            running += Footprint({"drafting": size}, {})
+            running += Footprint({"drafting": options.drafting(subject.bundle, configuration)}, {})
         if subject.drafter is not None:
-            # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
+            # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
             running += self._drafter(subject.drafter, configuration)
         if config.prefix_cache:
-            running += Footprint({"prefix_cache": prefix_bytes(config.prefix_cache, manifest.geometry.num_layers)}, {})
-        if overflow := overflow_bytes(config.overflow, manifest.decoder, configuration.context):
+            size = options.prefix_cache(config.prefix_cache, manifest.geometry.num_layers)
+            running += Footprint({"prefix_cache": size}, {})
+        if overflow := options.context_shift(config.overflow, manifest.decoder, configuration.context):
             running += Footprint({"overflow": overflow}, {})
         return running + self._loading(running, configuration)
 
-    def _drafter(self, drafter: Subject, target: Configuration) -> Footprint:
+    def _drafter(self, drafter: PlanInput, target: Configuration) -> Footprint:
         """A draft model, which shares the tokenizer with its target, and code on the same backend; one term for each
         kind of page."""
         own = draft_configuration(drafter, target)

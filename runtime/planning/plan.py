@@ -9,8 +9,7 @@ from typing import Any
 from edgeinfer.bundle import Layout
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, OUTSIDE
 from edgeinfer.runtime.planning.speed_model import Speed
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.candidates import configurations, modest_configurations
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
+from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.speed_model import SpeedModel
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.planning.ways import configurations, modest_configurations
 
 __all__ = ["search"]
 
@@ -37,7 +36,7 @@ class _Candidate:
 
 
 def search(
-    subject: Subject,
+    subject: PlanInput,
     config: LoadConfig,
     memory: MemoryModel,
     speed: SpeedModel,
@@ -109,7 +108,7 @@ def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration]
     return worth
 
 
-def _tuned(subject: Subject, chosen: Configuration) -> tuple[str, ...]:
+def _tuned(subject: PlanInput, chosen: Configuration) -> tuple[str, ...]:
     """The tuned settings that the plan has; those of a pass may have given way to the budget."""
     settings = subject.settings
     # A chunk is never longer than the context.
@@ -161,7 +160,7 @@ _FREED: tuple[_Freed, ...] = (
 )
 
 
-def _hints(subject: Subject, config: LoadConfig, memory: MemoryModel, plan: MemoryPlan) -> Iterable[str]:
+def _hints(subject: PlanInput, config: LoadConfig, memory: MemoryModel, plan: MemoryPlan) -> Iterable[str]:
     """Options that, left open, would let the same request fit in less; with how much that would be."""
     for name, free, given in _FREED:
         if not given(config):

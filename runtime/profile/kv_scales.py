@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edgeinfer.bundle import WEIGHTS, Bundle, KVScales, write_file
 from edgeinfer.bundle.kv_scales import most_bytes, read_kv_scales
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import EdgeInferError, StorageError
 from edgeinfer.runtime.system.user_cache import user_cache
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from edgeinfer.runtime.sampling.chooser import TokenChooser
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
-from edgeinfer.runtime.sampling.generator import uniform
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint, GrammarCosts, check_grammar
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, json_rule
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
+from edgeinfer.runtime.sampling.logits import LogitsProcessor, TokenLogprobs, uniform
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
-from edgeinfer.runtime.sampling.sampler import Sampler, TokenLogprobs
+from edgeinfer.runtime.sampling.sampler import Sampler
 
 __all__ = [
     "ChoiceConstraint",
@@ -17,9 +16,9 @@ __all__ = [
     "GrammarConstraint",
     "GrammarCosts",
     "GrammarVocabulary",
+    "LogitsProcessor",
     "Penalties",
     "Sampler",
-    "TokenChooser",
     "TokenCounts",
     "TokenLogprobs",
     "check_grammar",

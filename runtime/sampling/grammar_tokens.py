@@ -8,9 +8,7 @@ from typing import Any
 
 from edgeinfer.errors import TokenizerError, UsageError
 from edgeinfer.runtime.system.memory import release_freed
-from edgeinfer.runtime.text.byte_level import token_bytes
-from edgeinfer.runtime.text.contracts import TokenizerLike
-from edgeinfer.runtime.text.spelling import BYTE_LEVEL, piece_bytes
+from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike, piece_bytes, token_bytes
 
 __all__ = ["GrammarVocabulary", "engine", "spelled"]
 

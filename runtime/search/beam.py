@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.scores import likeliest, log_probabilities
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.search.strategy import SearchStrategy, likeliest, log_probabilities
 
 __all__ = ["Beam"]
 
@@ -38,7 +37,7 @@ class _Group:
     behind: list[Logs] = field(default_factory=list)
 
 
-class Beam(Way):
+class Beam(SearchStrategy):
     """The reply of the highest log-probability divided by length**length_penalty among those found.
 
     What a group avoids counts where it chooses, not in the log-probabilities that are compared at the end.
@@ -49,7 +48,7 @@ class Beam(Way):
         options, begun = self._config, logits.copy()
         limit = self._share(options.beams, room)
         self._settled = self._backend.length
-        branches = Branches(self._parts, self._tally)
+        branches = Branches(self._parts, self._statistics)
         groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
         for group in groups:
             group.behind = [log_probabilities(begun)]
@@ -65,12 +64,12 @@ class Beam(Way):
         found = [beginning for group in groups for beginning in (*group.ended, *group.live)]
         ranked = sorted(found, key=self._score, reverse=True)[: options.beams]
         self._tell(prompt, ranked)
-        self._tally.trials = len(found)
+        self._statistics.trials = len(found)
         return self._take(ranked[0].tokens, begun)
 
     def next(self, room: int, lost: int) -> tuple[int]:
         """Where the context had no room for as much of all of them: the reply goes on alone."""
-        return self._plain()
+        return self._plain_step()
 
     def _score(self, beginning: _Beginning) -> float:
         return beginning.total / math.pow(len(beginning.tokens), self._config.length_penalty)

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, Ints, Visibility
-from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, Visibility
+from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
 
 __all__ = ["Branch", "Branches"]
 
@@ -41,12 +42,12 @@ class Branches:
 
     Args:
         parts: of the way.
-        tally: counts passes, rows and branches.
+        statistics: counts passes, rows and branches.
     """
 
-    def __init__(self, parts: SearchParts, tally: Tally) -> None:
-        self._backend, self._tally = parts.backend, tally
-        self._passes = Passes(parts, tally)
+    def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
+        self._backend, self._statistics = parts.backend, statistics
+        self._passes = Passes(parts, statistics)
         self._trunk = parts.backend.length
         self._places: Ints = np.arange(parts.backend.capacity)
         self._live: list[Branch] = []
@@ -73,14 +74,14 @@ class Branches:
             self._places[start : start + piece.length] = branch.place + np.arange(piece.length)
             branch.place += piece.length
         self._live.append(branch)
-        self._tally.branches += 1
+        self._statistics.branches += 1
         return branch
 
     def fork(self, branch: Branch) -> Branch:
         """A branch that goes on from where another is now, whose rows both have."""
         forked = Branch(branch.sees.copy(), branch.place)
         self._live.append(forked)
-        self._tally.branches += 1
+        self._statistics.branches += 1
         return forked
 
     def drop(self, branch: Branch) -> None:
@@ -117,12 +118,12 @@ class Branches:
             ends.append(row - 1)
         visibility = Visibility(sees, self._places[: start + size])
         positions = self._places[start : start + size].copy()
-        output = self._backend.forward(tokens, positions, np.array(ends), sees=visibility)
+        output = self._backend.forward(ForwardInput(tokens, positions, np.array(ends), sees=visibility))
         for (branch, part), end in zip(fed, ends, strict=True):
             branch.sees[start + end + 1 - len(part) : start + end + 1] = True
             branch.place += len(part)
-        self._tally.passes += 1
-        self._tally.rows += size
+        self._statistics.passes += 1
+        self._statistics.rows += size
         return output.logits
 
     def _used(self) -> NDArray[np.bool_]:

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.contract import SearchParts
-from edgeinfer.runtime.search.scores import entropy
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy
 
 __all__ = ["Cautious", "trials_for"]
 
@@ -39,7 +37,7 @@ class _Trial:
         return math.exp(self.surprise / len(self.tokens))
 
 
-class Cautious(Way):
+class Cautious(SearchStrategy):
     """Trials are drawn up to the next punctuation, and the one of the lowest perplexity per token joins the reply.
 
     Entropy and perplexity are those of the distribution that tokens are drawn from: after temperature and truncation.
@@ -60,33 +58,33 @@ class Cautious(Way):
         return self._piece(self._passes.feed(self._root), room)
 
     def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        chooser, begun = self._parts.chooser, logits.copy()
-        law = chooser.law(begun)
-        count = trials_for(entropy(law))
+        sampler, begun = self._parts.sampler, logits.copy()
+        probabilities = sampler.probabilities(begun)
+        count = trials_for(entropy(probabilities))
         longest = min(room, _LONGEST, 1 + (self._backend.capacity - self._backend.length) // count)
         self._settled = self._backend.length
-        branches = Branches(self._parts, self._tally)
+        branches = Branches(self._parts, self._statistics)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
-            self._draw(trial, law, stream)
+            self._draw(trial, probabilities, stream)
         for _ in range(1, longest):
             live = [(stream, trial) for stream, trial in enumerate(trials) if not self._ended(trial)]
             if not live:
                 break
             rows = branches.feed([(trial.branch, trial.tokens[-1:]) for _, trial in live])
             for (stream, trial), row in zip(live, rows, strict=True):
-                self._draw(trial, chooser.law(row, trial.tokens), stream)
+                self._draw(trial, sampler.probabilities(row, trial.tokens), stream)
         branches.end()
         self._settled = None
         best = min(trials, key=lambda trial: trial.perplexity)
-        self._tally.trials += count
+        self._statistics.trials += count
         self._length += len(best.tokens)
         return self._take(best.tokens, begun)
 
-    def _draw(self, trial: _Trial, law: np.typing.NDArray[np.float64], stream: int) -> None:  # (V,)
-        token = self._parts.chooser.draw(law, self._length + len(trial.tokens), stream)
+    def _draw(self, trial: _Trial, probabilities: np.typing.NDArray[np.float64], stream: int) -> None:  # (V,)
+        token = self._parts.sampler.sample_from(probabilities, self._length + len(trial.tokens), stream)
         trial.tokens.append(token)
-        trial.surprise -= math.log(law[token])
+        trial.surprise -= math.log(probabilities[token])
 
     def _ended(self, trial: _Trial) -> bool:
         token = trial.tokens[-1]

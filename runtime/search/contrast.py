@@ -10,11 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.contract import MOST_ROWS, SearchParts
-from edgeinfer.runtime.search.scores import entropy, log_probabilities
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
 from edgeinfer.runtime.text import LiteralEncoder
 
 __all__ = ["Contrast", "contrasted"]
@@ -34,16 +32,16 @@ def contrasted(logits: Floats, lame: Floats, strength: float, judged: Floats) ->
     return np.where(plausible, moved, np.float32(-np.inf)).astype(np.float32)
 
 
-class Contrast(Way):
+class Contrast(SearchStrategy):
     """Chooses as asked, greedily or by sampling, but of contrasted logits where the model's own are uncertain."""
 
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
         lame, tokenizer = self._config.lame_prompt or "", parts.tokenizer
-        if self._config.parse_special is False:
-            self._lame = LiteralEncoder(tokenizer, parts.stop_ids).literal(lame, add_special_tokens=True)
-        else:
+        if self._config.parses_prompt:
             self._lame = tokenizer.encode(lame)
+        else:
+            self._lame = LiteralEncoder(tokenizer, parts.stop_ids).literal(lame, add_special_tokens=True)
         self._pair: tuple[Branch, Branch] | None = None  # the reply, and the reply behind the worse prompt
         self._branches: Branches | None = None
         self._tokens: list[int] = []
@@ -64,7 +62,7 @@ class Contrast(Way):
             raise UsageError(message, "Ask for a shorter reply, or load the model with a larger context (-c).")
         self._settled = self._prompt = self._backend.length
         own = logits.copy()
-        self._branches = Branches(self._parts, self._tally)
+        self._branches = Branches(self._parts, self._statistics)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
         for begin in range(0, len(self._lame), MOST_ROWS):
             (lame,) = self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])
@@ -73,26 +71,26 @@ class Contrast(Way):
     def next(self, room: int, lost: int) -> tuple[int]:
         """The token after that; where there is no room for two texts any more, plain decoding's."""
         if self._branches is None or self._pair is None:
-            return self._plain()
+            return self._plain_step()
         if self._branches.room < 2:
             self._branches.end()
             self._branches = self._pair = self._settled = None
             # What follows rests on passes of the reply's own text.
             for _ in self._passes.chain(self._tokens[:-1]):
                 pass
-            return self._plain()
+            return self._plain_step()
         own, lame = self._branches.feed([(branch, [self._root]) for branch in self._pair])
         return self._choose(own, lame)
 
     def _choose(self, own: Floats, lame: Floats) -> tuple[int]:  # (V,), (V,)
-        chooser, place = self._parts.chooser, self._prompt + len(self._tokens)
+        sampler, place = self._parts.sampler, self._prompt + len(self._tokens)
         uncertain = entropy(np.exp(log_probabilities(own))) > self._config.uncertainty
-        plain = chooser.token(own, place)
+        plain = sampler.sample(own, place)
         token = plain
         if uncertain:
             # Of what a grammar, a bias and penalties leave: the plausible of all tokens may all be ruled out by them.
-            judged = chooser.adjusted(own)
-            token = chooser.token(contrasted(own, lame, self._config.contrast_strength, judged), place)
-        self._tally.trials += token != plain
+            judged = sampler.adjusted(own)
+            token = sampler.sample(contrasted(own, lame, self._config.contrast_strength, judged), place)
+        self._statistics.trials += token != plain
         self._tokens.append(token)
         return self._accept(token, own)

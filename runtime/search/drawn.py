@@ -1,19 +1,21 @@
-"""Several replies drawn side by side to their ends, and the reply that one of them becomes; chooses none itself."""
+"""Several replies drawn side by side, and the one that answers: the first to end, or the one most agree with."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeinfer.runtime.backends.contract import Floats
-from edgeinfer.runtime.sampling import TokenChooser
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.contract import Reader
-from edgeinfer.runtime.search.scores import logprob
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.search.strategy import Reader, SearchStrategy, logprob
 
-__all__ = ["Drawn", "DrawnWay"]
+__all__ = ["FirstFinish", "Vote", "answer_of", "elect"]
+
+_NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Drawn:
         score: sum of its tokens' log-probabilities.
     """
 
-    chooser: TokenChooser
+    sampler: Sampler
     reader: Reader
     score: float = 0.0
 
@@ -35,13 +37,13 @@ class Drawn:
 
     def draw(self, logits: Floats, place: int) -> None:  # (V,)
         """Its next token."""
-        token = self.chooser.token(logits, place)
-        self.chooser.accept(token, logits)
+        token = self.sampler.sample(logits, place)
+        self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
         self.reader.push(token)
 
 
-class DrawnWay(Way):
+class DrawnSearch(SearchStrategy):
     """Draws replies until enough is known, and answers with one of them.
 
     Replies are drawn in passes that feed all of them, and the one that is chosen is then fed once more, alone.
@@ -52,7 +54,7 @@ class DrawnWay(Way):
         limit = self._share(self._config.samples, room)
         begun, replies = logits.copy(), self._begin(prompt)
         self._settled = self._backend.length
-        branches = Branches(self._parts, self._tally)
+        branches = Branches(self._parts, self._statistics)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:
             reply.draw(begun, len(prompt))
@@ -67,18 +69,18 @@ class DrawnWay(Way):
         branches.end()
         self._settled = None
         self._texts = tuple(self._told(reply.reader, reply.score) for reply in replies)
-        self._tally.trials = len(replies)
+        self._statistics.trials = len(replies)
         self._chosen = self._choose(replies)
         return self._take(replies[self._chosen].reader.tokens, begun)
 
     def next(self, room: int, lost: int) -> tuple[int]:
         """Where the context had no room for as much of all of them: the reply goes on alone."""
-        return self._plain()
+        return self._plain_step()
 
     def _begin(self, prompt: Sequence[int]) -> list[Drawn]:
-        # The reply's own chooser is told only of the one that is chosen.
+        # The reply's own sampler is told only of the one that is chosen.
         count = range(self._config.samples)
-        return [Drawn(self._parts.another_chooser(prompt, index), self._parts.reader(prompt)) for index in count]
+        return [Drawn(self._parts.another_sampler(prompt, index), self._parts.reader(prompt)) for index in count]
 
     @staticmethod
     def _goes_on(branches: Branches, branch: Branch, reply: Drawn) -> bool:
@@ -93,3 +95,50 @@ class DrawnWay(Way):
     @abstractmethod
     def _choose(self, replies: Sequence[Drawn]) -> int:
         """Index of the reply to answer with."""
+
+
+class FirstFinish(DrawnSearch):
+    """The first to end; of several that end together, and where none does, that of the likeliest tokens."""
+
+    def _enough(self, replies: Sequence[Drawn]) -> bool:
+        return any(reply.reader.ended for reply in replies)
+
+    def _choose(self, replies: Sequence[Drawn]) -> int:
+        return max(range(len(replies)), key=lambda index: (replies[index].reader.ended, replies[index].mean))
+
+
+def answer_of(text: str, kind: str) -> str:
+    """What of a text is counted: white space, capitals and punctuation at the end make no difference.
+
+    Args:
+        kind: one of `searching.ANSWERS`. A text without a number has its last line for an answer.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    if kind == "number" and (numbers := _NUMBER.findall(text)):
+        return str(numbers[-1]).replace(",", "")
+    chosen = text if kind == "text" else lines[-1] if lines else ""
+    return " ".join(chosen.split()).casefold().rstrip(".,;:!?…\"')]} ")
+
+
+def elect(answers: Sequence[str], means: Sequence[float]) -> int:
+    """Index of the likeliest reply among those with the commonest answer; of answers as common, the likelier in mean.
+
+    Args:
+        means: mean log-probability of each reply's tokens.
+    """
+    voters: defaultdict[str, list[int]] = defaultdict(list)
+    for index, answer in enumerate(answers):
+        voters[answer].append(index)
+    won = max(voters.values(), key=lambda group: (len(group), sum(means[index] for index in group) / len(group)))
+    return max(won, key=lambda index: means[index])
+
+
+class Vote(DrawnSearch):
+    """All replies are drawn to their ends, and their answers counted."""
+
+    def _enough(self, replies: Sequence[Drawn]) -> bool:
+        return False
+
+    def _choose(self, replies: Sequence[Drawn]) -> int:
+        answers = [answer_of(text.text, self._config.answer) for text in self._texts]
+        return elect(answers, [reply.mean for reply in replies])

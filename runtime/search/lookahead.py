@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.contract import SearchParts
-from edgeinfer.runtime.search.scores import entropy, likeliest, log_probabilities
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy, likeliest, log_probabilities
 
 __all__ = ["Lookahead"]
 
 _CANDIDATES = 3
 
 
-class Lookahead(Way):
+class Lookahead(SearchStrategy):
     """A candidate's score is the mean log-probability of itself and of the tokens that greedily follow it."""
 
     def __init__(self, parts: SearchParts) -> None:
@@ -43,13 +41,13 @@ class Lookahead(Way):
         followed = self._follow(candidates, ahead)
         pairs = zip(candidates, followed, strict=True)
         scores = [(known[token] + sum(more)) / (1 + len(more)) for token, more in pairs]
-        self._tally.trials += 1
+        self._statistics.trials += 1
         return self._accept(candidates[int(np.argmax(scores))], logits)
 
     def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
         self._settled, stop_ids = self._backend.length, self._parts.stop_ids
-        branches, found = Branches(self._parts, self._tally), [list[float]() for _ in candidates]
+        branches, found = Branches(self._parts, self._statistics), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
         ]

@@ -1,4 +1,4 @@
-"""Momentum decoding: greedy, but a token pays for closing a run that the text already has; a chooser and no more."""
+"""Momentum decoding: greedy, but a token pays for closing a run that the text already has; a sampler and no more."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
-from edgeinfer.runtime.search.contract import SearchParts
-from edgeinfer.runtime.search.scores import likeliest, log_probabilities
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
 
 __all__ = ["Momentum", "Runs"]
 
@@ -51,7 +49,7 @@ class Runs:
         return longest
 
 
-class Momentum(Way):
+class Momentum(SearchStrategy):
     """Among the likeliest tokens, that of the highest p - weight * resistance(length of the run it closes)."""
 
     def __init__(self, parts: SearchParts) -> None:
@@ -76,6 +74,6 @@ class Momentum(Way):
         scores = [chances[token] - self._resistance[self._runs.closed(token)] for token in candidates.tolist()]
         # Where all are infinitely resisted, the likeliest.
         token = int(candidates[int(np.argmax(scores))])
-        self._tally.trials += token != int(candidates[0])
+        self._statistics.trials += token != int(candidates[0])
         self._runs.push(token)
         return self._accept(token, logits)

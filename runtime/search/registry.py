@@ -10,15 +10,14 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
-from edgeinfer.runtime.search.contract import Search, SearchParts
 from edgeinfer.runtime.search.contrast import Contrast
-from edgeinfer.runtime.search.first_finish import FirstFinish
+from edgeinfer.runtime.search.drawn import FirstFinish, Vote
 from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
 from edgeinfer.runtime.search.samples import Samples
-from edgeinfer.runtime.search.vote import Vote
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 
-__all__ = ["WAYS", "make_search"]
+__all__ = ["SEARCH_KINDS", "make_search"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class Kind:
         constrained: whether it follows a grammar or a list of choices.
     """
 
-    make: Callable[[SearchParts], Search]
+    make: Callable[[SearchParts], SearchStrategy]
     draws: Literal["always", "never", "either"]
     branches: bool = True
     constrained: bool = False
 
 
-WAYS: Mapping[str, Kind] = {
+SEARCH_KINDS: Mapping[str, Kind] = {
     "samples": Kind(Samples, "always"),
     "first-finish": Kind(FirstFinish, "always"),
     "vote": Kind(Vote, "always"),
@@ -50,7 +49,7 @@ WAYS: Mapping[str, Kind] = {
 }
 
 
-def make_search(parts: SearchParts, *, forgets: bool) -> Search:
+def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     """The way that the options ask for.
 
     Args:
@@ -61,10 +60,10 @@ def make_search(parts: SearchParts, *, forgets: bool) -> Search:
         CapabilityError: the backend cannot keep several texts in one cache.
     """
     name = parts.config.search
-    kind = WAYS[name]
+    kind = SEARCH_KINDS[name]
     _check_sampling(name, kind, parts.config)
-    if parts.chooser.constrained and not kind.constrained:
-        others = ", ".join(other for other, k in WAYS.items() if k.constrained)
+    if parts.sampler.constrained and not kind.constrained:
+        others = ", ".join(other for other, k in SEARCH_KINDS.items() if k.constrained)
         message = f"search={name!r} follows no grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
     if kind.branches and forgets:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats
-from edgeinfer.runtime.sampling import TokenChooser
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branches
-from edgeinfer.runtime.search.contract import Reader, SearchParts
-from edgeinfer.runtime.search.scores import logprob
-from edgeinfer.runtime.search.way import Way
+from edgeinfer.runtime.search.strategy import Reader, SearchParts, SearchStrategy, logprob
 from edgeinfer.searching import SearchUse
 
 __all__ = ["Samples"]
@@ -36,7 +35,7 @@ class _Reply:
         score: sum of its tokens' log-probabilities.
     """
 
-    chooser: TokenChooser
+    sampler: Sampler
     reader: Reader
     most: int
     rows: list[CacheSnapshot] = field(default_factory=list)
@@ -53,14 +52,14 @@ class _Reply:
 
     def draw(self, logits: Floats, prompt: int) -> int:  # (V,)
         """Its next token."""
-        token = self.chooser.token(logits, prompt + len(self.tokens))
-        self.chooser.accept(token, logits)
+        token = self.sampler.sample(logits, prompt + len(self.tokens))
+        self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
         self.reader.push(token)
         return token
 
 
-class Samples(Way):
+class Samples(SearchStrategy):
     """Answers with reply 0; the others are told at the end."""
 
     lossless = True
@@ -77,9 +76,9 @@ class Samples(Way):
         count, parts = self._config.samples, self._parts
         share = self._share(count, room)
         self._prompt = self._backend.length
-        choosers = [parts.chooser, *(parts.another_chooser(prompt, index) for index in range(1, count))]
-        self._replies = [_Reply(chooser, parts.reader(prompt), share) for chooser in choosers]
-        self._tally.trials = count
+        samplers = [parts.sampler, *(parts.another_sampler(prompt, index) for index in range(1, count))]
+        self._replies = [_Reply(sampler, parts.reader(prompt), share) for sampler in samplers]
+        self._statistics.trials = count
         for reply in self._replies:
             reply.draw(logits, self._prompt)
         return self._give(room)
@@ -88,10 +87,10 @@ class Samples(Way):
         """The next tokens of reply 0."""
         return self._give(self._given + room)
 
-    def use(self) -> SearchUse:
+    def search_use(self) -> SearchUse:
         """What was done so far; replies that were cut off are told as far as they came."""
         self._texts = tuple(self._told(reply.reader, reply.score) for reply in self._replies)
-        return super().use()
+        return super().search_use()
 
     def _give(self, most: int) -> Sequence[int]:
         """What is certain of reply 0, of which its caller ends: its last token waits for the other replies.
@@ -127,13 +126,13 @@ class Samples(Way):
     def _guess(self, live: Sequence[_Reply], size: int) -> None:
         """Draws tokens of these replies side by side, none of them for certain."""
         self._backend.truncate(self._prompt)
-        branches = Branches(self._parts, self._tally)
+        branches = Branches(self._parts, self._statistics)
         going = [(branches.begin(rows=reply.rows), reply) for reply in live]
         for _ in range(size):
             rows = branches.feed([(branch, [*reply.tokens, *reply.guessed][-1:]) for branch, reply in going])
             for (_, reply), row in zip(going, rows, strict=True):
                 place = self._prompt + len(reply.tokens) + len(reply.guessed)
-                reply.guessed.append(reply.chooser.token(row, place, reply.guessed))
+                reply.guessed.append(reply.sampler.sample(row, place, reply.guessed))
             going = [(branch, reply) for branch, reply in going if self._guesses_on(reply)]
             if not going:
                 break

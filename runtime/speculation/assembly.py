@@ -6,17 +6,17 @@ import dataclasses
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import read_heads
-from edgeinfer.bundle.nested_depths import trained_depths
+from edgeinfer.bundle.nesting import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
 from edgeinfer.runtime.backends.registry import make_backend
+from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.planning.ways import draft_configuration
-from edgeinfer.runtime.profile.layer_drafting import TUNING, Tuning
-from edgeinfer.runtime.profile.profile import Profile
+from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.profile.drafting import TUNING, Tuning
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
 
@@ -28,7 +28,7 @@ def make_speculator(
     config: LoadConfig,
     plan: MemoryPlan,
     profile: Profile,
-    drafter: Subject | None,
+    drafter: PlanInput | None,
     bundle: Bundle | None = None,
 ) -> Speculator:
     """The speculation of a model; loads the draft model, and measures what is not known of this device yet.
@@ -67,7 +67,7 @@ def make_speculator(
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 
 
-def _draft_backend(drafter: Subject, config: LoadConfig, plan: MemoryPlan) -> Backend:
+def _draft_backend(drafter: PlanInput, config: LoadConfig, plan: MemoryPlan) -> Backend:
     """Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
     experts = config.draft_experts if drafter.loads_experts else None

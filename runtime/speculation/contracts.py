@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = [
     "Context",
@@ -23,7 +23,7 @@ __all__ = [
     "Draw",
     "Further",
     "Guess",
-    "Law",
+    "Probabilities",
     "Prober",
     "Resumption",
     "Round",
@@ -33,15 +33,15 @@ __all__ = [
     "Verifier",
 ]
 
-Law = NDArray[np.float64]  # (V,), a distribution over tokens
+Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
 State = Mapping[str, NDArray[Any]]
 
 
 class Draw(Protocol):
     """How a drafter that has logits chooses from them."""
 
-    def __call__(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:  # (V,)
-        """The token after context and drafted tokens; the law it was drawn from, None where it is deterministic.
+    def __call__(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:  # (V,)
+        """The token after context and drafted tokens, and the distribution it was drawn from; None is deterministic.
 
         Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that
         agrees with the target proposes what the target will sample.
@@ -49,16 +49,18 @@ class Draw(Protocol):
 
 
 class Further(Protocol):
-    """How further tokens are drawn from a law at a place where some were drawn before."""
+    """How further tokens are drawn from a distribution at a place where some were drawn before."""
 
-    def __call__(self, law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:  # (V,)
+    def __call__(
+        self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]
+    ) -> int | None:  # (V,)
         """The next draw after `taken`: without replacement, or independent where the verification wants that.
 
         None where nothing is left.
         """
 
 
-def _nothing(law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+def _nothing(probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
     return None
 
 
@@ -75,7 +77,7 @@ class Context:
             generation; not to be changed by drafters.
         draw: chooses from a drafter's logits.
         forced: tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
-        further: draws siblings of a token that `draw` drew from a law.
+        further: draws siblings of a token that `draw` drew from a distribution.
         lost: by how many tokens the text is longer than the target's cache with the root would be, because the text
             has outgrown the context; 0 as long as it has not. It changes between rounds only.
     """
@@ -99,12 +101,12 @@ class Guess:
     Attributes:
         token: its id.
         sign: the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart.
-        law: what it was drawn from, for verification by ratio; None is deterministic.
+        distribution: what it was drawn from, for verification by ratio; None is deterministic.
     """
 
     token: int
     sign: int
-    law: Law | None = None
+    probabilities: Probabilities | None = None
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,17 @@ class Draft:
             depth, parent = depth + 1, self.parents[parent]
         return depth
 
+    def branch(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root's child to this one; empty for the root (-1)."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(nodes[::-1])
+
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child to this node; empty for the root (-1)."""
-        tokens: list[int] = []
-        while node >= 0:
-            tokens.append(self.guesses[node].token)
-            node = self.parents[node]
-        return tokens[::-1]
+        return [self.guesses[node].token for node in self.branch(node)]
 
 
 @dataclass(frozen=True)
@@ -215,10 +221,10 @@ class TargetView(Protocol):
     def token(self, node: int) -> int:
         """The token that plain decoding chooses after this node, with the draw keyed by its position."""
 
-    def law(self, node: int) -> Law:  # (V,)
+    def probabilities(self, node: int) -> Probabilities:  # (V,)
         """The distribution after this node: penalties, bans, masks, temperature and truncation of its path applied."""
 
-    def chance(self, depth: int, draw: int) -> float:
+    def uniform(self, depth: int, draw: int) -> float:
         """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root).
 
         Independent for each draw, of the draw behind `token` and of drafters' draws.
@@ -253,7 +259,7 @@ class Drafter(Protocol):
 
     @property
     def draws(self) -> bool:
-        """Whether its guesses are drawn by `Context.draw`, so that they may carry laws."""
+        """Whether its guesses are drawn by `Context.draw`, so that they may carry distributions."""
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A generation begins after this prompt, or whatever of it differs from what is known already.

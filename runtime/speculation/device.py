@@ -16,20 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.profile.costs import (
-    Costs,
-    DraftCosts,
-    PassCosts,
-    filler_tokens,
-    measure_guesses,
-    measure_passes,
-    sizes_to_measure,
-)
-from edgeinfer.runtime.profile.profile import Profile, stamped
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.device_profile import Profile, stamped
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
+from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
-from edgeinfer.runtime.speculation.tally import Tally
+from edgeinfer.runtime.speculation.statistics import SpeculationStatistics
 
 __all__ = ["DeviceCosts"]
 
@@ -118,16 +111,16 @@ class DeviceCosts:
             self._save()
         return stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms))
 
-    def learn(self, tally: Tally) -> None:
+    def learn(self, statistics: SpeculationStatistics) -> None:
         """Follows the passes and rounds of a reply; kept with the next `save`."""
         if self._passes is None:
             return
-        self._passes = self._passes.following(tally.pass_ms)
-        if len(tally.plain_overhead_ms) >= _ENOUGH:
-            self._overhead_ms = median(tally.plain_overhead_ms)
-        if len(tally.asking) >= _ENOUGH and self._overhead_ms:
+        self._passes = self._passes.following(statistics.pass_ms)
+        if len(statistics.plain_overhead_ms) >= _ENOUGH:
+            self._overhead_ms = median(statistics.plain_overhead_ms)
+        if len(statistics.asking) >= _ENOUGH and self._overhead_ms:
             # Choosing a token takes its time in plain decoding too.
-            extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in tally.asking)
+            extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in statistics.asking)
             self._round_ms += _ROUND_PULL * (extra - self._round_ms)
 
     def save(self) -> None:
@@ -161,7 +154,7 @@ class DeviceCosts:
         for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
             token = filler_tokens(backend, 1, skip)
             begun = time.perf_counter()
-            backend.forward(token, place, row)
+            backend.forward(ForwardInput(token, place, row))
             times.append((time.perf_counter() - begun) * 1e3)
             backend.truncate(start)
         return times[1:]

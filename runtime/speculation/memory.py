@@ -1,4 +1,4 @@
-"""What speculation takes in memory besides a draft model, before any of it is made; knows nothing of other terms."""
+"""What options take in memory beside the models: drafting, cached prefixes and context shift."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from edgeinfer.bundle import Bundle, Geometry
 from edgeinfer.bundle.heads import heads_bytes
+from edgeinfer.runtime.kv_cache import prefix_cache
+from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
+from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.plan_input import OptionBytes
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.registry import KINDS
 
-__all__ = ["drafting_bytes", "heads_taken"]
+__all__ = ["OPTION_BYTES", "drafting_bytes", "heads_taken"]
 
 # The governor's and the drafters' own objects, besides their tables.
 _BOOKKEEPING_BYTES = 1_000_000
@@ -40,3 +44,11 @@ def heads_taken(bundle: Bundle) -> dict[str, int]:
         probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
         taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, 2 * probes)
     return taken
+
+
+def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
+    drafters, most = configuration.drafters, configuration.draft_max
+    return drafting_bytes(drafters, bundle.manifest.geometry, configuration.context, most, heads_taken(bundle))
+
+
+OPTION_BYTES = OptionBytes(_configured_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes)

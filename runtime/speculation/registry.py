@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from edgeinfer.bundle import Bundle, Geometry
 from edgeinfer.bundle.heads import Heads, has_heads, read_heads
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats
-from edgeinfer.runtime.profile.layer_drafting import Tuning
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.profile.drafting import Tuning
 from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter

@@ -16,8 +16,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints
-from edgeinfer.runtime.profile.costs import filler_tokens
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = ["ExactCheck", "check_exact", "near_edge"]
 
@@ -101,7 +102,7 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     tokens = filler_tokens(backend, past + size)
     backend.truncate(0)
     if past:
-        backend.forward(tokens[:past], np.arange(past), np.zeros(0, np.int64))
+        backend.forward(ForwardInput(tokens[:past], np.arange(past), np.zeros(0, np.int64)))
     if not backend.capabilities.exact:
         drift = _drift(backend, past, budget_s)
         backend.truncate(0)
@@ -135,7 +136,7 @@ def _cuts(size: int) -> Iterator[list[int]]:
 
 def _rows(backend: Backend, tokens: Ints) -> Floats:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(tokens, rows + backend.length, rows).logits.copy()
+    return backend.forward(ForwardInput(tokens, rows + backend.length, rows)).logits.copy()
 
 
 def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:

@@ -1,33 +1,33 @@
 """Speculation of a loaded model: its drafters, what they have learnt, what they cost; knows nothing of text.
 
-Made once per model. Each generation takes its `rounds`, and its `summary` when it is over.
+Made once per model. Each generation takes its `strategy`, and its `summary` when it is over.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from statistics import median
 from weakref import WeakSet
 
 from edgeinfer.config import GenerationConfig, drafters_in
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import Speculation
-from edgeinfer.runtime.profile.layer_drafting import TUNING, Tuning
-from edgeinfer.runtime.profile.profile import Profile
-from edgeinfer.runtime.profile.reach import REACH, Reach
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.profile.drafting import REACH, TUNING, Reach, Tuning
+from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Drafter, State
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import Verification, find_verification
-from edgeinfer.runtime.speculation.view import PathChooser
 
 __all__ = ["Speculator"]
 
@@ -42,11 +42,11 @@ _CHAINS = 2
 _ACCEPTANCE = "acceptance"
 # Where asking tables costs more than this share of a pass, "auto" decodes plainly: a model so small would have to be
 # guessed right half of the time for drafts to pay for their own making.
-_DEAR_ASKING = 0.4
+_MOST_ASKING = 0.4
 
 
 class Speculator:
-    """Makes the rounds of generations.
+    """Makes the decoding strategies of generations.
 
     Args:
         parts: what drafters are made of.
@@ -80,7 +80,7 @@ class Speculator:
         self._plain_ms: deque[float] = deque(maxlen=_PLAIN_STEPS)
         self._reach = Reach(profile.arrays(REACH))
         # Of replies that run or are paused.
-        self._live: WeakSet[Rounds] = WeakSet()
+        self._live: WeakSet[SpeculativeDecoding] = WeakSet()
         self._saved = time.monotonic()
         if self._allowed:
             self._costs.prepare()
@@ -99,10 +99,10 @@ class Speculator:
     @property
     def plain_ms(self) -> float | None:
         """A plain step, the median of this process's latest; None before the first was timed."""
-        return statistics.median(self._plain_ms) if self._plain_ms else None
+        return median(self._plain_ms) if self._plain_ms else None
 
-    def rounds(self, chooser: PathChooser, config: GenerationConfig) -> Rounds | None:
-        """How a generation decodes; None is plainly.
+    def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
+        """How a generation decodes: speculatively, or plainly.
 
         Raises:
             UsageError: it asks for drafters that the model was not loaded with, or that need what is not there.
@@ -110,19 +110,19 @@ class Speculator:
         """
         names = self._names(config.speculation)
         if not names or not self._limit:
-            return None
+            return DecodingStrategy(self._parts.target, sampler)
         verification, most = find_verification(config.verification), min(self._limit, config.draft_max or self._limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if config.speculation == "auto" and not self._chosen and not config.choices:
             # A draft model or layers of one's own have passes to pay for; the tables alone decide.
             cheap = sum(costs.guess_ms(drafter.name) for drafter in drafters if not drafter.draws)
-            if costs.round_ms + cheap > _DEAR_ASKING * costs.pass_ms(1):
-                return None
+            if costs.round_ms + cheap > _MOST_ASKING * costs.pass_ms(1):
+                return DecodingStrategy(self._parts.target, sampler)
         governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
-        rounds = Rounds(
+        strategy = SpeculativeDecoding(
             self._parts.target,
-            chooser,
+            sampler,
             drafters,
             governor,
             verification,
@@ -130,8 +130,8 @@ class Speculator:
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             timed=self._plain_ms.append,
         )
-        self._live.add(rounds)
-        return rounds
+        self._live.add(strategy)
+        return strategy
 
     @property
     def nbytes(self) -> int:
@@ -172,8 +172,8 @@ class Speculator:
             self._drafters.pop(name).close()
 
     def _limit_live(self, most: int) -> None:
-        for rounds in self._live:
-            rounds.limit(most)
+        for strategy in self._live:
+            strategy.limit(most)
 
     def recover(self) -> None:
         """Drafts again as it did before `shorten` and `drop`."""
@@ -219,7 +219,7 @@ class Speculator:
             raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
         return config.draft_width
 
-    def summary(self, config: GenerationConfig, rounds: Rounds | None, per_token_ms: float) -> Speculation:
+    def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> Speculation:
         """What drafting did in a reply.
 
         Args:
@@ -227,29 +227,29 @@ class Speculator:
         """
         plain = self.plain_ms
         speedup = plain / per_token_ms if plain and per_token_ms else None
-        if rounds is None:
+        if not isinstance(strategy, SpeculativeDecoding):
             mode = config.speculation if self._allowed else "off"
             return Speculation(mode=mode, exact=self._is_exact(config), plain_ms=plain)
-        tally, verification = rounds.tally, find_verification(config.verification)
+        statistics, verification = strategy.statistics, find_verification(config.verification)
         return Speculation(
             mode=config.speculation,
             verification=verification.name,
             lossless=verification.lossless,
             exact=self._is_exact(config),
-            rounds=tally.rounds,
-            drafted=tally.drafted,
-            accepted=tally.accepted,
-            recovered=tally.recovered,
-            bonus=tally.bonus,
-            rechecked=tally.rechecked,
-            accepted_per_position=tuple(tally.accepted_per_position),
-            acceptance_rate=tally.accepted / tally.drafted if tally.drafted else 0.0,
-            mean_accepted_length=tally.committed / tally.rounds if tally.rounds else 0.0,
-            draft_ms=tally.draft_ms,
-            verify_ms=tally.verify_ms,
-            overhead_ms=tally.overhead_ms,
-            choices=dict(tally.choices),
-            per_drafter=dict(tally.per_drafter),
+            rounds=statistics.rounds,
+            drafted=statistics.drafted,
+            accepted=statistics.accepted,
+            recovered=statistics.recovered,
+            bonus=statistics.bonus,
+            rechecked=statistics.rechecked,
+            accepted_per_position=tuple(statistics.accepted_per_position),
+            acceptance_rate=statistics.accepted / statistics.drafted if statistics.drafted else 0.0,
+            mean_accepted_length=statistics.committed / statistics.rounds if statistics.rounds else 0.0,
+            draft_ms=statistics.draft_ms,
+            verify_ms=statistics.verify_ms,
+            overhead_ms=statistics.overhead_ms,
+            choices=dict(statistics.choices),
+            per_drafter=dict(statistics.per_drafter),
             plain_ms=plain,
             speedup_vs_plain=speedup,
         )
@@ -289,12 +289,12 @@ class Speculator:
             self._drafters[name] = self._made(name)
             self._drafters[name].restore(state.get(name, {}))
 
-    def finished(self, rounds: Rounds | None) -> None:
+    def finished(self, strategy: DecodingStrategy) -> None:
         """A reply is over: costs follow its passes, and what was learnt is kept, not more often than once a minute."""
-        if rounds is not None:
-            self._live.discard(rounds)
-            self._costs.learn(rounds.tally)
-            self._reach.add(rounds.tally.rounds, rounds.tally.accepted_per_position)
+        if isinstance(strategy, SpeculativeDecoding):
+            self._live.discard(strategy)
+            self._costs.learn(strategy.statistics)
+            self._reach.add(strategy.statistics.rounds, strategy.statistics.accepted_per_position)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 
@@ -321,4 +321,4 @@ class Speculator:
 def _governor(verification: Verification) -> type[Governor]:
     if not verification.stochastic:
         return Governor
-    return ChainsGovernor if verification.iid_chains else LawfulGovernor
+    return ChainsGovernor if verification.iid_chains else StochasticGovernor

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from edgeinfer.runtime.text.contracts import TokenizerLike
-from edgeinfer.runtime.text.detokenizer import StreamDecoder
-from edgeinfer.runtime.text.fitting import longest_token, surely_longer
+from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, longest_token, surely_longer
+from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.text.guarded_template import GuardedTemplate
-from edgeinfer.runtime.text.literal_encoder import LiteralEncoder
-from edgeinfer.runtime.text.spelling import bytes_of
-from edgeinfer.runtime.text.stops import StopMatcher
+from edgeinfer.runtime.text.streaming import StopMatcher, StreamDecoder
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.text.transient import TransientTokenizer, tokenizer_facts

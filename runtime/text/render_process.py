@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.runtime.text.render_worker import LENGTH, MAX_FRAME_BYTES, pack, unpack
+from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, pack, unpack
 
 __all__ = ["RenderProcess", "RenderProcessError", "can_start"]
 
@@ -29,7 +29,7 @@ for name in ("edgeinfer", "edgeinfer.runtime", "edgeinfer.runtime.text"):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = sys.argv[1:2]
 sys.path += sys.argv[2:]
-from edgeinfer.runtime.text.render_worker import main
+from edgeinfer.runtime.text.rendering import main
 main()
 """
 _LIBRARIES = ("jinja2", "markupsafe")

@@ -32,7 +32,7 @@ from edgeinfer.runtime.text.allowance import (
 from edgeinfer.runtime.text.template_filters import Filters, template_tests
 from edgeinfer.runtime.text.template_values import Values
 
-__all__ = ["Function", "GuardedEnvironment"]
+__all__ = ["GuardedEnvironment", "TemplateFunction"]
 
 MAX_RANGE = 100_000  # as jinja2's sandbox has it
 _PIECE_COST = 32  # of a piece of output, besides its text
@@ -60,7 +60,7 @@ _NODES = frozenset((
 # fmt: on
 
 
-class Function:
+class TemplateFunction:
     """Something that a template may call, besides its own macros."""
 
     __slots__ = ("_arguments", "_function")
@@ -97,9 +97,9 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         self.filters.clear()
         self.filters.update(Filters(self.allowance, values, self.getitem, self.undefined, self.tests).table)
         self.globals.clear()
-        self.globals["range"] = Function(self._range)
-        self.globals["namespace"] = Function(Namespace)
-        self.globals["dict"] = Function(self._dict)
+        self.globals["range"] = TemplateFunction(self._range)
+        self.globals["namespace"] = TemplateFunction(Namespace)
+        self.globals["dict"] = TemplateFunction(self._dict)
 
     # Called by compiled templates
 
@@ -121,7 +121,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, MethodType):  # a guard that _Guards put there: templates get no other methods
             return __obj(*args)
         __self.allowance.spend(STEP_COST + POINTER_COST * (len(args) + len(kwargs)))
-        if isinstance(__obj, Function):
+        if isinstance(__obj, TemplateFunction):
             kwargs.pop("_block_vars", None)  # jinja2's own, for callables that ask for its context
             kwargs.pop("_loop_vars", None)
             return __obj(*args, **kwargs)
@@ -151,7 +151,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     def _part(self, obj: Any, name: str) -> Any:
         if isinstance(obj, LoopContext):
             if name == "cycle":
-                return Function(obj.cycle)
+                return TemplateFunction(obj.cycle)
             if name not in _LOOP_ATTRIBUTES:
                 refuse_attribute("loop", name)
         elif name.startswith("_"):
@@ -161,7 +161,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         except AttributeError:
             return self.undefined(obj=obj, name=name)
 
-    def _method(self, obj: Any, name: str) -> Function | None:
+    def _method(self, obj: Any, name: str) -> TemplateFunction | None:
         """A method on the list; None where there is none of that name at all."""
         methods: dict[str, Callable[..., Any]] = {}
         if isinstance(obj, str):
@@ -169,7 +169,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(obj, Mapping):
             methods = self.values.mapping_methods
         if name in methods:
-            return Function(methods[name], obj)
+            return TemplateFunction(methods[name], obj)
         private = name.startswith("_") and not isinstance(obj, Mapping)
         if (private or hasattr(type(obj), name)) and not isinstance(obj, Undefined):
             refuse_attribute(type(obj).__name__, name)

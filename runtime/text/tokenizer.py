@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,14 +14,24 @@ from threading import Lock
 from typing import Any, Self
 
 import tokenizers
+from tokenizers import AddedToken
 
 from edgeinfer.errors import EdgeInferError, PromptError, TokenizerError
 from edgeinfer.runtime.system.allocation import allocating, require_room
 from edgeinfer.runtime.system.memory import apart
-from edgeinfer.runtime.text.footprint import SEEN_WORDS, encoding_bytes, has_pairs, parsing_bytes
-from edgeinfer.runtime.text.mark_stands import MarkStands
+from edgeinfer.runtime.text.contract import MARK
 
-__all__ = ["MAX_FILE_BYTES", "Tokenizer"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "SEEN_WORDS",
+    "MarkStands",
+    "Tokenizer",
+    "encoding_bytes",
+    "has_pairs",
+    "kept_bytes",
+    "parsing_bytes",
+    "table_bytes",
+]
 
 # Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
 MAX_FILE_BYTES = 256 * 1024**2
@@ -201,3 +214,131 @@ def _library_errors(what: str) -> Iterator[None]:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TokenizerError(f"{what}: {reason}.", "Check tokenizer.json or export the model again.") from error
         raise
+
+
+# Of a private use plane: normalizers leave them alone, and nobody can guess a name.
+_FIRST, _COUNT, _LENGTH = 0xF0000, 0xFFFE, 8
+
+_Way = tuple[bool, bool, bool, bool]
+_PLAIN: _Way = (False, False, False, False)
+
+
+class MarkStands:
+    """Stand-ins for special tokens.
+
+    Args:
+        backend: is given them, where it has ids for them that nothing else has.
+        encoded: gives its token ids of a text, without those that it adds.
+
+    Attributes:
+        ids: of the stand-ins; no texts and no other tokens have them.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str], list[int]]) -> None:
+        self._backend = backend
+        self._encoded = encoded
+        added = backend.get_added_tokens_decoder()
+        special = {id_: token for id_, token in added.items() if token.special}
+        self._ways = {backend.id_to_token(id_): _way(token) for id_, token in special.items()}
+        self._ways |= {token.content: _way(token) for token in special.values()}
+        self._names = {way: _name() for way in {_PLAIN, *self._ways.values()}}
+        # How the library numbers added tokens.
+        first = max(backend.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))
+        self.ids = frozenset(range(first, first + len(self._names)))
+        self._added = all(backend.id_to_token(id_) is None for id_ in self.ids)
+        if self._added:
+            kept = backend.normalizer is None or all(map(self._survives, self._names.values()))
+            backend.add_tokens([_token(name, way, kept) for way, name in self._names.items()])
+        else:
+            self.ids = frozenset()
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`. The library must be set
+        to parse none."""
+        if self._added:
+            names = (self._names[self._ways.get(mark, _PLAIN)] for mark in parts[1::2])
+            text = "".join(next(names) if place % 2 else part for place, part in enumerate(parts))
+            ids = [MARK if id_ in self.ids else id_ for id_ in self._encoded(text)]
+            if ids.count(MARK) == len(parts) // 2:
+                return ids
+        # Each part by itself: a tokenizer that treats the beginning of a text apart does so with each.
+        return [id_ for place, part in enumerate(parts) for id_ in ((MARK,) if place % 2 else self._encoded(part))]
+
+    def _survives(self, name: str) -> bool:
+        """Whether a name is found in normalized text; some normalizers drop what is no text."""
+        return name in str(self._backend.normalizer.normalize_str(name))
+
+
+def _name() -> str:
+    return "".join(chr(_FIRST + secrets.randbelow(_COUNT)) for _ in range(_LENGTH))
+
+
+def _way(token: AddedToken) -> _Way:
+    return token.lstrip, token.rstrip, token.single_word, token.normalized
+
+
+def _token(name: str, way: _Way, kept: bool) -> AddedToken:
+    lstrip, rstrip, single_word, normalized = way
+    normalized = normalized and kept
+    return AddedToken(name, lstrip=lstrip, rstrip=rstrip, single_word=single_word, normalized=normalized, special=False)
+
+
+# Quotes inside a text of a JSON file are escaped, so this is never part of one.
+_PAIRS = re.compile(rb'"merges"\s*:\s*\[\s*\[')
+
+# Words that were seen and are kept with their tokens; the library's own ten thousand take 6 MB, of which chats profit
+# little.
+SEEN_WORDS = 1000
+_TOKEN_BYTES, _BUCKET_BYTES, _SEEN_WORD_BYTES = 190, 83, 600
+# Where merges are texts, and where they are pairs.
+_PARSED_TOKEN_BYTES, _PARSED_BUCKET_BYTES, _PARSER_BYTES = (320, 680), (116, 140), 2_000_000
+# What parsing leaves behind: blocks too small to go back to the system.
+_LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_500_000
+_KEPT_BYTES = 2_000_000
+_ENCODED_CHARACTER_BYTES, _ENCODER_BYTES = 160, 250_000
+
+
+def kept_bytes(tokens: int, *, used: bool = True) -> int:
+    """A tokenizer that stays in memory.
+
+    Args:
+        tokens: in its vocabulary.
+        used: with the words it keeps of texts that it has seen.
+    """
+    parsed = _TOKEN_BYTES * tokens + _BUCKET_BYTES * _buckets(tokens)
+    return parsed + _KEPT_BYTES + (_SEEN_WORD_BYTES * SEEN_WORDS if used else 0)
+
+
+def has_pairs(contents: bytes | mmap.mmap) -> bool:
+    """Whether a tokenizer.json has its merges as pairs, which the library parses in twice the memory of texts."""
+    return _PAIRS.search(contents) is not None
+
+
+def parsing_bytes(file_bytes: int, tokens: int, *, pairs: bool) -> int:
+    """The most that is in use while a tokenizer.json is parsed, the result included.
+
+    Args:
+        file_bytes: its size.
+        tokens: in its vocabulary.
+        pairs: as `has_pairs` says.
+    """
+    parsed = _PARSED_TOKEN_BYTES[pairs] * tokens + _PARSED_BUCKET_BYTES[pairs] * _buckets(tokens)
+    return file_bytes + parsed + _PARSER_BYTES
+
+
+def table_bytes(file_bytes: int, tokens: int) -> int:
+    """What stays of a tokenizer at rest: each token's spelling and where it begins.
+
+    Args:
+        file_bytes, tokens: as of `parsing_bytes`.
+    """
+    return file_bytes // 3 + (4 + _LEFT_TOKEN_BYTES) * (tokens + 1) + _LEFT_BYTES
+
+
+def encoding_bytes(characters: int) -> int:
+    """What turning a text into tokens takes besides the tokenizer."""
+    return _ENCODED_CHARACTER_BYTES * characters + _ENCODER_BYTES
+
+
+def _buckets(tokens: int) -> int:
+    return 1 << (-(-tokens * 8 // 7) - 1).bit_length() if tokens else 0

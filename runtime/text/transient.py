@@ -14,9 +14,8 @@ from typing import Self
 from edgeinfer.errors import TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import release_code, release_freed
-from edgeinfer.runtime.text.byte_level import token_bytes
-from edgeinfer.runtime.text.footprint import has_pairs
-from edgeinfer.runtime.text.tokenizer import Tokenizer
+from edgeinfer.runtime.text.contract import token_bytes
+from edgeinfer.runtime.text.tokenizer import Tokenizer, has_pairs
 
 __all__ = ["TokenizerFacts", "TransientTokenizer", "tokenizer_facts"]
 

@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.errors import UsageError
 from edgeinfer.results import PassWork
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 
 __all__ = [
     "DecodeTimes",
@@ -57,19 +60,19 @@ class TokenScores:
         return float(np.exp(-self.logprobs.mean()))
 
 
-class _Greedy:
+class _Greedy(Sampler):
     """Takes the most likely token and notes how long the session call before it took."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.session_ns: list[int] = []
 
-    def token(self, logits: Floats, position: int) -> int:  # (V,)
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
         """The most likely token."""
         self.session_ns.append(self._backend.run_ns)
         return int(logits.argmax())
 
-    def accept(self, token: int, logits: Floats) -> None:  # (V,)
+    def accept(self, token: int, logits: Logits) -> None:  # (V,)
         """Nothing depends on the tokens before."""
 
 
@@ -109,13 +112,13 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
     backend = engine.backend
     engine.forget()
     if past:
-        backend.forward(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64))
+        backend.forward(ForwardInput(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64)))
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 1):
         for size in sizes:
             tokens, rows = np.array(_filler(engine, size)), np.arange(size)
             begun = time.perf_counter()
-            backend.forward(tokens, rows + past, rows)
+            backend.forward(ForwardInput(tokens, rows + past, rows))
             if repeat:  # the first round warms up
                 times[size].append((time.perf_counter() - begun) * 1e3)
             backend.truncate(past)
@@ -142,12 +145,12 @@ def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
     """
     _require_room(engine, past + tokens)
     engine.forget()
-    chooser = _Greedy(engine.backend)
-    steps = engine.generate(_filler(engine, past), chooser, max_tokens=tokens + 1, stop_ids=frozenset())
+    sampler = _Greedy(engine.backend)
+    steps = engine.generate(_filler(engine, past), sampler, max_tokens=tokens + 1, stop_ids=frozenset())
     total = tuple(step.ms for step in steps)
     engine.forget()
     # The first token carries the prompt.
-    return DecodeTimes(tuple(ns / 1e6 for ns in chooser.session_ns[1:]), total[1:])
+    return DecodeTimes(tuple(ns / 1e6 for ns in sampler.session_ns[1:]), total[1:])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.tuning.trial import Effort, Trial, compare
+from edgeinfer.runtime.tuning.comparison import Effort, Trial, compare
 from edgeinfer.runtime.tuning.work import LOAD, PREFILL, TURN, Times
 
 __all__ = ["LOADED", "PROMPTS", "TURNS", "Attempt", "Found", "Timer", "Ways", "find"]

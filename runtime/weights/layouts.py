@@ -18,7 +18,7 @@ from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, 
 from edgeinfer.bundle.conversion import convert_weights, is_converted
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.system.user_cache import user_cache

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.digests import FileIdentity
-from edgeinfer.bundle.store import write_file
+from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
 

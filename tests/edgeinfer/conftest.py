@@ -13,8 +13,8 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.tuning.comparison import Effort
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
-from edgeinfer.runtime.tuning.trial import Effort
 from edgeinfer.runtime.tuning.work import Times
 from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint

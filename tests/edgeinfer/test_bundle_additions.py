@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle, KVScales, additions, open_bundle, store
+from edgeinfer.bundle import Bundle, KVScales, open_bundle, opening, writing
 from edgeinfer.bundle.heads import add_heads, read_heads
 from edgeinfer.bundle.kv_scales import KV_SCALES, LayerScales, add_kv_scales, read_kv_scales
 from edgeinfer.errors import BundleError, StorageError
@@ -83,14 +83,14 @@ def test_a_full_disk_leaves_a_bundle_that_opens(
 ) -> None:
     if before:
         added.add(bundle, 1)
-    write, done = store.write_file, iter(range(writes))
+    write, done = writing.write_file, iter(range(writes))
 
     def scarce(path: Path, data: bytes) -> None:
         if next(done, None) is None:
             raise StorageError("The disk is full.")
         write(path, data)
 
-    monkeypatch.setattr(additions, "write_file", scarce)
+    monkeypatch.setattr(opening, "write_file", scarce)
     enough = writes >= 2 + before
     if enough:
         added.add(bundle, 2)

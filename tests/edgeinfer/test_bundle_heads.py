@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import MANIFEST, Bundle, FileEntry, additions, open_bundle
+from edgeinfer.bundle import MANIFEST, Bundle, FileEntry, open_bundle, opening
+from edgeinfer.bundle.array_file import decode_arrays, encode_arrays
 from edgeinfer.bundle.heads import HEADS, Heads, add_heads, copy_with_heads, has_heads, heads_bytes, read_heads
-from edgeinfer.bundle.tensor_bytes import decode_tensors, encode_tensors
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from tests.heads import random_heads
 
@@ -23,6 +23,9 @@ from tests.heads import random_heads
 def bundle(small_bundle: Path, tmp_path: Path) -> Bundle:
     shutil.copytree(small_bundle, tmp_path / "bundle")
     return open_bundle(tmp_path / "bundle")
+
+
+TYPES = ("F32", "F16", "I32")
 
 
 def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -59,7 +62,7 @@ def test_files_are_safetensors(bundle: Bundle) -> None:
     loaded = numpy_io.load(heads.to_bytes())
     assert loaded.keys() == heads.arrays.keys()
     assert all(np.array_equal(loaded[name], array) for name, array in heads.arrays.items())
-    arrays, notes = decode_tensors(numpy_io.save(dict(heads.arrays), {"a": "b"}), "file")
+    arrays, notes = decode_arrays(numpy_io.save(dict(heads.arrays), {"a": "b"}), TYPES)
     assert notes == {"a": "b"} and all(np.array_equal(arrays[name], array) for name, array in heads.arrays.items())
 
 
@@ -94,8 +97,9 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
     "another kind": lambda header, rest: framed(
         header | {"__metadata__": header["__metadata__"] | {"kind": "medusa"}}, rest
     ),
-    "one array too many": lambda header, rest: encode_tensors(
-        dict(decode_tensors(framed(header, rest), "")[0]) | {"more": np.zeros(1, np.float32)}, header["__metadata__"]
+    "one array too many": lambda header, rest: encode_arrays(
+        dict(decode_arrays(framed(header, rest), TYPES)[0]) | {"more": np.zeros(1, np.float32)},
+        header["__metadata__"],
     ),
 }
 
@@ -104,7 +108,7 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
 def test_a_damaged_file_is_refused_in_one_line(bundle: Bundle, name: str) -> None:
     """Also where whoever damaged it wrote its digest into the manifest."""
     header, rest = header_of(random_heads(bundle, "acceptance").to_bytes())
-    broken = additions.add_file(bundle, "heads/acceptance.safetensors", BROKEN[name](header, rest))
+    broken = opening.add_file(bundle, "heads/acceptance.safetensors", BROKEN[name](header, rest))
     with pytest.raises(BundleError) as caught:
         read_heads(broken, "acceptance")
     assert "\n" not in caught.value.message and caught.value.hint

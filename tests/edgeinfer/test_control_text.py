@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer import kv_calibration
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.export.calibration_text import read_calibration_text
+from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.hub import resolve
 from edgeinfer.openai import make_completion
 from edgeinfer.openai.synchronous import whole

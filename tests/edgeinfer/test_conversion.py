@@ -33,9 +33,8 @@ from edgeinfer.bundle import (
     seal,
 )
 from edgeinfer.bundle.codecs import CODECS, NativeCodec
-from edgeinfer.bundle.conversion import convert_bundle, convert_weights, is_converted
+from edgeinfer.bundle.conversion import convert_bundle, convert_weights, is_converted, relocate
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
-from edgeinfer.bundle.relocation import relocate
 from edgeinfer.bundle.tables import Outline, convert_table, file_bytes, lay_out
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.export import ExportConfig

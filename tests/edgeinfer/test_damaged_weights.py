@@ -19,7 +19,7 @@ from edgeinfer.bundle import MODEL, WEIGHTS, open_bundle
 from edgeinfer.bundle.digests import hash_file
 from edgeinfer.bundle.nesting import nest_drafter
 from edgeinfer.errors import BundleError, ModelError
-from edgeinfer.export.bundle_checkpoint import checkpoint_tensors
+from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
 from edgeinfer.runtime.weights import verification
 from edgeinfer.runtime.weights.verification import Verification
 from tests.cache import made

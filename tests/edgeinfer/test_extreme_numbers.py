@@ -12,17 +12,25 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.adaptive import COMPUTE_RANGES, ComputeOptions
-from edgeinfer.config import GENERATION_RANGES, LOAD_RANGES, GenerationConfig, LoadConfig, parse_size
+from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import UsageError
-from edgeinfer.searching import SEARCH_RANGES, SearchOptions
+from edgeinfer.options import Range, options_of
+from edgeinfer.searching import SearchOptions
 from tests.speculation import known_costs
 
 EXTREMES: tuple[Any, ...] = (
     1e300, -1e300, 1e-300, -1e-300, 5e-324, 10**30, -(10**30), 10**400, 10**5000, 2**63, 2**31, math.nan, math.inf,
     -math.inf, -0.0, 0, 1, -1, True, False, "1", [1], {}, b"1",
 )  # fmt: skip
-RANGES = {**GENERATION_RANGES, **SEARCH_RANGES, **COMPUTE_RANGES}
+
+
+def ranges(configuration: type[Any]) -> dict[str, Range]:
+    """Of the options that take a number."""
+    return {name: option.range for name, option in options_of(configuration).items() if option.range is not None}
+
+
+LOAD_RANGES, RANGES = ranges(LoadConfig), ranges(GenerationConfig)
 # What an option is of use with.
 WITH: dict[str, dict[str, Any]] = {
     "samples": {"search": "vote", "temperature": 1.0},
@@ -64,8 +72,8 @@ def numeric(kind: type[Any]) -> set[str]:
 def test_every_number_has_a_range() -> None:
     assert numeric(LoadConfig) == set(LOAD_RANGES)
     # A tuple of numbers, each of which has one.
-    assert numeric(SearchOptions) == {*SEARCH_RANGES, "resistance"}
-    assert numeric(ComputeOptions) == set(COMPUTE_RANGES)
+    assert numeric(SearchOptions) == {*ranges(SearchOptions), "resistance"}
+    assert numeric(ComputeOptions) == set(ranges(ComputeOptions))
     # Of the rest, a mapping and a tuple of ids.
     assert numeric(GenerationConfig) == {*RANGES, "resistance", "logit_bias", "stop_token_ids"}
 
@@ -139,7 +147,7 @@ def test_together_they_stay_numbers(model: edgeinfer.Model) -> None:
     """The ends of all ranges at once, where they can be."""
     for least in (False, True):
         ends = {
-            name: (GENERATION_RANGES[name].least if least else GENERATION_RANGES[name].most)
+            name: (RANGES[name].least if least else RANGES[name].most)
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p", "temperature")
         }
         for bias in (1e6, -1e6, math.inf, -math.inf):

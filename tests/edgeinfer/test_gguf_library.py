@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.bundle.gguf import library, smoke
-from edgeinfer.bundle.gguf.buffers import extra_buffer_types, functions
+from edgeinfer.bundle.gguf.library import extra_buffer_types, functions
 from edgeinfer.errors import UsageError
 from tests.cli import TIME_LIMIT
 

@@ -16,9 +16,10 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import CapabilityError, StorageError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.profile import profile
-from edgeinfer.runtime.speculation import device, tune
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
+from edgeinfer.runtime.profile import device_profile
+from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.tuning import drafting_search
 from tests.cli import contents
 from tests.speculation import PROMPT, check_figures, known_costs, load_eager, make_eager, plain, random_bundle, same
 
@@ -201,14 +202,14 @@ def test_a_cache_that_cannot_be_written(
 
     caplog.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(profile, "write_file", full)
+        patch.setattr(device_profile, "write_file", full)
         assert learn(small_bundle).text == expected
     assert len(caplog.records) == 1 and "is not kept" in caplog.text
     learn(small_bundle)
     (folder,) = folders(tmp_path / "full")
     before = contents(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(profile, "write_file", full)
+        patch.setattr(device_profile, "write_file", full)
         assert learn(small_bundle).text == expected
     assert contents(folder) == before
 
@@ -225,7 +226,7 @@ def test_no_home_for_a_profile(small_bundle: Path, monkeypatch: pytest.MonkeyPat
     def homeless() -> Path:
         raise StorageError("This user has no home folder.", "Set HOME.")
 
-    monkeypatch.setattr(profile, "user_cache", homeless)
+    monkeypatch.setattr(device_profile, "user_cache", homeless)
     assert learn(small_bundle).speculation.rounds > 0
 
 
@@ -240,7 +241,7 @@ def even_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = 2 * backend.geometry.num_layers
         return BlockCosts(1.0, (1.0,) * blocks, (1.0 + blocks, 1.1 + blocks))
 
-    monkeypatch.setattr(tune, "measure_costs", costs)
+    monkeypatch.setattr(drafting_search, "measure_costs", costs)
 
 
 @pytest.mark.usefixtures("even_blocks")
@@ -248,7 +249,7 @@ def even_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_tuning_finds_is_drafted_with(
     small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
-    monkeypatch.setattr(tune, "_PAYS", 0.0 if pays else 1e9)
+    monkeypatch.setattr(drafting_search, "_PAYS", 0.0 if pays else 1e9)
     steps: list[tuple[int, int]] = []
     with load_eager(small_bundle) as model:
         before = plain(model, max_tokens=30, ignore_eos=True).text
@@ -275,7 +276,7 @@ def test_what_tuning_finds_is_drafted_with(
 def test_damage_to_what_tuning_found_is_survived(
     small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(tune, "_PAYS", 0.0)
+    monkeypatch.setattr(drafting_search, "_PAYS", 0.0)
     with load_eager(small_bundle) as model:
         model.tune(["Once upon a time"], evaluations=3)
     (folder,) = folders(cache)

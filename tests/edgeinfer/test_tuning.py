@@ -18,9 +18,9 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device as device_costs
 from edgeinfer.runtime.system.machine import usable_processors
+from edgeinfer.runtime.tuning.comparison import Effort
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
-from edgeinfer.runtime.tuning.trial import Effort
 from edgeinfer.runtime.tuning.work import Times
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.speculation import PROMPT
@@ -335,7 +335,7 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, mon
 
 @pytest.mark.usefixtures("long_chunks", "cache")
 def test_the_first_reply_after_tuning_measures_nothing(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.runtime.speculation.tune._PAYS", 0.0)
+    monkeypatch.setattr("edgeinfer.runtime.tuning.drafting_search._PAYS", 0.0)
     edgeinfer.tune_device(small_bundle, threads=1)
     with edgeinfer.load(small_bundle, threads=1) as model:
         model.tune(["Once upon a time"], evaluations=2)

@@ -20,15 +20,16 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.calibration_text import read_calibration_text
-from edgeinfer.export.checkpoint import Checkpoint
-from edgeinfer.export.folding import fold_head, fold_layer
-from edgeinfer.export.head_padding import pad_heads
-from edgeinfer.export.hf_config import read_config
-from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.described import pad_heads
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.source.calibration_text import read_calibration_text
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.export.weights.folding import fold_head, fold_layer
 from edgeinfer.quant import METHODS, InputStatistics, QuantPolicy
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate
 from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.factories import make_checkpoint, make_tokenizer
 
@@ -56,7 +57,7 @@ def logits_error(model: Any, bundle: Bundle, tokens: NDArray[np.int64]) -> float
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
     places = np.arange(len(tokens))
-    ours = ReferenceBackend(bundle, len(tokens)).forward(tokens, places, places).logits
+    ours = ReferenceBackend(bundle, len(tokens)).forward(ForwardInput(tokens, places, places)).logits
     return float(np.mean((ours - theirs) ** 2))
 
 
@@ -286,7 +287,7 @@ def test_a_text_of_just_enough_tokens_is_taken_whole(tmp_path: Path, tokenizer: 
 def test_a_long_file_is_looked_at_in_pieces(tmp_path: Path, tokenizer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "long.txt"
     path.write_text("".join(f"línea número {i} — ünïcode\n" for i in range(20000)), "utf-8")
-    monkeypatch.setattr("edgeinfer.export.calibration_text._MOST_BYTES", 1 << 16)
+    monkeypatch.setattr("edgeinfer.export.source.calibration_text._MOST_BYTES", 1 << 16)
     found = read_calibration_text(path, tokenizer, 1024, 512)
     assert found.tokens == 1024
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.source.checkpoint import Checkpoint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import edgeinfer
 from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.tuning.measure import TokenScores
 from tests.cache import export_checkpoint
@@ -112,7 +113,7 @@ def check_float_logits(shared: Path, exported: Export, stories: list[str], name:
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             rows = np.arange(len(part))
-            logits = backend.forward(part, rows + start, rows).logits
+            logits = backend.forward(ForwardInput(part, rows + start, rows)).logits
             assert float(np.abs(logits - expected[start : start + len(part)]).max()) <= PARITY
         backend.close()
 

@@ -1,4 +1,4 @@
-"""What training drafters and exits is made of: sizes, losses, laws, text, samples, targets."""
+"""What training drafters and exits is made of: sizes, losses, probabilities, text, samples, targets."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ from transformers.utils import logging as library
 
 from edgeinfer.errors import ModelError, StorageError, TemplateError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.training.acceptance import measure_acceptance, run_lengths
-from edgeinfer.export.training.depths import layer_states, require_plain
 from edgeinfer.export.training.dialogues import clean, dialogue, main, names_in
+from edgeinfer.export.training.drafter import measure_acceptance, run_lengths
 from edgeinfer.export.training.exits import exit_weight, layer_dropout
-from edgeinfer.export.training.laws import KEPT, teach
-from edgeinfer.export.training.losses import cross_entropy, divergence, in_pieces, taught_divergence
+from edgeinfer.export.training.losses import (
+    cross_entropy,
+    divergence,
+    in_pieces,
+    layer_states,
+    require_plain,
+    taught_divergence,
+)
 from edgeinfer.export.training.samples import SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.sizing import (
-    DeviceCosts,
     StudentSize,
+    TargetCosts,
     acceptance_guess,
     choose_size,
     expected_tokens,
 )
 from edgeinfer.export.training.student import hidden_states, make_student, save_checkpoint
 from edgeinfer.export.training.target import Target, load_target
+from edgeinfer.export.training.teacher import KEPT, teach
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.tokens import open_tokens, write_tokens
 from tests.cache import export_checkpoint
@@ -110,12 +116,12 @@ def test_divergence_of_laws_known_in_part_is_at_most_that_of_whole_ones() -> Non
     torch.manual_seed(1)
     hidden, head = torch.randn(9, 6), torch.randn(40, 6)
     teacher, teacher_head = torch.randn(9, 5), 3 * torch.randn(40, 5)
-    law, guess = torch.log_softmax(teacher @ teacher_head.T, -1), torch.log_softmax(hidden @ head.T, -1)
-    exact = (law.exp() * (law - guess)).sum(-1).mean()
+    distribution, guess = torch.log_softmax(teacher @ teacher_head.T, -1), torch.log_softmax(hidden @ head.T, -1)
+    exact = (distribution.exp() * (distribution - guess)).sum(-1).mean()
     assert torch.allclose(divergence(hidden, head, teacher, teacher_head), exact, atol=1e-5)
-    known = torch.topk(law, 39)
+    known = torch.topk(distribution, 39)
     assert torch.allclose(taught_divergence(hidden, head, known.indices, known.values), exact, atol=1e-4)
-    fewer = torch.topk(law, 5)
+    fewer = torch.topk(distribution, 5)
     assert 0 < taught_divergence(hidden, head, fewer.indices, fewer.values) < exact
 
 
@@ -133,7 +139,7 @@ def test_sizes_are_parsed_and_counted(target: Target) -> None:
             StudentSize.parse(wrong)
 
 
-COSTS = DeviceCosts({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 15.0}, 1_000_000_000, 24)
+COSTS = TargetCosts({1: 10.0, 2: 10.5, 4: 11.0, 8: 12.0, 16: 15.0}, 1_000_000_000, 24)
 
 
 def test_the_predicted_speedup_is_that_of_rounds() -> None:
@@ -162,19 +168,19 @@ def test_more_weights_and_layers_are_accepted_more() -> None:
 
 def test_dear_layers_make_drafters_shallow_and_dear_weights_narrow() -> None:
     passes = {1: 10.0, 8: 11.0}
-    cheap = choose_size(DeviceCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.0), 32_000).size
-    dear = choose_size(DeviceCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.4), 32_000).size
+    cheap = choose_size(TargetCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.0), 32_000).size
+    dear = choose_size(TargetCosts(passes, 10**9, 24, call_ms=0.01, layer_ms=0.4), 32_000).size
     assert dear.layers == 1 <= cheap.layers
-    assert choose_size(DeviceCosts(passes, 10**7, 24), 32_000).size.width < cheap.width
+    assert choose_size(TargetCosts(passes, 10**7, 24), 32_000).size.width < cheap.width
 
 
 def test_bytes_may_be_limited() -> None:
-    costs = DeviceCosts({1: 10.0, 8: 11.0}, 10**9, 24)
+    costs = TargetCosts({1: 10.0, 8: 11.0}, 10**9, 24)
     assert choose_size(costs, 4096, most_bytes=300_000, bits=4).size.weights(4096) <= 600_000
     with pytest.raises(UsageError, match="1000 bytes"):
         choose_size(costs, 4096, most_bytes=1000)
     with pytest.raises(UsageError, match="not measured"):
-        DeviceCosts({2: 1.0}, 10, 1)
+        TargetCosts({2: 1.0}, 10, 1)
 
 
 # Text
@@ -255,7 +261,7 @@ def test_dialogues_are_made_of_stories_that_are_not_left_out(tmp_path: Path) -> 
     assert made.count("\n") == 59 and "Number 7." not in made
 
 
-# Samples and laws
+# Samples and probabilities
 
 
 PROMPTS = [np.array([0, *range(5, 5 + n)], np.int64) for n in (3, 6, 4, 9)]
@@ -311,13 +317,13 @@ def test_sampling_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
 def test_laws_are_the_targets_likeliest_tokens(tmp_path: Path, target: Target) -> None:
     tokens = write_tokens(tmp_path / "t", [np.random.default_rng(0).integers(2, 320, 70)])
-    laws = teach(target, tokens, 16, tmp_path / "laws")
-    assert len(laws) == 4
-    ids, likeliest, logs = laws.batch(0, 0, 3)
+    taught = teach(target, tokens, 16, tmp_path / "laws")
+    assert len(taught) == 4
+    ids, likeliest, logs = taught.batch(0, 0, 3)
     expected = torch.topk(torch.log_softmax(target.model(ids).logits, -1), KEPT)
     assert torch.allclose(logs, expected.values, atol=1e-2)
     assert (likeliest == expected.indices).float().mean() > 0.95
-    assert teach(target, tokens, 16, tmp_path / "laws").digest == laws.digest
+    assert teach(target, tokens, 16, tmp_path / "laws").digest == taught.digest
     with pytest.raises(UsageError, match="another target or text"):
         teach(target, tokens, 8, tmp_path / "laws")
     with pytest.raises(UsageError, match="70 tokens, and 71"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edgeinfer.errors import DeviceError, StorageError, UsageError
-from edgeinfer.export.training import kept as kept_module
+from edgeinfer.export.training import trainer as kept_module
 from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.trainer import Trained, Trainer, find_device
 

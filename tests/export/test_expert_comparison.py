@@ -10,16 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from edgeinfer.apps.bench.research import expert_forms
+from edgeinfer.apps.bench.research.expert_comparison import (
+    ComparisonRow,
+    ComparisonSettings,
+    ExpertComparison,
+    compare,
+    main,
+)
+from edgeinfer.apps.bench.research.expert_forms import ExpertModel
+from edgeinfer.apps.bench.research.simulation import grid_bytes
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.export import expert_forms
-from edgeinfer.export.expert_comparison import Comparison, Outcome, Settings, compare, main
-from edgeinfer.export.expert_forms import ExpertModel
-from edgeinfer.export.simulation import grid_bytes
 from edgeinfer.quant import Grid
 from tests.factories import make_checkpoint
 
 TEXT = "Once upon a time there was a little dog. She said: the cat is not here, is it? " * 60
-SETTINGS = Settings((3.0, 4.0), 192)
+SETTINGS = ComparisonSettings((3.0, 4.0), 192)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,17 +47,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def comparison(mixture: Path) -> Comparison:
+def comparison(mixture: Path) -> ExpertComparison:
     return compare(mixture, mixture.parent / "text", SETTINGS)
 
 
-def outcome(comparison: Comparison, bits: float, form: str, method: str | None = None) -> Outcome:
+def outcome(comparison: ExpertComparison, bits: float, form: str, method: str | None = None) -> ComparisonRow:
     (found,) = [o for o in comparison.outcomes if (o.allowed_bits, o.form, o.method) == (bits, form, method)]
     return found
 
 
 @pytest.mark.slow
-def test_every_form_is_measured_within_its_bytes(comparison: Comparison) -> None:
+def test_every_form_is_measured_within_its_bytes(comparison: ExpertComparison) -> None:
     made = {(o.allowed_bits, o.form, o.method) for o in comparison.outcomes}
     plain = {(b, form, m) for b in SETTINGS.bits for form in ("uniform", "per expert") for m in SETTINGS.methods}
     assert made == plain | {(b, form, None) for b in SETTINGS.bits for form in ("spectral", "spectral weighted")}
@@ -67,7 +73,7 @@ def test_every_form_is_measured_within_its_bytes(comparison: Comparison) -> None
 
 
 @pytest.mark.slow
-def test_the_programme_uses_bytes_that_uniform_bits_leave(comparison: Comparison) -> None:
+def test_the_programme_uses_bytes_that_uniform_bits_leave(comparison: ExpertComparison) -> None:
     for method in SETTINGS.methods:
         uniform, own = (outcome(comparison, 3.0, form, method) for form in ("uniform", "per expert"))
         assert own.stored_bits > uniform.stored_bits
@@ -80,8 +86,8 @@ def test_the_programme_uses_bytes_that_uniform_bits_leave(comparison: Comparison
 
 
 @pytest.mark.slow
-def test_bytes_enough_lose_next_to_nothing(mixture: Path, comparison: Comparison) -> None:
-    ample = compare(mixture, mixture.parent / "text", Settings((9.0,), 96, ("rtn",)))
+def test_bytes_enough_lose_next_to_nothing(mixture: Path, comparison: ExpertComparison) -> None:
+    ample = compare(mixture, mixture.parent / "text", ComparisonSettings((9.0,), 96, ("rtn",)))
     for found in ample.outcomes:
         assert found.kl < 0.5 * outcome(comparison, 4.0, found.form, found.method).kl
     assert outcome(ample, 9.0, "uniform", "rtn").same_next > 95
@@ -108,9 +114,9 @@ def test_the_command_prints_a_table_and_writes_its_figures(
     arguments = [str(mixture), "--text", str(mixture.parent / "text"), "--bits", "3", "--tokens", "96"]
     assert main([*arguments, "--methods", "rtn", "--json", str(tmp_path / "out.json")]) == 0
     said, written = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text("utf-8"))
-    assert set(written) == set(Comparison.__dataclass_fields__)
+    assert set(written) == set(ExpertComparison.__dataclass_fields__)
     assert [o["form"] for o in written["outcomes"]] == ["uniform", "per expert", "spectral", "spectral weighted"]
-    assert all(set(o) == set(Outcome.__dataclass_fields__) for o in written["outcomes"])
+    assert all(set(o) == set(ComparisonRow.__dataclass_fields__) for o in written["outcomes"])
     assert written["outcomes"][0]["scheme"]["bits"] == 2
     for found in written["outcomes"]:
         assert f"| 3 | {found['form']} |" in said and f"| {found['kl']:.5f} ± " in said
@@ -125,7 +131,7 @@ def test_the_command_prints_a_table_and_writes_its_figures(
 def test_what_does_not_fit_is_refused(mixture: Path) -> None:
     text = mixture.parent / "text"
     with pytest.raises(BudgetError, match=r"do not fit 2 bits") as refused:
-        compare(mixture, text, Settings((3.0, 2.0), 96))
+        compare(mixture, text, ComparisonSettings((3.0, 2.0), 96))
     # Two bits and a scale of two bytes: in blocks of 64 where rows are long enough.
     assert refused.value.hint == "Ask for at least 2.334."
 
@@ -136,13 +142,13 @@ def test_unsuitable_input_is_refused(mixture: Path, tmp_path: Path, capsys: pyte
     with pytest.raises(UsageError, match="has no experts"):
         compare(tmp_path / "dense", text)
     with pytest.raises(UsageError, match="needed for calibration"):
-        compare(mixture, text, Settings((3.0,), 100_000))
+        compare(mixture, text, ComparisonSettings((3.0,), 100_000))
     make_checkpoint(tmp_path / "odd", "qwen3-moe-tied-odd")
     with pytest.raises(UsageError, match="can be quantized"):
         compare(tmp_path / "odd", text)
     for wrong in ({"methods": ("magic",)}, {"methods": ("awq",)}, {"bits": (0.0,)}, {"bits": ()}, {"tokens": 1}):
         with pytest.raises(UsageError):
-            Settings(**wrong)
+            ComparisonSettings(**wrong)
     assert main([str(tmp_path / "dense"), "--text", str(text)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "no experts" in said.err

@@ -15,13 +15,12 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.errors import BudgetError
-from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf import allocation
-from edgeinfer.export.gguf.allocation import TypePlan, choose_types, tensor_bytes
+from edgeinfer.export.gguf.allocation import RowQuantizer, TypePlan, choose_types, tensor_bytes
 from edgeinfer.export.gguf.quantize import quantize_gguf
-from edgeinfer.export.gguf.rounding import RowQuantizer
-from edgeinfer.export.gguf.writer import open_subject, write_gguf
-from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.gguf.writer import open_gguf_source, write_gguf
+from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.factories import make_checkpoint
 
 Floats = NDArray[np.float32]
@@ -58,9 +57,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def choose(folder: Path, budget: int, given: dict[str, str] | None = None) -> TypePlan:
     with Checkpoint(folder) as opened:
-        subject = open_subject(opened)
-        reader = PlannedTensors(opened, subject.computing)
-        return choose_types(subject.spec, reader, TEXTS, subject.tensors, budget, given=given)
+        described = open_gguf_source(opened)
+        reader = PlannedTensors(opened, described.computing)
+        return choose_types(described.spec, reader, TEXTS, described.tensors, budget, given=given)
 
 
 @pytest.mark.gguf

@@ -74,9 +74,9 @@ def test_the_float_file_between_is_of_the_checkpoints_type(source: Path, tmp_pat
 
     def noted(*args: Any, **given: Any) -> None:
         kinds.append(args[4])
-        writer.write_subject(*args, **given)
+        writer.write_gguf_source(*args, **given)
 
-    monkeypatch.setattr(route, "write_subject", noted)
+    monkeypatch.setattr(route, "write_gguf_source", noted)
     import torch
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

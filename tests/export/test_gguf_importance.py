@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.importance import Importance, gather_importance
-from edgeinfer.export.gguf.writer import open_subject
-from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.gguf.writer import open_gguf_source
+from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.factories import make_checkpoint
 
 TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8, 8, 120])]
@@ -22,9 +22,9 @@ TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8
 
 def gather(folder: Path, texts: list[NDArray[np.int64]] = TEXTS) -> Importance:
     with Checkpoint(folder) as checkpoint:
-        subject = open_subject(checkpoint)
-        reader = PlannedTensors(checkpoint, subject.computing)
-        return gather_importance(subject.spec, reader, texts, subject.tensors)
+        described = open_gguf_source(checkpoint)
+        reader = PlannedTensors(checkpoint, described.computing)
+        return gather_importance(described.spec, reader, texts, described.tensors)
 
 
 def watch(model: Any, modules: dict[str, Any]) -> dict[str, NDArray[np.float32]]:

@@ -11,10 +11,10 @@ import torch
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import UsageError
-from edgeinfer.export.checkpoint import Checkpoint
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers, prune_tokens, renumbered
-from edgeinfer.export.gguf.writer import open_subject
-from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.gguf.writer import open_gguf_source
+from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.factories import make_checkpoint
 from tests.gguf_builder import ARRAY, INT32, small_model
 
@@ -23,8 +23,8 @@ TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8
 
 def choose(folder: Path, count: int, told: Any = None) -> tuple[int, ...]:
     with Checkpoint(folder) as checkpoint:
-        subject = open_subject(checkpoint)
-        return choose_layers(subject.spec, PlannedTensors(checkpoint, subject.computing), TEXTS, count, told)
+        described = open_gguf_source(checkpoint)
+        return choose_layers(described.spec, PlannedTensors(checkpoint, described.computing), TEXTS, count, told)
 
 
 def loss(model: Any, pruned: tuple[int, ...]) -> float:
@@ -66,7 +66,7 @@ def test_some_layers_must_stay(tmp_path: Path, count: int) -> None:
 def test_tokens_are_fewer_for_large_models(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with Checkpoint(tmp_path) as checkpoint:
-        spec = open_subject(checkpoint).spec
+        spec = open_gguf_source(checkpoint).spec
     assert prune_tokens(spec, 100_000, 1) == 2048 and prune_tokens(spec, 10**11, 1) == 64
 
 

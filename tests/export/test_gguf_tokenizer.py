@@ -14,16 +14,16 @@ from tokenizers import Tokenizer, processors
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf.library import llama_library
-from edgeinfer.bundle.gguf.model import open_gguf
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.gguf_bundle import open_gguf
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.gguf import pre_tokenizers as names
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenizer, llama_encoder
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
-from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text import LiteralEncoder

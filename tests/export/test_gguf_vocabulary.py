@@ -14,7 +14,7 @@ from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.gguf import writer
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
-from edgeinfer.export.hf_config import read_config
+from edgeinfer.export.source.hf_config import read_config
 from tests.export.made_tokenizers import ROWS, TOKENIZERS, byte_level, pieces, split, whole_words, write_words
 
 

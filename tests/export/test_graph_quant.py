@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgeinfer.export.graph_quant import quantize_graph
+from edgeinfer.export.optimum_route import quantize_graph
 from edgeinfer.quant import QuantPolicy
 
 K, N, V = 64, 96, 40

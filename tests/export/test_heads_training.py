@@ -14,18 +14,18 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads, read_heads
 from edgeinfer.errors import BundleError, ModelError, UsageError
 from edgeinfer.export import ExportConfig
+from edgeinfer.export.training.heads import HydraTask, MedusaTask
 from edgeinfer.export.training.heads_task import HeadsShape, HeadsTask
-from edgeinfer.export.training.hydra import HydraTask
 from edgeinfer.export.training.judge import JudgeTask, area_under_curve
-from edgeinfer.export.training.medusa import MedusaTask
 from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.prompt_tokens import PromptTask
 from edgeinfer.export.training.routers import RoutersTask
 from edgeinfer.export.training.target import Target, load_target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import Tokens, write_tokens
+from edgeinfer.export.training.tokens import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
 from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
@@ -65,7 +65,7 @@ def drafter(folder: Path) -> Target:
 
 
 @pytest.fixture(scope="module")
-def text(folder: Path) -> Tokens:
+def text(folder: Path) -> TokenFile:
     return write_tokens(folder / "text.u32", [np.array(TEXT)])
 
 
@@ -89,7 +89,7 @@ def shown(hidden: Floats, committed: tuple[int, ...] = (), probed: Floats | None
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_heads_learn_what_the_target_says(target: Target, text: Tokens, kind: str) -> None:
+def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind: str) -> None:
     task = TASKS[kind](target, (text,), BATCHES, SHAPE)
     losses = train(task)
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:2])
@@ -99,7 +99,7 @@ def test_heads_learn_what_the_target_says(target: Target, text: Tokens, kind: st
 
 @pytest.mark.parametrize(("kind", "drafting"), [("medusa", MedusaDrafter), ("hydra", HydraDrafter)])
 def test_heads_that_draft_are_those_that_were_trained(
-    target: Target, text: Tokens, bundle: Bundle, kind: str, drafting: type[StateDrafter]
+    target: Target, text: TokenFile, bundle: Bundle, kind: str, drafting: type[StateDrafter]
 ) -> None:
     task: HeadsTask = TASKS[kind](target, (text,), BATCHES, SHAPE)
     train(task)
@@ -109,7 +109,7 @@ def test_heads_that_draft_are_those_that_were_trained(
     guesser = drafting(backend, found)
     # The last token is one that is not guessed, and so unknown to Hydra.
     tokens = [*TEXT[:10], 300]
-    output = backend.forward(np.array(tokens[:-1]), np.arange(10), np.array([9]))
+    output = backend.forward(ForwardInput(np.array(tokens[:-1]), np.arange(10), np.array([9])))
     assert output.hidden is not None
     guesser.begin(tokens)
     now, drafted = context(tokens), [5, 12]
@@ -128,7 +128,7 @@ def test_heads_that_draft_are_those_that_were_trained(
     assert not guesser.guesses(now, [5, 12, 19], 1)
 
 
-def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: Tokens, bundle: Bundle) -> None:
+def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: TokenFile, bundle: Bundle) -> None:
     task = PromptTask(target, (text,), BATCHES, SHAPE)
     train(task)
     found = read_heads(add_heads(bundle.path, task.heads({})), "prompt")
@@ -140,7 +140,7 @@ def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: Tokens, b
     assert states is not None and backend.length == 9
     rows = np.arange(1 + SHAPE.count)
     fed = np.pad(np.array(TEXT[9:10]), (0, SHAPE.count))
-    output = backend.forward(fed, rows + 9, rows, hidden=states)
+    output = backend.forward(ForwardInput(fed, rows + 9, rows, hidden=states))
     with torch.no_grad():
         said = task._said(torch.tensor([TEXT[:12]]), torch.tensor([3, 9]))[0, 1] @ target.model.lm_head.weight.T
     np.testing.assert_allclose(output.logits[1:], said.numpy(), rtol=1e-3, atol=1e-4)
@@ -153,7 +153,7 @@ def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: Tokens, b
     assert not guesser.guesses(now, best, 1)
 
 
-def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text: Tokens, folder: Path) -> None:
+def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text: TokenFile, folder: Path) -> None:
     task = JudgeTask(drafter, target, (text,), BATCHES)
     losses = train(task)
     assert np.mean(losses[-4:]) < np.mean(losses[:2])
@@ -161,12 +161,12 @@ def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text:
     found = read_heads(bundle, "acceptance")
     assert found is not None
     backend = ReferenceBackend(bundle, 64)
-    output = backend.forward(np.array(TEXT[:12]), np.arange(12), np.arange(12))
+    output = backend.forward(ForwardInput(np.array(TEXT[:12]), np.arange(12), np.arange(12)))
     assert output.hidden is not None
-    states, _, law, _ = task._facts(torch.tensor([TEXT[:12]]))
+    states, _, distribution, _ = task._facts(torch.tensor([TEXT[:12]]))
     np.testing.assert_allclose(output.hidden, states, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(
-        output.logits, torch.log(law) + torch.tensor(output.logits).logsumexp(-1, True), atol=1e-3
+        output.logits, torch.log(distribution) + torch.tensor(output.logits).logsumexp(-1, True), atol=1e-3
     )
     judge = AcceptanceJudge(found)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_the_area_under_the_curve_counts_pairs() -> None:
     assert area_under_curve(scores, torch.ones(4, dtype=torch.bool)) == 0.5
 
 
-def test_routers_keep_the_wanted_share_and_say_what_it_costs(target: Target, text: Tokens) -> None:
+def test_routers_keep_the_wanted_share_and_say_what_it_costs(target: Target, text: TokenFile) -> None:
     task = RoutersTask(target, (text,), BATCHES, keep=0.5)
     whole, kept = task.figures(text)
     assert kept == 1 and whole == pytest.approx(0, abs=1e-5)
@@ -196,7 +196,7 @@ def _geometry(target: Target) -> Any:
     return open_bundle(target.folder.parent / "target-bundle").manifest.geometry
 
 
-def test_routers_gate_as_their_file_says(target: Target, text: Tokens) -> None:
+def test_routers_gate_as_their_file_says(target: Target, text: TokenFile) -> None:
     """The mean over the prompt of the states that enter a layer, and a sigmoid."""
     task = RoutersTask(target, (text,), BATCHES)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_routers_gate_as_their_file_says(target: Target, text: Tokens) -> None:
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_an_interrupted_training_ends_as_if_it_had_not_been(
-    target: Target, text: Tokens, kind: str, tmp_path: Path
+    target: Target, text: TokenFile, kind: str, tmp_path: Path
 ) -> None:
     def task() -> Any:
         return TASKS[kind](target, (text,), BATCHES, SHAPE)
@@ -229,7 +229,7 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(
         train(TASKS[kind](target, (text,), BATCHES, HeadsShape(2, 40)), None, tmp_path)
 
 
-def test_what_cannot_be_trained_is_refused(target: Target, drafter: Target, text: Tokens, folder: Path) -> None:
+def test_what_cannot_be_trained_is_refused(target: Target, drafter: Target, text: TokenFile, folder: Path) -> None:
     short = write_tokens(folder / "short.u32", [np.arange(8)])
     for make in (
         lambda: MedusaTask(target, (short,), BATCHES, SHAPE),
@@ -245,7 +245,7 @@ def test_what_cannot_be_trained_is_refused(target: Target, drafter: Target, text
             make()
 
 
-def test_a_judge_of_another_vocabulary_is_refused(target: Target, folder: Path, text: Tokens) -> None:
+def test_a_judge_of_another_vocabulary_is_refused(target: Target, folder: Path, text: TokenFile) -> None:
     make_checkpoint(folder / "other", "llama", seed=2, **SIZES)
     path = folder / "other" / "tokenizer.json"
     table = json.loads(path.read_text("utf-8"))
@@ -257,7 +257,7 @@ def test_a_judge_of_another_vocabulary_is_refused(target: Target, folder: Path, 
         JudgeTask(load_target(folder / "other"), target, (text,), BATCHES)
 
 
-def test_heads_of_another_model_are_refused(target: Target, text: Tokens, tmp_path: Path) -> None:
+def test_heads_of_another_model_are_refused(target: Target, text: TokenFile, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "wide", "llama", hidden_size=64, intermediate_size=48, num_hidden_layers=2)
     wide = export_checkpoint(tmp_path / "wide", tmp_path / "bundle", ExportConfig(32))
     heads: Heads = MedusaTask(target, (text,), BATCHES, SHAPE).heads({})

@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.hf_config import HFConfig
+from edgeinfer.export.source.hf_config import HFConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

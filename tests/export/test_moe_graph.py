@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, graph, open_bundle
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.conversion import convert_weights
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import ExpertChoice, StepOutput
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
 from tests.export.passes import TOKENS, feeds
@@ -73,8 +73,8 @@ class Graph:
         return logits, ids
 
 
-def reference(bundle: Bundle, **options: Any) -> StepOutput:
-    return ReferenceBackend(bundle, CAPACITY).forward(TOKENS, ROWS, ROWS, **options)
+def reference(bundle: Bundle, **options: Any) -> ForwardOutput:
+    return ReferenceBackend(bundle, CAPACITY).forward(ForwardInput(TOKENS, ROWS, ROWS, **options))
 
 
 def distance_of(actual: Array, wanted: Array) -> float:

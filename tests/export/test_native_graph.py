@@ -16,12 +16,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
-from edgeinfer.bundle.arithmetic import rms_norm, silu, softmax
+from edgeinfer.bundle.arithmetic import rms_norm, rope_tables, rotate, silu, softmax
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
-from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
 from tests.export.passes import TOKENS, feeds
@@ -203,7 +202,7 @@ def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None, experts: 
 def expected(bundle: Bundle, **options: Any) -> Array:
     backend = ReferenceBackend(bundle, CAPACITY)
     rows = np.arange(len(TOKENS))
-    return backend.forward(TOKENS, rows, rows, **options).logits
+    return backend.forward(ForwardInput(TOKENS, rows, rows, **options)).logits
 
 
 def nodes(model_graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

@@ -20,6 +20,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from tests.factories import make_tokenizer
 
@@ -87,7 +88,7 @@ def exported(request: pytest.FixtureRequest, optimum: None, tmp_path_factory: py
 
 def feed(backend: ConcatBackend, tokens: NDArray[np.int64], rows: list[int]) -> NDArray[np.float32]:  # (R, V)
     positions = np.arange(backend.length, backend.length + len(tokens))
-    return backend.forward(tokens, positions, np.array(rows, np.int64)).logits.copy()
+    return backend.forward(ForwardInput(tokens, positions, np.array(rows, np.int64))).logits.copy()
 
 
 @pytest.mark.optimum

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench.vocabulary import pseudo_text, write_tokenizer
-from edgeinfer.export.hf_config import HFConfig
-from edgeinfer.export.sidecar import read_sidecar
+from edgeinfer.apps.bench.synthetic import pseudo_text, write_tokenizer
+from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.runtime.text import Tokenizer, tokenizer_facts
 
 CONFIG = HFConfig({"bos_token_id": 1, "eos_token_id": 2})

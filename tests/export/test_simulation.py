@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgeinfer.apps.bench.research.simulation import Form, main, quantize_codebook, simulate
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.simulation import Form, main, simulate
-from edgeinfer.quant.codebook import quantize_codebook
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 

@@ -16,7 +16,7 @@ import pytest
 from edgeinfer.bundle import MANIFEST, STATIC, WEIGHTS, Bundle, open_bundle
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.export.static.options import StaticOptions
+from edgeinfer.export.options.config import StaticOptions
 from tests.cli import edgeinfer, refuses
 from tests.factories import make_checkpoint
 

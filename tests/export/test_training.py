@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from edgeinfer.apps.bench.research import tales_moe
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training import tales_moe
-from edgeinfer.export.training.stories import (
+from edgeinfer.export.training.text import (
     SEPARATOR,
     make_tokenizer,
     read_stories,

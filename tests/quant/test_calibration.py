@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.checkpoint import Checkpoint
-from edgeinfer.export.hf_config import read_config
-from edgeinfer.export.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.quant import InputStatistics
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate
 from tests.factories import make_checkpoint

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.apps.bench.research.simulation import quantize_codebook
 from edgeinfer.bundle import bfloat16
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.quant import output_error
-from edgeinfer.quant.codebook import quantize_codebook
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgeinfer.apps.bench.research.spectral import heterogeneity, quantize_spectral
 from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.quant.spectral import heterogeneity, quantize_spectral
 
 Floats = NDArray[np.float32]
 

@@ -18,11 +18,14 @@ from onnx import TensorProto, helper, numpy_helper
 from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, concat_graph, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
-from edgeinfer.runtime.backends.contract import Floats, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.registry import make_backend, subject_of
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.planning.ways import configurations
+from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from tests.runtime.interrupts import within_runs
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
@@ -130,7 +133,7 @@ def backend(used: ConcatBackend) -> ConcatBackend:
 
 def feed(backend: ConcatBackend, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:  # (R, V)
     positions = np.arange(backend.length, backend.length + len(tokens))
-    return backend.forward(np.array(tokens), positions, np.array(rows, np.int64)).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens), positions, np.array(rows, np.int64))).logits.copy()
 
 
 def close(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
@@ -181,18 +184,18 @@ def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> N
     ]
     for extra in extras:
         with pytest.raises(CapabilityError):
-            backend.forward(np.array([1, 2]), np.arange(2), np.array([1]), **extra)
+            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     assert backend.length == 0
 
 
 @either
 def test_positions_other_than_the_next_ones(sums: Sums, backend: ConcatBackend) -> None:
     if sums.positions:
-        backend.forward(np.array([1, 2]), np.array([0, 5]), np.array([1]))
+        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
         assert backend.length == 2
         return
     with pytest.raises(BackendError, match="positions"):
-        backend.forward(np.array([1, 2]), np.array([0, 5]), np.array([1]))
+        backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
     assert backend.length == 0
 
 
@@ -293,11 +296,14 @@ def test_the_registry_finds_it(sums: Sums) -> None:
     assert isinstance(backend, ConcatBackend)
     engine = Engine(backend, chunk=3)
 
-    class Greedy:
-        def token(self, logits: NDArray[np.float32], position: int) -> int:
+    class Greedy(Sampler):
+        def __init__(self) -> None:
+            pass
+
+        def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
             return int(logits.argmax())
 
-        def accept(self, token: int, logits: NDArray[np.float32]) -> None:
+        def accept(self, token: int, logits: Logits) -> None:
             pass
 
     tokens = [1, 2, 3, 4]

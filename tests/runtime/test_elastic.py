@@ -8,7 +8,8 @@ import pytest
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.kernel import require_kernel
@@ -25,7 +26,7 @@ def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -
 def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
     """Of a text, from an empty cache."""
     backend.truncate(0)
-    step = backend.forward(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)), planes=planes)
+    step = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)), planes=planes))
     return step.logits.copy()
 
 

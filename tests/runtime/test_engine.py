@@ -12,22 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
+    ForwardInput,
+    ForwardOutput,
     PassCancelledError,
-    StepOutput,
-    Visibility,
     check_pass,
 )
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11
@@ -71,18 +69,10 @@ class TableBackend:
 
     def forward(
         self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+        batch: ForwardInput,
+    ) -> ForwardOutput:
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
         self._wait()
         start = self.length
@@ -91,7 +81,7 @@ class TableBackend:
         logits = np.zeros((len(rows), VOCABULARY), np.float32)
         for i, row in enumerate(rows):
             logits[i, next_token(self.held[: start + row + 1])] = 1
-        return StepOutput(logits, None)
+        return ForwardOutput(logits, None)
 
     def _wait(self) -> None:
         if len(self.passes) == self.fails_at:
@@ -141,17 +131,17 @@ class TableBackend:
         self.held.clear()
 
 
-class Greedy:
+class Greedy(Sampler):
     """Takes the most likely token and notes the positions it is asked for."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
 
-    def token(self, logits: Floats, position: int) -> int:
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
         self.positions.append(position)
         return int(logits.argmax())
 
-    def accept(self, token: int, logits: Floats) -> None:
+    def accept(self, token: int, logits: Logits) -> None:
         pass
 
 
@@ -183,9 +173,9 @@ def test_feeds_the_prompt_in_chunks_and_each_token_once(engine: Engine, table: T
 
 
 def test_asks_for_the_token_of_each_absolute_position(engine: Engine) -> None:
-    chooser = Greedy()
-    assert len(list(engine.generate([1, 2, 3], chooser, max_tokens=4, stop_ids=frozenset()))) == 4
-    assert chooser.positions == [3, 4, 5, 6]
+    sampler = Greedy()
+    assert len(list(engine.generate([1, 2, 3], sampler, max_tokens=4, stop_ids=frozenset()))) == 4
+    assert sampler.positions == [3, 4, 5, 6]
 
 
 def test_times_every_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,9 @@ def test_makes_room_only_when_one_more_token_is_fed(table: TableBackend) -> None
 
 
 def test_asks_for_absolute_positions(table: TableBackend) -> None:
-    chooser = Greedy()
-    list(engine_of(table).generate([1] * 35, chooser, max_tokens=30, stop_ids=frozenset()))
-    assert chooser.positions == list(range(35, 65))
+    sampler = Greedy()
+    list(engine_of(table).generate([1] * 35, sampler, max_tokens=30, stop_ids=frozenset()))
+    assert sampler.positions == list(range(35, 65))
 
 
 def test_the_reply_without_a_limit_is_as_long_as_the_context(table: TableBackend) -> None:

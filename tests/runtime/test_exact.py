@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Layout
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.calibration import calibrate
@@ -62,7 +62,7 @@ class Exact:
 
 def run(backend: OnnxBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens), rows + backend.length, rows).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens), rows + backend.length, rows)).logits.copy()
 
 
 @pytest.fixture(
@@ -101,7 +101,7 @@ def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: 
     assert same_cache(exact.backend.snapshot(), exact.cache)
     # Nor does it matter which rows are asked for.
     exact.backend.truncate(0)
-    few = exact.backend.forward(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64)).logits
+    few = exact.backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64))).logits
     assert np.array_equal(few, exact.logits[wanted])
 
 
@@ -130,7 +130,9 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     for parent in PARENTS:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
-    spine = backend.forward(tokens, CONTEXT + np.array(depths), np.arange(len(tokens)), tree=PARENTS).logits[:5]
+    spine = backend.forward(
+        ForwardInput(tokens, CONTEXT + np.array(depths), np.arange(len(tokens)), tree=PARENTS)
+    ).logits[:5]
     assert np.array_equal(spine, exact.logits[CONTEXT : CONTEXT + 5])
     backend.keep(CONTEXT, [0, 1, 2])
     assert np.array_equal(run(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])

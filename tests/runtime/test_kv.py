@@ -18,7 +18,8 @@ from edgeinfer.bundle import Geometry, KVScales
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV
 from edgeinfer.errors import BackendError, BundleError, UsageError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)

@@ -15,7 +15,8 @@ from edgeinfer.bundle import Bundle, KVScales, RopeSpec
 from edgeinfer.bundle.kv_scales import LayerScales, add_kv_scales
 from edgeinfer.bundle.kv_types import KV, load, store
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.calibration import MOST_ROWS, calibrate
@@ -37,7 +38,7 @@ def rope_of(bundle: Bundle) -> RopeSpec:
 def squared_error(family: Family, kv: str, scales: KVScales) -> float:
     """Of all cached rows of a text."""
     backend = ReferenceBackend(family.bundle, 64)
-    backend.forward(np.array(NEW), np.arange(len(NEW)), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(np.array(NEW), np.arange(len(NEW)), np.zeros(0, np.int64)))
     held, kind, total = backend.snapshot(), KV[kv], 0.0
     for own, keys, values in zip(scales.of(kv), held.keys, held.values, strict=True):
         for rows, of in ((keys, own.keys), (values, own.values)):
@@ -108,7 +109,7 @@ def test_channels_that_are_always_zero(make_family: Callable[..., Family]) -> No
     geometry = bundle.manifest.geometry
     scales = calibrate(ReferenceBackend(bundle, 64), TEXTS, rope_of(bundle))
     backend = OnnxBackend(bundle, 64, kv="int4", kv_scales=scales)
-    backend.forward(np.array(NEW), np.arange(len(NEW)), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(np.array(NEW), np.arange(len(NEW)), np.zeros(0, np.int64)))
     seen: list[Floats] = []
 
     def look(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -154,7 +155,7 @@ def test_keys_fit_at_places_that_the_texts_did_not_reach(make_family: Callable[.
     rope = rope_of(bundle)
     scales = calibrate(ReferenceBackend(bundle, 64), TEXTS, rope)
     backend = ReferenceBackend(bundle, 4096)
-    backend.forward(np.array(NEW), np.arange(len(NEW)) + 4000, np.zeros(0, np.int64))
+    backend.forward(ForwardInput(np.array(NEW), np.arange(len(NEW)) + 4000, np.zeros(0, np.int64)))
     held = backend.snapshot()
     beyond = [
         (np.abs(keys) > 128 * own.keys.reshape(keys.shape[0], 1, -1)).mean()

@@ -18,7 +18,8 @@ import pytest
 from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle
 from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.weights import layouts
@@ -137,7 +138,7 @@ def test_the_stored_layout_is_used_in_place(bundles: dict[Layout, Bundle], cache
 def logits(bundle: Bundle, layout: Layout | None = None) -> Floats:
     """Of a short text, by the onnx backend."""
     backend = OnnxBackend(bundle, 64, layout=layout)
-    values = backend.forward(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT))).logits.copy()
+    values = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)))).logits.copy()
     backend.close()
     return values
 

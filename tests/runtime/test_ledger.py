@@ -11,8 +11,7 @@ import pytest
 from edgeinfer.config import drafters_in
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning import ledger as ledgers
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.ledger import Ledger, Relief
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.speed_model import Speed

@@ -19,7 +19,8 @@ from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError, StorageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx import packed_room
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
@@ -72,7 +73,7 @@ def logits(bundle: Bundle, weights: str, kv: str = "float32") -> Floats:  # (S, 
     parts = []
     for chunk, wanted in zip(np.split(TEXT, [4, 6]), rows, strict=True):
         positions = backend.length + np.arange(len(chunk))
-        parts.append(backend.forward(chunk, positions, np.array(wanted)).logits.copy())
+        parts.append(backend.forward(ForwardInput(chunk, positions, np.array(wanted))).logits.copy())
     backend.close()
     return np.concatenate(parts)
 
@@ -139,7 +140,7 @@ def test_memory(cache: Path) -> None:
         release_freed()
         before = process_memory()
         backend = OnnxBackend(large, 64, layout=PORTABLE, weights=mode)
-        backend.forward(TEXT, np.arange(len(TEXT)), np.array([6]))
+        backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.array([6])))
         release_freed()
         after = process_memory()
         taken[mode] = after.anonymous - before.anonymous, after.file - before.file
@@ -198,7 +199,7 @@ def test_it_may_be_removed_while_it_is_used(cache: Path) -> None:
     shutil.rmtree(cache)
     assert backend.pages is not None
     backend.pages.release()
-    mapped = backend.forward(TEXT[:4], np.arange(4), np.arange(4)).logits.copy()
+    mapped = backend.forward(ForwardInput(TEXT[:4], np.arange(4), np.arange(4))).logits.copy()
     np.testing.assert_array_equal(mapped, logits(bundle, "packed")[1:5])
     backend.close()
     np.testing.assert_array_equal(logits(bundle, "mapped")[1:5], mapped)

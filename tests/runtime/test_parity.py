@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
@@ -64,7 +64,9 @@ def pair(request: pytest.FixtureRequest, backends: dict[str, Backend]) -> tuple[
 def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
     """A chain in one pass, all logit rows."""
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows, **options).logits.copy()
+    return backend.forward(
+        ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **options)
+    ).logits.copy()
 
 
 def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int], **options: Any) -> Floats:  # (S, V)
@@ -89,7 +91,9 @@ def path(parents: Sequence[int], node: int) -> list[int]:
 def feed_tree(backend: Backend, tokens: Sequence[int], parents: Sequence[int]) -> Floats:  # (S, V)
     positions = backend.length + np.array(depths(parents))
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens, np.int64), positions, rows, tree=np.array(parents)).logits.copy()
+    return backend.forward(
+        ForwardInput(np.array(tokens, np.int64), positions, rows, tree=np.array(parents))
+    ).logits.copy()
 
 
 def assert_close(actual: Floats, expected: Floats, tolerance: float = TOLERANCE) -> None:
@@ -100,8 +104,8 @@ def assert_close(actual: Floats, expected: Floats, tolerance: float = TOLERANCE)
 
 def test_only_the_rows_asked_for(family: Family, backend: Backend) -> None:
     tokens, expected = np.array(TEXT), family.expected(TEXT)
-    assert backend.forward(tokens[:6], np.arange(6), np.zeros(0, np.int64)).logits.shape == (0, 320)
-    rest = backend.forward(tokens[6:], np.arange(6, 20), np.array([0, 13, 5]))
+    assert backend.forward(ForwardInput(tokens[:6], np.arange(6), np.zeros(0, np.int64))).logits.shape == (0, 320)
+    rest = backend.forward(ForwardInput(tokens[6:], np.arange(6, 20), np.array([0, 13, 5])))
     assert_close(rest.logits, expected[[6, 19, 11]])
 
 
@@ -147,7 +151,9 @@ def test_masked_trees_match_the_reference(pair: tuple[Backend, Backend]) -> None
     for backend in pair:
         feed(backend, TEXT[:5], layer_mask=mask)
         rows = np.arange(len(DRAFT))
-        outcomes.append(backend.forward(np.array(DRAFT), positions, rows, tree=tree, layer_mask=mask).logits)
+        outcomes.append(
+            backend.forward(ForwardInput(np.array(DRAFT), positions, rows, tree=tree, layer_mask=mask)).logits
+        )
     assert_close(outcomes[0], outcomes[1])
 
 
@@ -165,11 +171,11 @@ def test_resuming_from_an_exit_layer(family: Family, backend: Backend, exit_laye
     first = np.arange(2 * backend.geometry.num_layers) < 2 * exit_layer
     feed(backend, TEXT[:6])
     tokens, positions, rows = np.array(TEXT[6:13]), np.arange(6, 13), np.arange(7)
-    early = backend.forward(tokens, positions, np.zeros(0, np.int64), layer_mask=first)
+    early = backend.forward(ForwardInput(tokens, positions, np.zeros(0, np.int64), layer_mask=first))
     assert early.hidden is not None
     hidden = early.hidden.copy()
     backend.truncate(6)
-    resumed = backend.forward(tokens, positions, rows, layer_mask=~first, hidden=hidden)
+    resumed = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=~first, hidden=hidden))
     assert_close(resumed.logits, expected[6:13])
     # Both halves left their keys and values behind.
     assert_close(feed(backend, TEXT[13:]), expected[13:])
@@ -179,7 +185,7 @@ def test_resuming_from_an_exit_layer(family: Family, backend: Backend, exit_laye
 def test_hidden_states_match_the_reference(pair: tuple[Backend, Backend], exit_layer: int) -> None:
     mask = np.arange(2 * pair[0].geometry.num_layers) < 2 * exit_layer
     none = np.zeros(0, np.int64)
-    early = [b.forward(np.array(TEXT), np.arange(len(TEXT)), none, layer_mask=mask).hidden for b in pair]
+    early = [b.forward(ForwardInput(np.array(TEXT), np.arange(len(TEXT)), none, layer_mask=mask)).hidden for b in pair]
     assert early[0] is not None and early[1] is not None
     assert early[0].shape == (len(TEXT), pair[0].geometry.hidden_size)
     assert_close(early[0], early[1])
@@ -275,9 +281,9 @@ def test_impossible_passes_are_refused(make_family: Callable[..., Family], maker
     backend = MAKERS[maker](family.bundle, CAPACITY)
     feed(backend, TEXT[:4])
     asked: dict[str, Any] = {"tokens": [1, 2, 3], "positions": [4, 5, 6], "rows": [2]} | BAD_PASSES[fault]
-    integers = {name: np.array(asked.pop(name), np.int64) for name in ("tokens", "positions", "rows")}
+    integers: dict[str, Any] = {name: np.array(asked.pop(name), np.int64) for name in ("tokens", "positions", "rows")}
     rest: dict[str, Any] = {name: np.array(value) for name, value in asked.items()}
     with pytest.raises(BackendError):
-        backend.forward(*integers.values(), **rest)
+        backend.forward(ForwardInput(**integers, **rest))
     assert backend.length == 4
     assert_close(feed(backend, TEXT[4:]), family.expected(TEXT)[4:])

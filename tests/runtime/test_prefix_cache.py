@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from tests.speculation import random_bundle
 
 LAYERS, HEADS, HEAD = 2, 3, 4
@@ -149,13 +151,16 @@ def test_what_it_is_planned_to_take() -> None:
     assert planned_bytes(600, 3) == 700
 
 
-class Greedy:
+class Greedy(Sampler):
     """Takes the most likely token."""
 
-    def token(self, logits: Floats, position: int) -> int:
+    def __init__(self) -> None:
+        pass
+
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
         return int(logits.argmax())
 
-    def accept(self, token: int, logits: Floats) -> None:
+    def accept(self, token: int, logits: Logits) -> None:
         pass
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, KVScales, open_bundle
 from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV, store
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.calibration import calibrate
@@ -33,7 +33,7 @@ each_type = pytest.mark.parametrize("kv", QUANTIZED_KV)
 
 def run(backend: Backend, tokens: Sequence[int] | NDArray[np.int64], **options: Any) -> Floats:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens), rows + backend.length, rows, **options).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens), rows + backend.length, rows, **options)).logits.copy()
 
 
 def scales_of(bundle: Bundle) -> KVScales:
@@ -102,7 +102,7 @@ def feed_tree(backend: Backend) -> Floats:  # (10, V)
         depths.append(0 if parent < 0 else depths[parent] + 1)
     tokens = np.concatenate([TEXT[CONTEXT : CONTEXT + 5], SIDE])
     positions, rows = CONTEXT + np.array(depths), np.arange(len(tokens))
-    return backend.forward(tokens, positions, rows, tree=PARENTS).logits.copy()
+    return backend.forward(ForwardInput(tokens, positions, rows, tree=PARENTS)).logits.copy()
 
 
 @each_type

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgeinfer.bundle.rope import rope_tables
+from edgeinfer.bundle.arithmetic import rope_tables
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family

@@ -16,13 +16,14 @@ from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.static.options import StaticOptions
-from edgeinfer.runtime.backends.contract import Backend, Floats, PassCancelledError
+from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of
 from edgeinfer.runtime.backends.static.backend import StaticBackend
-from edgeinfer.runtime.planning.ways import configurations
+from edgeinfer.runtime.planning.candidates import configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
 
@@ -78,7 +79,9 @@ def backend(llama: Made) -> StaticBackend:
 def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # (S, V)
     """A chain in one pass, all logit rows."""
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows, **options).logits.copy()
+    return backend.forward(
+        ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **options)
+    ).logits.copy()
 
 
 def feed_in(backend: Backend, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:  # (S, V)
@@ -90,7 +93,7 @@ def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
     """A chain of which the last row is wanted."""
     ids = np.array(tokens, np.int64)
     last = np.array([len(ids) - 1])
-    row: Floats = backend.forward(ids, backend.length + np.arange(len(ids)), last).logits[0]
+    row: Floats = backend.forward(ForwardInput(ids, backend.length + np.arange(len(ids)), last)).logits[0]
     return row.copy()
 
 
@@ -101,7 +104,9 @@ def path(node: int) -> list[int]:
 
 def feed_tree(backend: Backend) -> Floats:  # (S, V)
     positions = backend.length + np.array([len(path(node)) - 1 for node in range(len(DRAFT))])
-    return backend.forward(np.array(DRAFT), positions, np.arange(len(DRAFT)), tree=np.array(PARENTS)).logits.copy()
+    return backend.forward(
+        ForwardInput(np.array(DRAFT), positions, np.arange(len(DRAFT)), tree=np.array(PARENTS))
+    ).logits.copy()
 
 
 def close(actual: Floats, expected: Floats, tolerance: float = 1e-4) -> bool:
@@ -161,14 +166,17 @@ def test_rows_are_bit_identical_however_a_text_is_cut(bundles: Bundles, family: 
     backend.truncate(8)
     tree, positions = np.array([-1, 0, 1, -1, 3]), np.array([8, 9, 10, 8, 9])
     drafted = [*TEXT[8:11], 4, 5]
-    branched = backend.forward(np.array(drafted), positions, np.arange(5), tree=tree).logits
+    branched = backend.forward(ForwardInput(np.array(drafted), positions, np.arange(5), tree=tree)).logits
     assert np.array_equal(branched[:3], whole[8:11])
 
 
 def test_only_the_rows_asked_for(llama: Made, backend: StaticBackend) -> None:
     expected = llama.expected(TEXT)
-    assert backend.forward(np.array(TEXT[:6]), np.arange(6), np.zeros(0, np.int64)).logits.shape == (0, 320)
-    rest = backend.forward(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5]))
+    assert backend.forward(ForwardInput(np.array(TEXT[:6]), np.arange(6), np.zeros(0, np.int64))).logits.shape == (
+        0,
+        320,
+    )
+    rest = backend.forward(ForwardInput(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
     assert close(rest.logits, expected[[6, 19, 11, 11]])
     assert rest.hidden is None and rest.experts is None and backend.run_ns > 0
 
@@ -228,9 +236,9 @@ def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
     ]
     for extra in extras:
         with pytest.raises(CapabilityError):
-            backend.forward(np.array([1, 2]), np.arange(2), np.array([1]), **extra)
+            backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     with pytest.raises(BackendError, match="outside a cache of 32"):
-        backend.forward(np.array([1]), np.array([32]), np.array([0]))
+        backend.forward(ForwardInput(np.array([1]), np.array([32]), np.array([0])))
     assert backend.length == 0
 
 

@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.static.options import StaticOptions
+from edgeinfer.export.options.config import StaticOptions
 from tests.cli import TIME_LIMIT
 from tests.runtime.models import bundle_of
 

@@ -16,7 +16,7 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import Backend, PassCancelledError, StepOutput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
@@ -56,7 +56,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     streamed.close()
 
 
-def same(steps: list[StepOutput]) -> None:
+def same(steps: list[ForwardOutput]) -> None:
     np.testing.assert_array_equal(steps[0].logits, steps[1].logits)
     assert steps[0].hidden is not None
     assert steps[1].hidden is not None
@@ -96,7 +96,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
     chance = np.random.default_rng(seed)
     for backend in pair:
         backend.truncate(0)
-        backend.forward(np.array([5, 6]), np.arange(2), np.array([1]))
+        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         tokens, start = asked["tokens"], pair[0].length
         hidden = chance.normal(size=(len(tokens), 128)).astype(np.float32) if asked["resumes"] else None
@@ -106,7 +106,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
                 depths[row] = 0 if parent < 0 else depths[parent] + 1
         options = {"tree": asked["tree"], "layer_mask": asked["layer_mask"], "hidden": hidden}
         options["planes"] = asked["planes"] if pair[0].capabilities.elastic else 2
-        same([backend.forward(tokens, start + depths, asked["rows"], **options) for backend in pair])
+        same([backend.forward(ForwardInput(tokens, start + depths, asked["rows"], **options)) for backend in pair])
         same_cache(pair, asked["layer_mask"])
         for backend in pair:
             # Rows that a layer was skipped in are computed again before anything may read them.
@@ -121,15 +121,15 @@ def test_a_draft_is_resumed_behind_the_layers_that_made_it(pair: Pair) -> None:
     results = []
     for backend in pair:
         backend.truncate(0)
-        hidden = backend.forward(tokens, positions, np.array([2]), layer_mask=early).hidden
+        hidden = backend.forward(ForwardInput(tokens, positions, np.array([2]), layer_mask=early)).hidden
         assert hidden is not None
         hidden = hidden.copy()
         backend.truncate(0)
-        results.append(backend.forward(tokens, positions, np.arange(3), layer_mask=~early, hidden=hidden))
+        results.append(backend.forward(ForwardInput(tokens, positions, np.arange(3), layer_mask=~early, hidden=hidden)))
     same(results)
     same_cache(pair)
     pair[1].truncate(0)
-    same([results[0], pair[1].forward(tokens, positions, np.arange(3))])
+    same([results[0], pair[1].forward(ForwardInput(tokens, positions, np.arange(3)))])
 
 
 class _Inner:
@@ -141,8 +141,8 @@ class _Inner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def forward(self, *args: Any, **options: Any) -> StepOutput:
-        step = self._backend.forward(*args, **options)
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        step = self._backend.forward(batch)
         self._count += 1
         self._act(self._count)
         return step
@@ -154,7 +154,7 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     inner = OnnxBackend(small(PORTABLE), CAPACITY, weights="mapped")
     streamed = StreamedBackend(inner, 1)
     tokens = np.array([3, 4, 5, 6])
-    wanted = streamed.forward(tokens, np.arange(4), np.arange(4)).logits.copy()
+    wanted = streamed.forward(ForwardInput(tokens, np.arange(4), np.arange(4))).logits.copy()
     streamed.truncate(2)
     before = streamed.snapshot()
 
@@ -166,11 +166,11 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
 
     monkeypatch.setattr(streamed, "_inner", _Inner(inner, act))
     with pytest.raises(PassCancelledError if kind == "cancelled" else BackendError):
-        streamed.forward(tokens[2:], np.array([2, 3]), np.array([1]))
+        streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([1])))
     assert streamed.length == 2
     for mine, theirs in zip(before.keys + before.values, (*(s := streamed.snapshot()).keys, *s.values), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    again = streamed.forward(tokens[2:], np.array([2, 3]), np.array([0, 1]))
+    again = streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([0, 1])))
     np.testing.assert_array_equal(again.logits, wanted[2:])
     streamed.close()
 
@@ -180,7 +180,7 @@ def test_what_it_refuses(pair: Pair) -> None:
         StreamedBackend(OnnxBackend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].length
     with pytest.raises(BackendError, match="outside a pass"):
-        pair[0].forward(np.array([1]), np.array([length]), np.array([1]))
+        pair[0].forward(ForwardInput(np.array([1]), np.array([length]), np.array([1])))
     assert pair[0].length == length
 
 
@@ -195,11 +195,11 @@ def test_only_a_window_is_resident(layout: Layout) -> None:
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
 
     def resident(backend: Backend) -> int:
-        backend.forward(np.array([3, 4]), np.arange(2), np.array([1]))
+        backend.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
         backend.truncate(0)
         return process_memory().file
 
-    inner.forward(np.array([3, 4]), np.arange(2), np.array([1]))
+    inner.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
     inner.truncate(0)
     all_resident = resident(inner)
     streamed = StreamedBackend(inner, 1)

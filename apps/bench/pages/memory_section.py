@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Part, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
 from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.config import format_size
 
 __all__ = ["budget_rows", "chat_section", "kv_section", "plans_section", "smallest_section", "spec_memory_section"]
@@ -26,7 +25,7 @@ def plans_section(data: Any) -> Section:
     ]
     if ran:
         shown = f"{gap['median']:.1%} [{gap['p25']:.1%} to {gap['p75']:.1%}]"
-        note = Note(f"Planned but not taken, of the budget: median {shown}.")
+        note = Paragraph(f"Planned but not taken, of the budget: median {shown}.")
         parts += [_gaps(ran), note, _planned_chart(ran)]
     enforced = ", ".join(sorted({run["enforced"] for run in runs}))
     facts = (("Plans", str(len(runs))), ("Seed", str(data["seed"])), ("Limits enforced by", enforced))
@@ -141,7 +140,7 @@ def spec_memory_section(data: Any) -> Section:
     facts = (("Model", data["model"]), ("Context", f"{data['context']} tokens"), *run_facts(data))
     least = data["smallest_budget"]
     kept = f"The smallest budget that keeps the speed is {format_size(least)}." if least else "No budget keeps it."
-    return Section("What speculation needs", facts, (table, Note(kept)), commands(data))
+    return Section("What speculation needs", facts, (table, Paragraph(kept)), commands(data))
 
 
 def chat_section(data: Any) -> Section:
@@ -156,7 +155,7 @@ def chat_section(data: Any) -> Section:
     )
     chart = Chart("Memory over a long chat", "turn", "peak of the process, MB", lines)
     facts = (("Turns", str(len(peaks))), ("Context", f"{data['context']} tokens"), *run_facts(data))
-    note = Note(f"Grown after the first turns by {data['growth']:.2%}: {'flat' if data['flat'] else 'not flat'}.")
+    note = Paragraph(f"Grown after the first turns by {data['growth']:.2%}: {'flat' if data['flat'] else 'not flat'}.")
     return Section("Does memory stay flat?", facts, (chart, note), commands(data))
 
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.pages.compute_section import compute_section
-from edgeinfer.apps.bench.pages.curve_section import curve_section
 from edgeinfer.apps.bench.pages.memory_section import (
     chat_section,
     kv_section,
@@ -17,30 +15,25 @@ from edgeinfer.apps.bench.pages.memory_section import (
     smallest_section,
     spec_memory_section,
 )
-from edgeinfer.apps.bench.pages.page import Facts, Section, page_html
-from edgeinfer.apps.bench.pages.run_facts import common, machine_facts
-from edgeinfer.apps.bench.pages.spec_section import spec_section
-from edgeinfer.apps.bench.pages.speed_section import speed_section
 from edgeinfer.apps.bench.pages.tune_section import tune_section
 from edgeinfer.apps.bench.peers_figures import peers_section
 from edgeinfer.apps.bench.quality_report import quality_section
+from edgeinfer.apps.bench.registry import BENCHMARKS
+from edgeinfer.apps.bench.render import Facts, Section, common, machine_facts, page_html
 from edgeinfer.errors import UsageError
 
 __all__ = ["read_section", "report_html"]
 
 # By the name of the benchmark that a file says it is of. Lists are of speed, whose form is llama-bench's.
 _KINDS: dict[str, Callable[[Any], Section]] = {
-    "speed": speed_section,
+    **{each.key: each.section for each in BENCHMARKS},
     "peers": peers_section,
-    "curve": curve_section,
-    "spec": spec_section,
     "memory-plans": plans_section,
     "memory-spec": spec_memory_section,
     "memory-smallest": smallest_section,
     "memory-chat": chat_section,
     "memory-kv": kv_section,
     "quality": quality_section,
-    "compute": compute_section,
     "tune": tune_section,
 }
 _MOST_BYTES = 256 * 1024**2

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from edgeinfer.apps.bench.pages.page import Note, Section, Table
-from edgeinfer.apps.bench.pages.run_facts import commands, run_facts
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts
 
 __all__ = ["tune_section"]
 
@@ -19,7 +18,7 @@ def tune_section(data: Any) -> Section:
     return Section("What tuning gains", (*facts, *run_facts(data)), tuple(parts), commands(data))
 
 
-def _device(device: Mapping[str, Any]) -> Iterator[Table | Note]:
+def _device(device: Mapping[str, Any]) -> Iterator[Table | Paragraph]:
     rows = tuple(
         (name, f"{part['usual_ms']:.2f}", f"{part['tuned_ms']:.2f}", f"{part['ratio']:.2f}")
         for name, part in device["parts"].items()
@@ -27,7 +26,7 @@ def _device(device: Mapping[str, Any]) -> Iterator[Table | Note]:
     yield Table("Milliseconds, as usual and as tuned, and how many times faster", ("", "usual", "tuned", "ratio"), rows)
     chosen = {name: value for name, value in device["settings"].items() if value not in (None, "")}
     kept = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    yield Note(f"Kept: {kept}." if kept else "Nothing was better beyond doubt: the usual settings stay.")
+    yield Paragraph(f"Kept: {kept}." if kept else "Nothing was better beyond doubt: the usual settings stay.")
     tried = tuple(
         (
             each["name"].replace("_", " "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -15,10 +16,19 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from edgeinfer.bundle.gguf.buffers import functions, without_amx
 from edgeinfer.errors import UsageError
 
-__all__ = ["SUPPORTED", "installed_version", "listening", "llama_library", "logged_error"]
+__all__ = [
+    "SUPPORTED",
+    "cpu_device",
+    "extra_buffer_types",
+    "functions",
+    "installed_version",
+    "listening",
+    "llama_library",
+    "logged_error",
+    "without_amx",
+]
 
 # The structures that are passed to llama.cpp change with most releases: from the first version on, before the second.
 SUPPORTED = ("0.3.36", "0.3.37")
@@ -200,3 +210,60 @@ def _remember(level: int, text: bytes | None, _: Any) -> None:
         listener(line)
     if level == _ERROR_LEVEL and line.strip() and not _log:
         _log.append(line)
+
+
+_CPU = 0  # ggml_backend_dev_type
+_AMX = b"AMX"
+_RESULTS: dict[str, Any] = {
+    "ggml_backend_buft_alloc_buffer": ctypes.c_void_p,
+    "ggml_backend_buft_name": ctypes.c_char_p,
+    "ggml_backend_dev_backend_reg": ctypes.c_void_p,
+    "ggml_backend_dev_by_type": ctypes.c_void_p,
+    "ggml_backend_dev_supports_op": ctypes.c_bool,
+    "ggml_backend_reg_get_proc_address": ctypes.c_void_p,
+    "ggml_init": ctypes.c_void_p,
+    "ggml_mul_mat": ctypes.c_void_p,
+    "ggml_new_tensor_2d": ctypes.c_void_p,
+}
+
+
+@cache
+def functions(name: str) -> Any:
+    """ggml's functions in the library of this name, whose pointers go in as `c_void_p` and come out as numbers.
+
+    Raises:
+        OSError, AttributeError: it has not all of them.
+    """
+    ggml = ctypes.CDLL(name)
+    for function, result in _RESULTS.items():
+        getattr(ggml, function).restype = result
+    return ggml
+
+
+def cpu_device(ggml: Any) -> ctypes.c_void_p:
+    """The processor."""
+    return ctypes.c_void_p(ggml.ggml_backend_dev_by_type(_CPU))
+
+
+def extra_buffer_types(ggml: Any) -> Any:
+    """llama.cpp's own array of what it tries before plain memory, ended by a null pointer; None where there is none."""
+    registry = ctypes.c_void_p(ggml.ggml_backend_dev_backend_reg(cpu_device(ggml)))
+    address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+    if not address:
+        return None
+    ask = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)
+    return ask(cpu_device(ggml)) or None
+
+
+def without_amx(ggml: Any) -> bool:
+    """Takes AMX's order off the list, for all models that this process loads from now on; whether it was there."""
+    kinds = extra_buffer_types(ggml)
+    source = target = 0
+    while kinds is not None and kinds[source]:
+        if ggml.ggml_backend_buft_name(ctypes.c_void_p(kinds[source])) != _AMX:
+            kinds[target] = kinds[source]
+            target += 1
+        source += 1
+    for index in range(target, source):
+        kinds[index] = None
+    return target != source

@@ -11,21 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, LLAMA_KV
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
+    ForwardInput,
+    ForwardOutput,
     PassCancelledError,
-    StepOutput,
-    Visibility,
     check_pass,
     check_snapshot,
 )
@@ -130,28 +127,17 @@ class LlamaCppBackend:
         """Nanoseconds of the last pass inside llama.cpp."""
         return self._run_ns
 
-    def forward(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        """One pass; see `contracts.Backend.forward`.
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`.
 
         Raises:
             BackendError: also where positions do not follow the rows, or a tree has more rows or paths than planned.
         """
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self._check_settled()
         start, size = self._length, len(tokens)
-        branches = None if tree is None else Branches.of(tree, start)
+        branches = None if batch.tree is None else Branches.of(batch.tree, start)
         wanted = range(start, start + size) if branches is None else [start + depth for depth in branches.depths]
         if positions.tolist() != list(wanted):
             raise BackendError(f"llama.cpp counts positions itself: {positions.tolist()} do not follow row {start}.")
@@ -162,7 +148,7 @@ class LlamaCppBackend:
             raise
         self._length = start + size
         self.vocabulary.rows(size)
-        return StepOutput(logits, None)
+        return ForwardOutput(logits, None)
 
     def _chain(self, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
         """Runs a chain, in as many parts as the batch and the outputs ask for."""

@@ -11,9 +11,8 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendKind, Order
 from edgeinfer.runtime.backends.llamacpp.memory import fits_blocks, packed_bytes
 from edgeinfer.runtime.backends.llamacpp.plan_memory import GgufMemory
-from edgeinfer.runtime.planning.configuration import Keeping
-from edgeinfer.runtime.planning.model_memory import ModelMemory
-from edgeinfer.runtime.text.contracts import TokenizerLike
+from edgeinfer.runtime.planning.configuration import Keeping, ModelMemory
+from edgeinfer.runtime.text.contract import TokenizerLike
 
 __all__ = ["LlamaCppKind"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.bundle.gguf.metadata import GgufArray
-from edgeinfer.bundle.gguf.model import geometry_of
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
+from edgeinfer.bundle.gguf_bundle import geometry_of
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.bundle.gguf.buffers import cpu_device, extra_buffer_types, functions
+from edgeinfer.bundle.gguf.library import cpu_device, extra_buffer_types, functions
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.errors import UsageError
 

@@ -19,8 +19,7 @@ from edgeinfer.runtime.backends.llamacpp.memory import (
     session_bytes,
     vocabulary_bytes,
 )
-from edgeinfer.runtime.planning.configuration import Configuration, Keeping
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping
 
 __all__ = ["GgufMemory"]
 

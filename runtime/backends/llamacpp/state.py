@@ -24,7 +24,8 @@ from edgeinfer.bundle.kv_types import KVType, find_kv_type
 from edgeinfer.bundle.kv_types import load as load_rows
 from edgeinfer.bundle.kv_types import store as store_rows
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot
 
 __all__ = ["StateCodec", "copied_bytes"]
 

@@ -17,8 +17,7 @@ from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.text.byte_level import token_bytes
-from edgeinfer.runtime.text.contracts import MARK
+from edgeinfer.runtime.text.contract import MARK, token_bytes
 
 __all__ = ["LlamaTokenizer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeinfer.runtime.backends.contract import Ints
+from edgeinfer.runtime.arrays import Ints
 
 __all__ = ["Branches"]
 

@@ -17,16 +17,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Capabilities, KVScales, Layout, Manifest, graph
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.errors import BackendError, BundleError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
-    StepOutput,
+    ForwardInput,
+    ForwardOutput,
     Visibility,
     check_pass,
     in_window,
@@ -155,23 +154,12 @@ class OnnxBackend:
         """Nanoseconds of the last pass inside onnxruntime."""
         return self._session.run_ns
 
-    def forward(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
-        if self._window and tree is not None and len(tree) > graph.TREE_ROWS:
-            raise BackendError(f"A draft tree of {len(tree)} rows is larger than {graph.TREE_ROWS}.")
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
+        if self._window and batch.tree is not None and len(batch.tree) > graph.TREE_ROWS:
+            raise BackendError(f"A draft tree of {len(batch.tree)} rows is larger than {graph.TREE_ROWS}.")
         start, size = self._kv.length, len(tokens)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
@@ -180,24 +168,24 @@ class OnnxBackend:
         padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple
         used = 0
         if self._experts is not None:
-            self._experts.choose(experts)
+            self._experts.choose(batch.experts)
             used = int(self._experts.count[0])
-        step = self._pass(padded, padded_rows, hidden is not None, used)
-        step.fill(tokens, positions, rows, hidden, apart=self._experts is None)
-        self._layer_mask[:] = self._all_layers if layer_mask is None else layer_mask
+        step = self._pass(padded, padded_rows, batch.hidden is not None, used)
+        step.fill(tokens, positions, rows, batch.hidden, apart=self._experts is None)
+        self._layer_mask[:] = self._all_layers if batch.layer_mask is None else batch.layer_mask
         self._seqlens[0] = total - 1
         self._total[...] = total
-        self._planes[0] = planes
+        self._planes[0] = batch.planes
         if not self._device.traits.in_place_kv:
             self._bind(step)
-        self._bind_biases(step, tree, sees, size, total)
+        self._bind_biases(step, batch.tree, batch.sees, size, total)
         self._session.run(step.binding)
         self._swap_copies()
         self._kv.length = start + size
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
-        return StepOutput(step.logits[: len(rows)], step.hidden_out[0, :size], chosen)
+        return ForwardOutput(step.logits[: len(rows)], step.hidden_out[0, :size], chosen)
 
     def _new_buffers(self, size: int, rows: int) -> Buffers:
         return Buffers(self.geometry, size, rows, 0 if self._experts is None else self._experts.top_k)

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import MODEL, Bundle, Geometry, concat_graph
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
-    StepOutput,
-    Visibility,
+    ForwardInput,
+    ForwardOutput,
     check_pass,
     check_snapshot,
 )
@@ -82,21 +80,10 @@ class ConcatBackend:
         """Nanoseconds of the last pass inside onnxruntime."""
         return self._session.run_ns
 
-    def forward(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         start, size = self.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
             raise BackendError(f"Graph counts positions itself: {positions.tolist()} do not follow row {start}.")
@@ -116,7 +103,7 @@ class ConcatBackend:
             self._bind_output(name, array)
         self._session.run(self._binding)
         self._cache.swap(start + size)
-        return StepOutput(_pick(logits, rows), None)
+        return ForwardOutput(_pick(logits, rows), None)
 
     def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))

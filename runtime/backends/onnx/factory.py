@@ -13,8 +13,7 @@ from edgeinfer.runtime.backends.factory import BackendKind, Order
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
 from edgeinfer.runtime.devices.contract import Graphs
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration
-from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory
 from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.text.transient import tokenizer_facts

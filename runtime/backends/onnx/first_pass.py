@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgeinfer.errors import BackendError, DeviceError
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.devices.contract import Device
 from edgeinfer.runtime.devices.providers import device_error
 
@@ -22,7 +22,7 @@ def check_first_pass(backend: Backend, device: Device) -> None:
         for tokens in ([0, 0], [0]):
             ids = np.array(tokens, np.int64)
             positions = backend.length + np.arange(len(ids), dtype=np.int64)
-            logits = backend.forward(ids, positions, np.array([len(ids) - 1], np.int64)).logits
+            logits = backend.forward(ForwardInput(ids, positions, np.array([len(ids) - 1], np.int64))).logits
             if not np.isfinite(logits).all():
                 raise device_error(device, "its first pass gave logits that are no numbers")
         backend.clear()

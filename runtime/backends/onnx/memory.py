@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping
-from edgeinfer.runtime.planning.footprint import Footprint
-from edgeinfer.runtime.text.footprint import kept_bytes, parsing_bytes, table_bytes
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, Keeping
+from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
 from edgeinfer.runtime.weights.streaming import (
     loading_bytes,
     looked_up_bytes,

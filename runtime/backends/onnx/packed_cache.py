@@ -26,7 +26,7 @@ import onnxruntime as ort
 from edgeinfer.bundle import PORTABLE, WEIGHTS, Bundle, write_file
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name
-from edgeinfer.bundle.store import storage_errors
+from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.runtime.backends.onnx.packed_graph import Copy, copies_in, products, weights_in, with_copies
 from edgeinfer.runtime.backends.onnx.packed_room import make_room, private_folder, processor_key, used

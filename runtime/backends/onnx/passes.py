@@ -10,7 +10,8 @@ import math
 import numpy as np
 
 from edgeinfer.bundle import Geometry, graph
-from edgeinfer.runtime.backends.contract import Floats, Ints, Visibility, ancestors
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Visibility, ancestors
 from edgeinfer.runtime.backends.onnx.session import Binding
 
 __all__ = ["HIDDEN", "Buffers", "Pass", "branch_bias", "tree_bias", "twin_padding"]

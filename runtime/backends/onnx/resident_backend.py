@@ -14,9 +14,9 @@ import numpy as np
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import StepOutput
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.wrapped import Asked, Window, WindowedBackend
+from edgeinfer.runtime.backends.wrapped import Window, WindowedBackend
 from edgeinfer.runtime.experts.residency import Residency
 
 __all__ = ["ResidentBackend"]
@@ -63,13 +63,13 @@ class ResidentBackend(WindowedBackend[OnnxBackend]):
         self._pages.small_pages()
         self._pages.release()
 
-    def _windows(self, asked: Asked) -> Sequence[Window]:
+    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """As many layers at a time as surely fit."""
         layers = self.geometry.num_layers
-        count = self._moe.top_k if asked.experts is None else asked.experts.count
+        count = self._moe.top_k if batch.experts is None else batch.experts.count
         # Padding is a twin of a real row, and chooses the same but for rounding.
-        most = len(asked.tokens) * count
-        runs = np.ones(2 * layers, np.bool_) if asked.layer_mask is None else asked.layer_mask
+        most = len(batch.tokens) * count
+        runs = np.ones(2 * layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
         needs = [self.residency.need(layer, most) if runs[2 * layer + 1] else 0 for layer in range(layers)]
         starts, size = [0], 0
         for layer, need in enumerate(needs):
@@ -93,7 +93,7 @@ class ResidentBackend(WindowedBackend[OnnxBackend]):
         for layer in ahead:
             self.residency.fetch(layer)
 
-    def _ran(self, output: StepOutput) -> None:
+    def _ran(self, output: ForwardOutput) -> None:
         assert output.experts is not None, "a model with experts tells which it used"
         self.residency.used(output.experts)
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import StepOutput
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.wrapped import Asked, Window, WindowedBackend
+from edgeinfer.runtime.backends.wrapped import Window, WindowedBackend
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 
 __all__ = ["StreamedBackend"]
@@ -55,12 +55,12 @@ class StreamedBackend(WindowedBackend[OnnxBackend]):
         self._embedding = nothing, self._pages.embedding()
         self._pages.release()
 
-    def _windows(self, asked: Asked) -> Sequence[Window]:
+    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """Those in which something runs; at least one, which appends the rows."""
-        mask = asked.layer_mask
-        needed = [self._embedding] if asked.hidden is None else []
+        mask = batch.layer_mask
+        needed = [self._embedding] if batch.hidden is None else []
         needed += [each for each in self._layers if mask is None or (each[0] & mask).any()]
-        if len(asked.rows) or not needed:
+        if len(batch.rows) or not needed:
             needed.append(self._head)
         ahead = [*needed[1:], self._layers[0]]
         return [
@@ -72,5 +72,5 @@ class StreamedBackend(WindowedBackend[OnnxBackend]):
         """Does nothing: between two passes no weights are resident but some rows of the embedding."""
 
 
-def _release(weights: WeightPart, output: StepOutput) -> None:
+def _release(weights: WeightPart, output: ForwardOutput) -> None:
     weights.release()

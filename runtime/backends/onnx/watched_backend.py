@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.results import ExpertUse
-from edgeinfer.runtime.backends.contract import Backend, StepOutput
-from edgeinfer.runtime.backends.wrapped import Asked, WrappedBackend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.experts.residency import Residency
 from edgeinfer.runtime.experts.statistics import ExpertCounter, ExpertCounts
 
@@ -57,11 +57,12 @@ class WatchedBackend(WrappedBackend[Backend]):
         super().keep(start, rows)
         self._counter.kept(start, rows)
 
-    def _forward(self, asked: Asked) -> StepOutput:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
         start = self.length
-        output = self._run(asked)
+        output = self._inner.forward(batch)
         # Drafts of cheaper passes are not what the model's tokens use, and passes that go on after one know not all.
-        whole = asked.planes == 2 and asked.experts is None and asked.layer_mask is None and asked.hidden is None
+        whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None and batch.hidden is None
         if whole and output.experts is not None:
             self._counter.passed(start, output.experts)
         return output

@@ -13,20 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
-from edgeinfer.bundle.arithmetic import attend, rms_norm, route, silu
+from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
 from edgeinfer.bundle.experts import expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.rope import rope_tables, rotate
 from edgeinfer.errors import BundleError
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
     ExpertChoice,
-    Floats,
-    Ints,
-    StepOutput,
-    Visibility,
+    ForwardInput,
+    ForwardOutput,
     ancestors,
     check_pass,
     in_window,
@@ -75,45 +73,34 @@ class ReferenceBackend:
         """Tokens the cache holds."""
         return self._kv.length
 
-    def forward(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         begun = time.perf_counter_ns()
         start, size = self._kv.length, len(tokens)
-        self._weights = self._whole if planes == 2 else self._halved
+        self._weights = self._whole if batch.planes == 2 else self._halved
         self._kv.reserve(start + size)
-        x = self._weights["embed"][tokens] if hidden is None else hidden  # (S, D)
-        visible = _visible(start, size, tree) if sees is None else sees.sees  # (S, T)
-        places = np.concatenate([np.arange(start), positions]) if sees is None else sees.places  # (T,)
+        x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
+        visible = _visible(start, size, batch.tree) if batch.sees is None else batch.sees.sees  # (S, T)
+        places = np.concatenate([np.arange(start), positions]) if batch.sees is None else batch.sees.places  # (T,)
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
-            if layer_mask is None or layer_mask[2 * layer]:
+            if batch.layer_mask is None or batch.layer_mask[2 * layer]:
                 x = x + self._attention(layer, x, places, visible)
-            if layer_mask is None or layer_mask[2 * layer + 1]:
+            if batch.layer_mask is None or batch.layer_mask[2 * layer + 1]:
                 normed = rms_norm(x, self._weights[f"layers.{layer}.mlp_norm"], self._spec.norm_eps)
                 moe = self._spec.experts_of(layer)
                 if moe is None:
                     x = x + self._mlp(f"layers.{layer}.mlp", normed)
                 else:
-                    mixed, used[layer] = self._mixture(layer, moe, normed, experts)
+                    mixed, used[layer] = self._mixture(layer, moe, normed, batch.experts)
                     x = x + mixed
         self._kv.length = start + size
         final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
         logits = final @ self._weights["head"].T
         self.run_ns = time.perf_counter_ns() - begun
-        return StepOutput(logits, x, self._choices(used, size, experts))
+        return ForwardOutput(logits, x, self._choices(used, size, batch.experts))
 
     @cached_property
     def _halved(self) -> dict[str, Floats]:

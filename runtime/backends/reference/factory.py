@@ -9,7 +9,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendKind, Order
 from edgeinfer.runtime.backends.onnx.factory import kv_types_with_scales, memory_of, scales_for, watched
-from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.planning.configuration import ModelMemory
 
 __all__ = ["ReferenceKind"]
 

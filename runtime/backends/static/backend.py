@@ -13,21 +13,17 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import WEIGHTS, Bundle
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
-from edgeinfer.bundle.rope import rope_tables
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.backends.contract import (
     CacheSnapshot,
     Edit,
-    ExpertChoice,
-    Floats,
-    Ints,
-    StepOutput,
-    Visibility,
+    ForwardInput,
+    ForwardOutput,
     check_pass,
 )
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
@@ -109,25 +105,14 @@ class StaticBackend:
         """Tokens the cache holds."""
         return self._kv.length
 
-    def forward(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        rows: Ints,
-        *,
-        tree: Ints | None = None,
-        layer_mask: NDArray[np.bool_] | None = None,
-        hidden: Floats | None = None,
-        planes: int = 2,
-        experts: ExpertChoice | None = None,
-        sees: Visibility | None = None,
-    ) -> StepOutput:
-        """One pass; see `contracts.Backend.forward`."""
-        check_pass(self, tokens, positions, rows, tree, layer_mask, hidden, planes, experts, sees)
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.capacity:
             raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.capacity} tokens.")
         start, size = self._kv.length, len(tokens)
-        seen = visible_rows(start, positions, tree, self._spec.window_size, sees)
+        seen = visible_rows(start, positions, batch.tree, self._spec.window_size, batch.sees)
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
         logits, spent = self._logits[: len(rows)], 0
@@ -147,7 +132,7 @@ class StaticBackend:
             self._take(session, run, start)
             logits[here] = session.logits[:1] if run.graph.prompts else session.logits[wanted]
         self._kv.length, self.run_ns = start + size, spent
-        return StepOutput(logits, None)
+        return ForwardOutput(logits, None)
 
     def _take(self, session: StaticSession, run: Run, start: int) -> None:
         """Copies what a run computed into the cache."""

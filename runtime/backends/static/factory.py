@@ -13,8 +13,7 @@ from edgeinfer.runtime.backends.factory import BackendKind, Order
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
 from edgeinfer.runtime.devices.contract import Graphs
-from edgeinfer.runtime.planning.configuration import TOKENIZER
-from edgeinfer.runtime.planning.model_memory import ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, ModelMemory
 from edgeinfer.runtime.text.transient import tokenizer_facts
 
 __all__ = ["StaticKind"]

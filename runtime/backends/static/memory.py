@@ -14,8 +14,7 @@ from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.passes import GraphSet, choose_graphs
-from edgeinfer.runtime.planning.configuration import Configuration, Keeping
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping
 
 __all__ = ["StaticMemory"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle import static_graph as io
 from edgeinfer.bundle.static_graph import StaticGraph
-from edgeinfer.runtime.backends.contract import Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.backends.static.passes import Bools
 

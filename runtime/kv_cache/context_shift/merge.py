@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.bundle import Bundle, DecoderSpec
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
 from edgeinfer.runtime.kv_cache.context_shift.merging import Indices, cosines, merge_rows
 from edgeinfer.runtime.kv_cache.context_shift.observation import Observer, attention

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgeinfer.bundle import Bundle, DecoderSpec
+from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 
 __all__ = ["Observer", "attention"]
 
@@ -66,7 +67,7 @@ class Observer:
         for layer in range(layers):
             mask = np.arange(2 * layers) // 2 == layer - 1  # none before the first: what comes out are the embeddings
             self._backend.truncate(start)
-            output = self._backend.forward(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden)
+            output = self._backend.forward(ForwardInput(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             hidden = output.hidden.copy()
             yield hidden

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import RopeSpec
-from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["Rotation"]
 

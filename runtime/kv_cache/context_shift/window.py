@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle import DecoderSpec
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
 from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
 

@@ -5,8 +5,9 @@ The bit axis of ELMoE-3D's elastic self-speculation: half of the weights' bytes 
 
 from __future__ import annotations
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["BitsDrafter"]
 
@@ -29,4 +30,4 @@ class BitsDrafter(SelfDrafter):
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(tokens, positions, rows, planes=1).logits
+        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1)).logits

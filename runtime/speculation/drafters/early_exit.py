@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.contracts import Context, Resumption
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["EarlyExitDrafter"]
 
@@ -48,7 +49,7 @@ class EarlyExitDrafter(SelfDrafter):
         self._hidden = np.empty((_FIRST_ROWS, target.geometry.hidden_size), np.float32)  # of the drafted rows
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        output = self._target.forward(tokens, positions, rows, layer_mask=self._first)
+        output = self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._first))
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         start = int(positions[0]) - self._follower.start
         end = start + len(tokens)

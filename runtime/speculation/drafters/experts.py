@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, Floats, Ints
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["ExpertsDrafter", "ResidentDrafter", "fewer_experts"]
 
@@ -51,7 +52,7 @@ class ExpertsDrafter(SelfDrafter):
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(tokens, positions, rows, experts=self._choice()).logits
+        return self._target.forward(ForwardInput(tokens, positions, rows, experts=self._choice())).logits
 
     def _choice(self) -> ExpertChoice:
         return ExpertChoice(self._count)

@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend
 
 __all__ = ["Follower", "Pass"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.states import silu
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
 
 __all__ = ["LogitDrafter"]
@@ -57,7 +57,7 @@ class LogitDrafter(ABC):
     def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The token that `context.draw` chooses, then others; asked again within a round it costs nothing.
 
-        Others are further draws from the same law, or, where there is none, the most likely tokens.
+        Others are further draws from the same distribution, or, where there is none, the most likely tokens.
         """
         path = tuple(drafted)
         found = self._known.get(path, ())
@@ -77,18 +77,18 @@ class LogitDrafter(ABC):
         if path in self._known:
             found = [*self._known[path]]
         else:
-            token, law = context.draw(logits, path)
+            token, probabilities = context.draw(logits, path)
             judged = self._judged(path)
-            found = [Guess(token, sign(token) if judged is None else bisect_right(_EDGES, judged), law)]
-        law = found[0].law
-        if law is None:
+            found = [Guess(token, sign(token) if judged is None else bisect_right(_EDGES, judged), probabilities)]
+        probabilities = found[0].probabilities
+        if probabilities is None:
             others = _likely(logits, width, found[0].token)[len(found) - 1 :]
             found.extend(Guess(token, _BUCKETS + sign(token)) for token in others)
-        while law is not None and len(found) < width:
-            drawn = context.further(law, path, [guess.token for guess in found])
+        while probabilities is not None and len(found) < width:
+            drawn = context.further(probabilities, path, [guess.token for guess in found])
             if drawn is None:
                 break
-            found.append(Guess(drawn, _BUCKETS + sign(drawn), law))
+            found.append(Guess(drawn, _BUCKETS + sign(drawn), probabilities))
         self._known[path] = known = tuple(found)
         return known
 

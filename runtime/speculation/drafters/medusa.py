@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.states import OutputRows, StateDrafter, silu

@@ -12,7 +12,8 @@ import numpy as np
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.errors import ModelError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge
@@ -52,7 +53,7 @@ class ModelDrafter(LogitDrafter):
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
         # An id of the target's padding means nothing to either model; any other one stands for it here.
-        output = self._backend.forward(np.minimum(tokens, self._own - 1), positions, rows)
+        output = self._backend.forward(ForwardInput(np.minimum(tokens, self._own - 1), positions, rows))
         if self._judge is not None and output.hidden is not None and len(rows):
             self._states = output.hidden[rows[0] :]
         return output.logits

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
 
 __all__ = ["PromptDrafter"]
 
@@ -90,7 +90,9 @@ class PromptDrafter(LogitDrafter):
             self._rows.clear()
             missing = wanted
         places = np.arange(start, start + len(missing))
-        output = self._target.forward(np.array(missing, np.int64), places, _NO_ROWS, layer_mask=self._no_layers)
+        output = self._target.forward(
+            ForwardInput(np.array(missing, np.int64), places, _NO_ROWS, layer_mask=self._no_layers)
+        )
         assert output.hidden is not None, "a backend that takes states in gives them out"
         first = len(self._rows)
         self._kept[first : first + len(missing)] = output.hidden

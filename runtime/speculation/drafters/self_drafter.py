@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
-__all__ = ["SelfDrafter", "require"]
+__all__ = ["SelfDrafter"]
 
 
 class SelfDrafter(LogitDrafter):
@@ -54,13 +54,3 @@ class SelfDrafter(LogitDrafter):
         if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.length:
             self._follower.restart(base)
         return context.tokens[-1:]
-
-
-def require(able: bool, target: Backend, what: str, hint: str) -> None:
-    """Refuses a target that cannot do what a drafter needs.
-
-    Raises:
-        CapabilityError: it is not able.
-    """
-    if not able:
-        raise CapabilityError(f"The {target.name} backend cannot {what}.", hint)

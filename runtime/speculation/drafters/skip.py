@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
-from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter, require
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.speculation.drafters.self_drafter import SelfDrafter
 
 __all__ = ["SkipDrafter", "every_second"]
 
@@ -59,4 +60,4 @@ class SkipDrafter(SelfDrafter):
         self._layer_mask = mask
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
-        return self._target.forward(tokens, positions, rows, layer_mask=self._layer_mask).logits
+        return self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._layer_mask)).logits

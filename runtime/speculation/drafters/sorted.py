@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
@@ -92,7 +93,9 @@ class SortedDrafter(ModelDrafter):
         start, end = int(positions[0]), int(positions[-1]) + 1
         hidden = self._hidden[part - 1][start:end] if part else None
         known = np.minimum(tokens, self._own - 1)
-        output = self._backend.forward(known, positions, rows, layer_mask=self._masks[part], hidden=hidden)
+        output = self._backend.forward(
+            ForwardInput(known, positions, rows, layer_mask=self._masks[part], hidden=hidden)
+        )
         if part < len(self._hidden):
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states = self._hidden[part]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.heads import STATE_EPS, Heads
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, require
 from edgeinfer.runtime.speculation.contracts import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix
-from edgeinfer.runtime.speculation.drafters.self_drafter import require
 
 __all__ = ["OutputRows", "StateDrafter", "silu"]
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.compute import ComputeMaterial, ComputeResults, Levels, Point, measure_compute
-from edgeinfer.apps.bench.compute_expanded import expanded_bundle, grown
-from edgeinfer.apps.bench.compute_report import compute_chart, dominates, point_rows
+from edgeinfer.apps.bench.compute import compute_chart, dominates, point_rows
+from edgeinfer.apps.bench.compute_measure import ComputeMaterial, ComputeResults, Levels, Point, measure_compute
+from edgeinfer.apps.bench.cost_expanded import grown
+from edgeinfer.apps.bench.model_files import expanded_bundle
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
@@ -35,13 +36,13 @@ def results(*points: Point) -> ComputeResults:
     return ComputeResults("m", "s", "text", points)
 
 
-def test_entropy_is_compared_with_chance_at_its_share() -> None:
+def test_entropy_is_compared_with_random_turns_at_its_share() -> None:
     found = results(
         point("full", 0.0, 0.0), point("entropy", 0.6, 0.2), point("entropy", 1.0, 0.8),
         point("random", 1.0, 0.8), point("random", 0.5, 0.3),
     )  # fmt: skip
     # Three fifths of what the small model alone diverges, whatever that one draw at half of the tokens gave.
-    pairs = found.against_chance()
+    pairs = found.against_random()
     assert [pair["share"] for pair in pairs] == pytest.approx([0.4])
     assert pairs[0]["random"] == pytest.approx(0.48) and pairs[0]["entropy"] == 0.2
     assert dominates("entropy", pairs[0]) and not dominates("entropy", {"entropy": 0.5, "random": 0.48})
@@ -140,7 +141,7 @@ def test_the_command_measures(bundles: tuple[Path, Path], tmp_path: Path, capsys
 
 
 def test_expanded_models_compute_what_the_small_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exports_here(monkeypatch, "compute_expanded")
+    exports_here(monkeypatch, "model_files")
     make_checkpoint(tmp_path / "small", "Llama", **LLAMA)
     bundle = expanded_bundle(tmp_path / "small", 2, tmp_path / "work")
     assert expanded_bundle(tmp_path / "small", 2, tmp_path / "work") == bundle

@@ -55,7 +55,7 @@ def test_points() -> None:
     assert curve.limits is not None and curve.limits.threads == 1
     data = json.loads(json.dumps(curve.to_dict()))
     assert [point["size"] for point in data["points"]] == [1, 2, 4] and data["n_depth"] == 8
-    svg = ElementTree.fromstring(chart_svg(curve_chart(curve)))
+    svg = ElementTree.fromstring(chart_svg(curve_chart(curve.to_dict())))
     words = " ".join(text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text"))
     assert all(word in words for word in ("measured", "reading the weights", "new tokens", "ms"))
 
@@ -70,7 +70,7 @@ def test_limits_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(edgeinfer, "measure_device", unknown)
         curve = measured(model)
     assert curve.limits is None and all(point.limit_ms is None for point in curve.points)
-    assert [line.name for line in curve_chart(curve).lines] == ["measured"]
+    assert [line.name for line in curve_chart(curve.to_dict()).lines] == ["measured"]
 
 
 @needs_builtin

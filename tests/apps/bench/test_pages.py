@@ -19,9 +19,9 @@ from edgeinfer.apps.bench.memory_smallest import Peer, PeerFigures, SmallestResu
 from edgeinfer.apps.bench.memory_spec import SpecMemoResults
 from edgeinfer.apps.bench.memory_subjects import Subject
 from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
-from edgeinfer.apps.bench.pages.page import Note, Section, Table, page_html
 from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, page_html
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import known_limits
@@ -111,10 +111,10 @@ WORDS = st.text(max_size=30)
 @given(title=WORDS, name=WORDS, cell=WORDS, command=WORDS)
 def test_what_files_say_is_text(title: str, name: str, cell: str, command: str) -> None:
     chart = Chart(title, name, cell, (Line(name, ((0.0, 1.0), (1.0, 2.0))),))
-    table, note = Table(title, (name,), ((cell,),), words=(cell,)), Note(cell)
+    table, note = Table(title, (name,), ((cell,),), words=(cell,)), Paragraph(cell)
     section = Section(title, ((name, cell),), (table, chart, note), (command,))
     page = _Texts(page_html(title, name, [section]))
-    parts = (Table("x", ("x",), (("x",),)), chart, Note("x"))
+    parts = (Table("x", ("x",), (("x",),)), chart, Paragraph("x"))
     plain = _Texts(page_html("x", "x", [Section("x", (("x", "x"),), parts, ("x",))]))
 
     def shape(found: _Texts) -> list[Any]:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from edgeinfer.apps.bench import peers_run
-from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.pages.page import section_markdown
+from edgeinfer.apps.bench.model_files import Artifacts
 from edgeinfer.apps.bench.peers_engines import PEERS
 from edgeinfer.apps.bench.peers_figures import EngineFigures, PeersConfig, peers_json, peers_section
 from edgeinfer.apps.bench.peers_limits import LimitedRun
 from edgeinfer.apps.bench.peers_models import builtin_model, shape_model
 from edgeinfer.apps.bench.peers_run import PeersRun
-from edgeinfer.apps.bench.shapes import SHAPES
+from edgeinfer.apps.bench.render import section_markdown
+from edgeinfer.apps.bench.synthetic import SHAPES
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
 from tests.apps.bench.here import Canned, LocalWorker, exports_here

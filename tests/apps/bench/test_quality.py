@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 import edgeinfer
-from edgeinfer.apps.bench.pages.page import section_markdown
 from edgeinfer.apps.bench.prompts import Prompt
 from edgeinfer.apps.bench.quality import Material, Quality, layout_differences, measure_family, score_tasks
 from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
 from edgeinfer.apps.bench.quality_variants import Family, Variant, checkpoint_family, given_family
+from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.apps.bench.texts import read_stories
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, TemplateError, UsageError

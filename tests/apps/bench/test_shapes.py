@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
-from edgeinfer.apps.bench.artifacts import Artifacts
-from edgeinfer.apps.bench.shapes import SHAPES, Dtype, find_shape, write_random_checkpoint
-from edgeinfer.apps.bench.vocabulary import CHAT_TEMPLATE, pseudo_text, synthesize_vocabulary, write_tokenizer
+from edgeinfer.apps.bench.model_files import Artifacts
+from edgeinfer.apps.bench.synthetic import (
+    CHAT_TEMPLATE,
+    SHAPES,
+    Dtype,
+    find_shape,
+    pseudo_text,
+    synthesize_vocabulary,
+    write_random_checkpoint,
+    write_tokenizer,
+)
 from edgeinfer.errors import UsageError
 
 safetensors = pytest.importorskip("safetensors")
@@ -119,7 +127,7 @@ def test_pseudo_text_is_as_long_as_asked_and_repeatable() -> None:
 @pytest.mark.parametrize("name", ["tiny", "tales"])
 def test_gguf_files_hold_the_same_tensors_in_q4_0(tmp_path: Path, name: str) -> None:
     gguf = pytest.importorskip("gguf")
-    from edgeinfer.apps.bench.gguf_random import write_random_gguf
+    from edgeinfer.apps.bench.synthetic import write_random_gguf
 
     shape = SHAPES[name]
     write_random_gguf(tmp_path / "model.gguf", shape)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.speed import SpeedConfig, SpeedResult, run_speed
-from edgeinfer.apps.bench.speed_report import FORMATS, speed_text
+from edgeinfer.apps.bench.speed import FORMATS, SpeedConfig, SpeedResult, run_speed
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
@@ -44,9 +44,9 @@ class Watched:
         backend = model._parts.engine.backend
         forward = backend.forward
 
-        def watched(tokens: Any, *args: Any, **kwargs: Any) -> Any:
-            self.sizes.append(len(tokens))
-            return forward(tokens, *args, **kwargs)
+        def watched(batch: ForwardInput) -> ForwardOutput:
+            self.sizes.append(len(batch.tokens))
+            return forward(batch)
 
         backend.forward = watched  # type: ignore[method-assign]
 
@@ -89,12 +89,13 @@ def test_figures_and_formats() -> None:
         assert data["samples_ts"][0] == pytest.approx(result.test.tokens * 1e9 / data["samples_ns"][0])
         assert min(data["samples_ts"]) <= data["median_ts"] <= max(data["samples_ts"])
         assert data["n_threads"] == 1
-    parsed = json.loads(speed_text(found, "json"))
-    assert parsed == [result.to_dict() for result in found]
-    assert [json.loads(line) for line in speed_text(found, "jsonl").splitlines()] == parsed
-    rows = list(csv.DictReader(io.StringIO(speed_text(found, "csv"))))
-    assert [row["test"] for row in rows] == [data["test"] for data in parsed]
-    lines = speed_text(found, "md").splitlines()
+    rows = [result.to_dict() for result in found]
+    parsed = json.loads(FORMATS["json"](rows))
+    assert parsed == rows
+    assert [json.loads(line) for line in FORMATS["jsonl"](rows).splitlines()] == parsed
+    read = list(csv.DictReader(io.StringIO(FORMATS["csv"](rows))))
+    assert [row["test"] for row in read] == [data["test"] for data in parsed]
+    lines = FORMATS["md"](rows).splitlines()
     assert len({len(line) for line in lines}) == 1 and "| t" not in lines[1]
     assert all(f" {data['test']} |" in line for data, line in zip(parsed, lines[2:], strict=True))
     assert set(FORMATS) == {"md", "csv", "json", "jsonl"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.apps.desktop import replies
-from edgeinfer.apps.desktop.window import DesktopConfig, run
+from edgeinfer.apps.desktop.app import DesktopConfig, run
 from tests.apps.desktop.served import Gate, gated
 from tests.cli import environment
 from tests.waiting import TIME_LIMIT

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.desktop import fetch
+from edgeinfer.apps.desktop import downloads
+from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
 from edgeinfer.apps.desktop.downloads import Download, Downloads
-from edgeinfer.apps.desktop.errors import ConflictError, NotFoundError
 from edgeinfer.errors import HubError, InternalError
 from tests.cli import TIME_LIMIT, environment
 from tests.edgeinfer.test_hub_server import Hub, bundle_files
@@ -120,7 +120,7 @@ def fetching(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]
 
 
 def test_the_fetching_process_offline() -> None:
-    with fetching("-m", "edgeinfer.apps.desktop.fetch", "org/name", env=environment()) as process:
+    with fetching("-m", "edgeinfer.apps.desktop.downloads", "org/name", env=environment()) as process:
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
         assert process.wait(TIME_LIMIT) == HubError.exit_code
@@ -143,7 +143,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def test_the_fetching_process_with_the_hubs_own_library(hub: Hub, tmp_path: Path) -> None:
     address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     env = environment() | address | {"HF_HOME": str(tmp_path), "PYTHONWARNINGS": "default"}
-    with fetching("-m", "edgeinfer.apps.desktop.fetch", "org/bundle", env=env) as process:
+    with fetching("-m", "edgeinfer.apps.desktop.downloads", "org/bundle", env=env) as process:
         assert process.stdout is not None
         said = [json.loads(line) for line in process.stdout]
         assert process.wait(TIME_LIMIT) == 0
@@ -154,8 +154,8 @@ def test_the_fetching_process_with_the_hubs_own_library(hub: Hub, tmp_path: Path
 
 def test_the_fetching_process_ends_with_its_app() -> None:
     program = (
-        "import sys, time\nfrom edgeinfer import hub\nfrom edgeinfer.apps.desktop import fetch\n"
-        "hub.pull = lambda *a, **k: (print('begun', flush=True), time.sleep(600))\nfetch.main('org/name')\n"
+        "import sys, time\nfrom edgeinfer import hub\nfrom edgeinfer.apps.desktop import downloads\n"
+        "hub.pull = lambda *a, **k: (print('begun', flush=True), time.sleep(600))\ndownloads.main('org/name')\n"
     )
     with fetching("-c", program, env=environment()) as process:
         assert process.stdout is not None
@@ -176,7 +176,7 @@ def test_it_ends_with_its_input_unless_the_outcome_was_told(monkeypatch: pytest.
         finished.set()
     with os.fdopen(read) as stdin, monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", stdin)
-        fetch._end_with_input(finished)
+        downloads._end_with_input(finished)
     assert codes == ([] if told else [1])
 
 
@@ -185,14 +185,14 @@ def test_a_fault_of_ours_is_told_too(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise RuntimeError("Boom")
 
     monkeypatch.setattr("edgeinfer.hub.pull", pull)
-    monkeypatch.setattr(fetch, "_end_with_input", lambda finished: None)
-    assert fetch.main("org/name") == InternalError.exit_code
+    monkeypatch.setattr(downloads, "_end_with_input", lambda finished: None)
+    assert downloads.main("org/name") == InternalError.exit_code
     assert json.loads(capsys.readouterr().out)["error"]["message"] == "Unexpected RuntimeError: Boom."
 
 
 def test_progress_is_of_the_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_EVERY_S", 0.0)
-    progress = fetch._Progress()
+    monkeypatch.setattr(downloads, "_PROGRESS_S", 0.0)
+    progress = downloads._Progress()
     progress("transfer", 50, 100)
     progress("in place", 20, 100)
     progress("in place", 100, 100)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.desktop.errors import DiskFullError
+from edgeinfer.apps.desktop.checks import DiskFullError
 from edgeinfer.apps.desktop.history import History
 from tests.cli import TIME_LIMIT, environment
 
@@ -20,7 +20,7 @@ FILL = """
 import random
 import sys
 from pathlib import Path
-from edgeinfer.apps.desktop.errors import DiskFullError
+from edgeinfer.apps.desktop.checks import DiskFullError
 from edgeinfer.apps.desktop.history import History
 
 folder, length = Path(sys.argv[1]), int(sys.argv[2])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.apps.desktop.errors import NotFoundError
+from edgeinfer.apps.desktop.checks import NotFoundError
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.records import Failure, Figures, Message
+from edgeinfer.apps.desktop.records import Figures, Message, ReplyFailure
 from edgeinfer.errors import UsageError
 
 FIGURES = Figures(10, 4, 20, 12.5, 80.0, 6, 3, 1024, "stop", "tales")
@@ -66,8 +66,8 @@ def test_branches(history: History) -> None:
 def test_a_reply_goes_on(history: History) -> None:
     id = history.create().id
     _, reply = history.ask(id, None, "A")
-    history.finish(reply.id, "Once upon", "error", failure=Failure("No.", "Try.", "context_full"))
-    assert history.conversation(id).messages[1].failure == Failure("No.", "Try.", "context_full")
+    history.finish(reply.id, "Once upon", "error", failure=ReplyFailure("No.", "Try.", "context_full"))
+    assert history.conversation(id).messages[1].failure == ReplyFailure("No.", "Try.", "context_full")
     more = history.go_on(id, reply.id)
     assert (more.content, more.status, more.failure) == ("Once upon", "replying", None)
 

@@ -11,7 +11,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.desktop import replies
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.plans import Planner
+from edgeinfer.apps.desktop.library import Planner
 from edgeinfer.apps.desktop.records import Conversation, Message
 from edgeinfer.apps.desktop.replies import messages_for
 from edgeinfer.errors import BudgetError, StorageError

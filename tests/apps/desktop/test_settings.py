@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.desktop.settings import Settings, SettingsFile
+from edgeinfer.apps.desktop.settings import AppSettings, SettingsFile
 from edgeinfer.errors import StorageError, UsageError
 
 
 def test_what_was_set_is_there_again(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     file = SettingsFile(path)
-    assert file.now == Settings()
+    assert file.now == AppSettings()
     file.change({"theme": "dark", "memory": "600MB", "options": {"temperature": 0.5, "seed": 3}})
     file.change({"options": {"temperature": None, "top_k": 40}})
     now = SettingsFile(path).now
@@ -72,7 +72,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any]) -> N
     file = SettingsFile(tmp_path / "settings.json")
     with pytest.raises(UsageError):
         file.change(changes)
-    assert file.now == Settings()
+    assert file.now == AppSettings()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text)
     file = SettingsFile(path)
-    assert file.now == Settings()
+    assert file.now == AppSettings()
     assert file.put_aside is not None
     assert file.put_aside.read_text() == text
 

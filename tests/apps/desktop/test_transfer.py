@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from edgeinfer.apps.desktop import transfer
-from edgeinfer.apps.desktop.errors import TooLargeError
+from edgeinfer.apps.desktop.checks import TooLargeError
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.records import Conversation, Failure, Figures
+from edgeinfer.apps.desktop.records import Conversation, Figures, ReplyFailure
 from edgeinfer.errors import UsageError
 
 
@@ -23,7 +23,7 @@ def conversation(tmp_path: Path) -> Conversation:
     _, reply = history.ask(id, None, "Hello 日本\nsecond line")
     history.finish(reply.id, "Good *day*.", "complete", figures=Figures(1, 0, 2, 3.0, 4.5, 0, 0, 64, "stop", "m"))
     again = history.regenerate(id, reply.id)
-    history.finish(again.id, "No", "error", failure=Failure("Full.", "Begin anew.", "context_full"))
+    history.finish(again.id, "No", "error", failure=ReplyFailure("Full.", "Begin anew.", "context_full"))
     history.ask(id, again.id, "And?")
     kept = history.conversation(id)
     history.close()
@@ -80,7 +80,7 @@ def test_markdown_is_the_branch_on_show(conversation: Conversation) -> None:
         (lambda d: d["messages"][1].update(role="user"), "follows a reply"),
         (lambda d: d["messages"][1].update(status="done"), "status must be one of"),
         (lambda d: d["messages"][1].update(html="<b>"), "unknown fields: 'html'"),
-        (lambda d: d["messages"][1].update(figures={"speed": 1}), "Figures must be"),
+        (lambda d: d["messages"][1].update(figures={"speed": 1}), "figures must be"),
         (lambda d: d["messages"][1]["figures"].update(model=1), "wrong type"),
         (lambda d: d["messages"][1].update(error={}), "lacks 'message'"),
     ],

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from edgeinfer.apps.cli.main import main
-from edgeinfer.apps.desktop import window
+from edgeinfer.apps.desktop import app
+from edgeinfer.apps.desktop.app import DesktopConfig, run
 from edgeinfer.apps.desktop.folders import user_data
-from edgeinfer.apps.desktop.window import DesktopConfig, run
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.speculation import needs_builtin
 
@@ -118,7 +118,7 @@ def test_a_window_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_builtin
 def test_the_browser_where_there_is_no_window_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "_has_display", lambda: False)
+    monkeypatch.setattr(app, "_has_display", lambda: False)
     opened: list[str] = []
 
     def open_browser(url: str) -> bool:

@@ -22,7 +22,7 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
 from edgeinfer.apps.server.app import make_app
-from edgeinfer.apps.server.host import ModelHost, Reply
+from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 from edgeinfer.generation import TokenStream
@@ -177,7 +177,7 @@ class Turns:
     def __init__(self) -> None:
         self.streams: list[TokenStream] = []
 
-    def of(self, reply: Reply) -> list[int]:
+    def of(self, reply: HostReply) -> list[int]:
         """Places of a reply's tokens among all."""
         return [place for place, stream in enumerate(self.streams) if stream is reply._job.stream]
 

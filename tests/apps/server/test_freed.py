@@ -15,7 +15,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.generation import TokenStream
 from edgeinfer.openai.chat import ChatCompletion
 from edgeinfer.openai.text import TextCompletion
-from edgeinfer.runtime.sampling import TokenChooser
+from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.text import StopMatcher
 from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
@@ -23,8 +23,8 @@ from tests.waiting import wait_until
 
 pytestmark = needs_builtin
 
-# The chooser has the prompt, and completions what the request said.
-KINDS = (StopMatcher, GenerationConfig, TokenStream, TokenChooser, ChatCompletion, TextCompletion)
+# The sampler has the prompt, and completions what the request said.
+KINDS = (StopMatcher, GenerationConfig, TokenStream, Sampler, ChatCompletion, TextCompletion)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.server.host import BusyError, LoadCancelledError, ModelHost, Reply
+from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle
@@ -37,11 +37,11 @@ def hosted(
     asyncio.run(asyncio.wait_for(run(), TIME_LIMIT))
 
 
-def ask_for(host: ModelHost, prompt: str, owner: str = "somebody", **options: Any) -> Reply:
+def ask_for(host: ModelHost, prompt: str, owner: str = "somebody", **options: Any) -> HostReply:
     return host.submit(lambda model: model.stream(prompt, **OPTIONS | options), owner)
 
 
-async def text_of(reply: Reply) -> str:
+async def text_of(reply: HostReply) -> str:
     return "".join([chunk.text async for chunk in reply])
 
 
@@ -133,7 +133,7 @@ def test_another_model_takes_the_place_and_ends_replies(tmp_path: Path) -> None:
         for use in (lambda: ask_for(host, PROMPTS[0]), lambda: host.ask(lambda model: model.context)):
             with pytest.raises(UsageError, match="No model is loaded"):
                 found = use()
-                if not isinstance(found, Reply):
+                if not isinstance(found, HostReply):
                     await found
 
     hosted(work, parallel=1)

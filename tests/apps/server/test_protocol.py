@@ -22,9 +22,8 @@ from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
-from edgeinfer.apps.server.protocol import ServerProtocol
 from edgeinfer.apps.server.security import Security
-from edgeinfer.apps.server.serving import Server
+from edgeinfer.apps.server.serving import Server, ServerProtocol
 from tests.waiting import TIME_LIMIT
 
 QUICK = Security(refusal_seconds=0.01)

@@ -15,6 +15,7 @@ import pytest
 
 from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
 from edgeinfer.errors import CapabilityError, DeviceError
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
 from edgeinfer.runtime.devices import arrays as device_arrays
@@ -85,7 +86,7 @@ def test_trees_are_refused_where_rows_have_no_places_of_their_own(make: Callable
     feed(backend, TOKENS[:4])
     tree = np.array([-1, -1], np.int64)
     with pytest.raises(CapabilityError, match="cannot verify trees"):
-        backend.forward(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree)
+        backend.forward(ForwardInput(np.array([1, 2]), np.array([4, 4]), np.array([0, 1]), tree=tree))
 
 
 def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBackend]) -> None:
@@ -96,12 +97,14 @@ def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBacken
         mask = np.ones(2 * backend.geometry.num_layers, np.bool_)
         mask[2:] = False
         tokens, positions, rows = np.array([9, 8]), np.array([6, 7]), np.array([0, 1])
-        first = backend.forward(tokens, positions, rows, layer_mask=mask)
+        first = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=mask))
         outputs.append(first.logits.copy())
         assert first.hidden is not None
         backend.truncate(6)
         outputs.append(
-            backend.forward(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy()).logits.copy()
+            backend.forward(
+                ForwardInput(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy())
+            ).logits.copy()
         )
     assert np.array_equal(outputs[0], outputs[2]) and np.array_equal(outputs[1], outputs[3])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.experts.cost import ExpertBytes, expected_experts
 from edgeinfer.runtime.planning.speed_model import guessed_passes
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes, expected_experts
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (32, 4), (60, 4)])

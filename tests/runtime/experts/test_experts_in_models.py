@@ -15,9 +15,10 @@ import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export import ExportConfig
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.experts.cost import expected_experts
 from edgeinfer.runtime.experts.statistics import active_experts
+from edgeinfer.runtime.weights.expert_bytes import expected_experts
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 from tests.speculation import PROMPT, load_eager, plain, same
@@ -130,7 +131,9 @@ def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> Non
         unions = []
         for _ in range(12):
             backend.truncate(0)
-            used = backend.forward(chance.integers(2, 320, size), np.arange(size), np.zeros(0, np.int64)).experts
+            used = backend.forward(
+                ForwardInput(chance.integers(2, 320, size), np.arange(size), np.zeros(0, np.int64))
+            ).experts
             assert used is not None
             unions.append(active_experts(used, EXPERTS).any(axis=0).sum() / LAYERS)
         predicted = expected_experts(EXPERTS, TOP_K, size)
@@ -142,7 +145,7 @@ def test_padding_uses_no_experts_of_its_own(bundle: Path) -> None:
     backend = OnnxBackend(open_bundle(bundle), 64)
     chance = np.random.default_rng(2)
     for start in range(30):
-        backend.forward(chance.integers(2, 320, 1), np.array([start]), np.array([0]))
+        backend.forward(ForwardInput(chance.integers(2, 320, 1), np.array([start]), np.array([0])))
         (step,) = (each for key, each in backend._passes.items() if key[0] == 2)
         assert step.experts is not None
         np.testing.assert_array_equal(np.sort(step.experts[:, 1]), np.sort(step.experts[:, 0]))

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.experts.cost import AROUND_BYTES
 from edgeinfer.runtime.experts.residency import Residency
+from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
 
 SIZE = 1 << 20
 

@@ -16,13 +16,13 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import ExpertChoice, PassCancelledError
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
 from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
-from edgeinfer.runtime.experts.cost import ExpertBytes
 from edgeinfer.runtime.experts.residency import Residency
 from edgeinfer.runtime.system.memory import process_memory
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 
@@ -97,7 +97,7 @@ def _bias(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]) -> None:
     for backend in pair:
         backend.truncate(0)
-        backend.forward(np.array([5, 6]), np.arange(2), np.array([1]))
+        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         how = dict(asked)
         tokens, start = how.pop("tokens"), pair[0].length
@@ -105,7 +105,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
         if how["tree"] is not None:
             for row, parent in enumerate(how["tree"]):
                 depths[row] = 0 if parent < 0 else depths[parent] + 1
-        mine, theirs = (backend.forward(tokens, start + depths, **how) for backend in pair)
+        mine, theirs = (backend.forward(ForwardInput(tokens, start + depths, **how)) for backend in pair)
         np.testing.assert_array_equal(mine.logits, theirs.logits)
         assert mine.experts is not None and theirs.experts is not None
         np.testing.assert_array_equal(mine.experts, theirs.experts)
@@ -125,7 +125,7 @@ def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     backend = ResidentBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2))
     chance = np.random.default_rng(0)
     for start in range(0, 40):
-        used = backend.forward(chance.integers(0, 320, 1), np.array([start]), np.array([0])).experts
+        used = backend.forward(ForwardInput(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
         assert used is not None
         # Those of the last layers ran last, and nothing has taken their place.
         assert backend.residency.resident[LAYERS - 1][used[LAYERS - 1, 0]].all()
@@ -156,7 +156,7 @@ def test_memory_is_what_the_residency_says() -> None:
         backend.truncate(0)
         for size in (first, *[1] * 20):
             tokens = chance.integers(0, 320, size)
-            backend.forward(tokens, backend.length + np.arange(size), np.array([size - 1]))
+            backend.forward(ForwardInput(tokens, backend.length + np.arange(size), np.array([size - 1])))
             most = max(most, process_memory().file)
         return most
 
@@ -184,9 +184,9 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Residency, "used", used)
         with pytest.raises(PassCancelledError):
-            backend.forward(np.arange(9), np.arange(9), np.array([8]))
+            backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
     assert backend.length == 0
-    backend.forward(np.arange(9), np.arange(9), np.array([8]))
+    backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
     backend.close()
 
 
@@ -195,7 +195,7 @@ def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypa
     monkeypatch.setattr(Residency, "used", lambda residency, ids: windows.append(len(ids)))
     for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
         backend = ResidentBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), limit)
-        backend.forward(np.arange(9), np.arange(9), np.array([8]))
+        backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
         assert len(windows) == expected
         windows.clear()
         backend.close()

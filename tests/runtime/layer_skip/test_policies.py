@@ -8,19 +8,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import BASELINES, COMPUTES, ComputeOptions
+from edgeinfer.adaptive import BASELINES, COMPUTES
+from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
-from edgeinfer.runtime.layer_skip.chance import ChancePolicy
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Wanted
-from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, Stay, rolling_means
-from edgeinfer.runtime.layer_skip.floor import Floor
-from edgeinfer.runtime.layer_skip.importance import ImportancePolicy, importance
-from edgeinfer.runtime.layer_skip.ladder import Ladder
-from edgeinfer.runtime.layer_skip.predictions import divergence, entropy_bits, likeliest
-from edgeinfer.runtime.layer_skip.registry import SKIPPING, SWITCHING
-from edgeinfer.runtime.layer_skip.routers import RoutersPolicy
-from edgeinfer.runtime.layer_skip.unified import UnifiedPolicy, kept_layers
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit, divergence, entropy_bits, likeliest
+from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy, Stay, rolling_means
+from edgeinfer.runtime.layer_skip.policies import (
+    SKIPPING,
+    SWITCHING,
+    ImportancePolicy,
+    RoutersPolicy,
+    SkipLevels,
+    UnifiedPolicy,
+    importance,
+    kept_layers,
+)
 
 Floats = NDArray[np.float32]
 
@@ -58,8 +62,8 @@ def _laws(nats: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def test_a_run_of_lesser_tokens_must_be_earned_at_its_worst() -> None:
-    floor, prompt = Floor(0.1), Floor(0.1)
-    assert Floor(None).allows(10**6, 0, 0)
+    floor, prompt = DivergenceLimit(0.1), DivergenceLimit(0.1)
+    assert DivergenceLimit(None).allows(10**6, 0, 0)
     # Nothing is known: no run is small enough.
     assert not floor.allows(1, 0, 10**6)
     for _ in range(4):
@@ -137,16 +141,16 @@ def test_routers_read_the_mean_of_states_entering_each_layer() -> None:
 
 def test_ladder_takes_the_least_harmful_set_that_is_fast_enough() -> None:
     masks = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0]], np.bool_)
-    ladder = Ladder(masks, np.array([0.0, 0.1, 0.4]))
+    ladder = SkipLevels(masks, np.array([0.0, 0.1, 0.4]))
     assert ladder.choose(wanted(1.0, 2)).tolist() == masks[0].tolist()
     assert ladder.choose(wanted(1.3, 2)).tolist() == masks[1].tolist()
     assert ladder.choose(wanted(1.4, 2)).tolist() == masks[2].tolist()
     assert ladder.choose(wanted(9.0, 2)).tolist() == masks[2].tolist()
-    kept_ladder = Ladder.from_state(ladder.state(), 2)
+    kept_ladder = SkipLevels.from_state(ladder.state(), 2)
     assert kept_ladder is not None and (kept_ladder.masks == masks).all()
-    assert Ladder.from_state({}, 2) is None
+    assert SkipLevels.from_state({}, 2) is None
     with pytest.raises(StorageError):
-        Ladder.from_state(ladder.state(), 3)
+        SkipLevels.from_state(ladder.state(), 3)
 
 
 def test_predictions() -> None:
@@ -215,7 +219,7 @@ def test_the_share_is_met_from_nothing() -> None:
 
 def test_chance_meets_the_share_in_stretches() -> None:
     for share in (0.0, 0.3, 1.0):
-        policy = ChancePolicy(share, 4, seed=1)
+        policy = RandomPolicy(share, 4, seed=1)
         made = [policy.large() for _ in range(8000)]
         assert np.mean(made) == pytest.approx(share, abs=0.03)
         lengths = np.diff(np.flatnonzero(np.diff(made)))
@@ -230,7 +234,7 @@ def logits_apart(nats: float) -> tuple[Floats, Floats]:
 
 
 def test_floor_ends_what_diverges_too_far() -> None:
-    floor = Floor(0.45)
+    floor = DivergenceLimit(0.45)
     for _ in range(16):
         floor.add(*logits_apart(0.2))
     assert floor.mean == pytest.approx(0.2, rel=1e-3)
@@ -247,14 +251,14 @@ def test_floor_ends_what_diverges_too_far() -> None:
 
 
 def test_a_few_samples_do_not_convince() -> None:
-    floor = Floor(0.3)
+    floor = DivergenceLimit(0.3)
     floor.add(*logits_apart(0.2))
     assert floor.bound == pytest.approx(0.4, rel=1e-3)
     assert not floor.check(1, 1)
 
 
 def test_without_a_floor_nothing_ends() -> None:
-    floor = Floor(None)
+    floor = DivergenceLimit(None)
     floor.add(*logits_apart(3.0))
     assert floor.check(1, 1) and not floor.watching and floor.mean == pytest.approx(3.0, rel=1e-3)
 
@@ -281,6 +285,6 @@ def test_options_out_of_range() -> None:
     ]
     for option in options:
         with pytest.raises(UsageError) as caught:
-            ComputeOptions(**option).check_compute()
+            GenerationConfig(**option)
             pytest.fail(f"{option} was taken")
         assert caught.value.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.registry import kernel_name, make_backend, subject_of
-from edgeinfer.runtime.planning.make import make_plan, speed_model
+from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.ways import configurations
-from edgeinfer.runtime.profile.profile import Profile
+from edgeinfer.runtime.planning.planner import make_plan, speed_model
+from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.speculation.memory import OPTION_BYTES
 from tests.runtime.models import bundle_of
 
 
@@ -25,6 +27,7 @@ def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
     subject = subject_of(bundle, layout or bundle.manifest.layout, config)
+    subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
     return make_plan(subject, config, speed_model(subject, lambda variant: Profile(None)))
 
 

@@ -14,16 +14,16 @@ from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning import search as search_module
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.footprint import Footprint
+from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
-from edgeinfer.runtime.planning.subject import Subject
-from edgeinfer.runtime.planning.ways import configurations
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
+from edgeinfer.runtime.speculation.memory import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 
@@ -33,7 +33,7 @@ PACE = Pace(PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0))), True, 0.3
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def subject() -> PlanInput:
     """A model with a large vocabulary for its size, so that drafts take memory; everything is open to choice."""
     bundle = bundle_of("llama-tied", ExportConfig(bits=4, keep_small=False))
     assert bundle.manifest.decoder is not None
@@ -45,7 +45,9 @@ def subject() -> Subject:
     bundle = dataclasses.replace(bundle, manifest=manifest)
     memory = OnnxMemory(bundle, "native", merge_pairs=True, packed_ready=True)
     kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
-    return Subject("onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory)
+    return PlanInput(
+        "onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory, option_bytes=OPTION_BYTES
+    )
 
 
 def pace_of(configuration: Configuration) -> Pace:
@@ -66,7 +68,7 @@ class Large(MemoryModel):
         )
 
 
-def plan(subject: Subject, all_ways: bool = False, **options: Any) -> MemoryPlan:
+def plan(subject: PlanInput, all_ways: bool = False, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
     return search(
         subject,
@@ -77,7 +79,7 @@ def plan(subject: Subject, all_ways: bool = False, **options: Any) -> MemoryPlan
     )
 
 
-def test_without_a_budget_nothing_is_given_up(subject: Subject) -> None:
+def test_without_a_budget_nothing_is_given_up(subject: PlanInput) -> None:
     found = plan(subject)
     c = found.configuration
     assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (2048, 64, "float32", "mapped", 15)
@@ -85,7 +87,7 @@ def test_without_a_budget_nothing_is_given_up(subject: Subject) -> None:
     assert found.smallest_bytes < found.planned_bytes
 
 
-def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(subject: Subject) -> None:
+def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(subject: PlanInput) -> None:
     free = plan(subject)
     assert plan(subject, memory=free.planned_bytes).configuration == free.configuration
     tight = plan(subject, memory=free.smallest_bytes)
@@ -110,7 +112,7 @@ fixed_options = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=12)
 @given(fixed=fixed_options, share=st.floats(0, 1))
-def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dict[str, Any], share: float) -> None:
+def test_what_is_fixed_stays_and_what_fits_is_found(subject: PlanInput, fixed: dict[str, Any], share: float) -> None:
     free = plan(subject, **fixed)
     budget = round(free.smallest_bytes + share * (free.planned_bytes - free.smallest_bytes))
     found = plan(subject, memory=budget, **fixed)
@@ -129,14 +131,14 @@ def test_what_is_fixed_stays_and_what_fits_is_found(subject: Subject, fixed: dic
 
 
 @pytest.fixture(scope="module")
-def free(subject: Subject) -> MemoryPlan:
+def free(subject: PlanInput) -> MemoryPlan:
     """The plan without a budget."""
     return plan(subject)
 
 
 @settings(deadline=None, max_examples=4)
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
-def test_more_memory_is_never_worse(subject: Subject, free: MemoryPlan, low: float, high: float) -> None:
+def test_more_memory_is_never_worse(subject: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
     sizes = sorted(round(free.smallest_bytes + x * (free.planned_bytes - free.smallest_bytes)) for x in (low, high))
     less, more = (plan(subject, memory=size) for size in sizes)
     worth = search_module._worth(SpeedModel(pace_of), free.configuration)
@@ -145,7 +147,7 @@ def test_more_memory_is_never_worse(subject: Subject, free: MemoryPlan, low: flo
         assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
 
 
-def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(subject: Subject) -> None:
+def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(subject: PlanInput) -> None:
     resident = plan(subject, weights="mapped", context=2048).smallest_bytes
     assert plan(subject, memory=resident, context=2048).configuration.weights == "mapped"
     streamed = plan(subject, memory=resident - 1, context=2048)
@@ -157,7 +159,7 @@ def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else
     assert anonymous.configuration.weights == "mapped"
 
 
-def test_drafts_shrink_to_nothing_with_the_budget(subject: Subject) -> None:
+def test_drafts_shrink_to_nothing_with_the_budget(subject: PlanInput) -> None:
     subject = dataclasses.replace(subject, tokenizers=("kept",))
     fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
     most, least = (plan(subject, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
@@ -167,13 +169,13 @@ def test_drafts_shrink_to_nothing_with_the_budget(subject: Subject) -> None:
     assert taken[0] == max(taken) and all(found.fits for found in plans)
 
 
-def test_four_bits_are_only_for_who_asks(subject: Subject) -> None:
+def test_four_bits_are_only_for_who_asks(subject: PlanInput) -> None:
     assert {c.kv for c in configurations(subject, LoadConfig())} == {"float32", "int8"}
     assert plan(subject, kv="int4").configuration.kv == "int4"
     assert plan(subject, kv="int4").planned_bytes < plan(subject, kv="int8").planned_bytes < plan(subject).planned_bytes
 
 
-def test_what_the_model_does_not_have_is_refused(subject: Subject) -> None:
+def test_what_the_model_does_not_have_is_refused(subject: PlanInput) -> None:
     bare = dataclasses.replace(subject, kv_types=("float32",), weights_modes=("packed",))
     cases: tuple[tuple[dict[str, Any], str], ...] = (({"kv": "int8"}, "tune"), ({"weights": "streamed"}, "packed"))
     for options, word in cases:
@@ -186,7 +188,7 @@ def test_what_the_model_does_not_have_is_refused(subject: Subject) -> None:
         plan(subject, context=9000)
 
 
-def test_a_refusal_tells_the_least_and_what_to_change(subject: Subject) -> None:
+def test_a_refusal_tells_the_least_and_what_to_change(subject: PlanInput) -> None:
     fixed: dict[str, Any] = {"context": 4096, "kv": "float32", "speculation": "copy", "prefix_cache": 10_000_000}
     least = plan(subject, **fixed).smallest_bytes
     found = plan(subject, memory=least - 1, **fixed)
@@ -200,7 +202,7 @@ def test_a_refusal_tells_the_least_and_what_to_change(subject: Subject) -> None:
     assert plan(subject, memory=error.minimum_bytes, **fixed).fits
 
 
-def test_alternatives_differ_and_tell_whether_they_fit(subject: Subject) -> None:
+def test_alternatives_differ_and_tell_whether_they_fit(subject: PlanInput) -> None:
     found = plan(subject, all_ways=True)
     ways = {way.name: way for way in found.alternatives}
     assert {"smallest", "no drafting", "cache in int8", "weights streamed", "context of 512"} <= set(ways)
@@ -231,7 +233,7 @@ def _configuration(**changes: Any) -> Configuration:
     return dataclasses.replace(base, **changes)
 
 
-def test_tuned_settings_come_first_and_give_way_to_the_budget(subject: Subject) -> None:
+def test_tuned_settings_come_first_and_give_way_to_the_budget(subject: PlanInput) -> None:
     tuned = dataclasses.replace(subject, settings=TunedSettings(prefill_chunk=1024))
     free, usual = plan(tuned), plan(subject)
     assert (free.prefill_chunk, free.tuned, free.given_up) == (1024, ("prefill_chunk",), ())
@@ -243,7 +245,7 @@ def test_tuned_settings_come_first_and_give_way_to_the_budget(subject: Subject) 
     assert plan(tuned, prefill_chunk=16).prefill_chunk == 16
 
 
-def test_tuned_weights_come_first_and_stay_the_callers_choice(subject: Subject) -> None:
+def test_tuned_weights_come_first_and_stay_the_callers_choice(subject: PlanInput) -> None:
     both = dataclasses.replace(subject, weights_modes=("packed", "mapped", "streamed"))
     tuned = dataclasses.replace(both, settings=TunedSettings(weights="mapped"))
     assert plan(both).configuration.weights == "packed"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, Sampler, TokenCounts
+from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, TokenCounts
 
 # Few different tokens, so that choices share beginnings and begin each other.
 CHOICES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=12)
@@ -164,14 +164,15 @@ def test_thousands_of_choices_take_little_memory() -> None:
 def test_drawn_replies_are_always_on_the_list() -> None:
     for options in ({}, {"temperature": 1.5, "top_p": 0.9, "frequency_penalty": 0.5}):
         choices = [[3, 4], [3, 4, 5, 6], [7], [8, 8, 8]]
-        sampler, constraint = Sampler(GenerationConfig(**options), 300, seed=3), ChoiceConstraint(choices, [1, 2])  # type: ignore[arg-type]
+        processor = LogitsProcessor(GenerationConfig(**options), 300, seed=3)  # type: ignore[arg-type]
+        constraint = ChoiceConstraint(choices, [1, 2])
         rows = np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)
         seen = set[tuple[int, ...]]()
         for begin in range(0, 195, 5):
             counts, reply = TokenCounts(), list[int]()
             while not reply or reply[-1] > 2:
                 position = begin + len(reply)
-                reply.append(sampler.token(rows[position], position, counts, constraint.allowed()))
+                reply.append(processor.sample(rows[position], position, counts, constraint.allowed()))
                 constraint.push(reply[-1])
                 counts.push(reply[-1])
             constraint.pop(len(reply))
@@ -182,12 +183,15 @@ def test_drawn_replies_are_always_on_the_list() -> None:
 def test_frequencies_of_replies_are_the_product_of_the_renormalised_ones() -> None:
     choices, ends = [[0, 1], [0, 2], [3]], [4]
     row = np.array([0.5, 1.0, 0.2, -0.3, 3.0, 5.0], np.float32)
-    sampler, constraint = Sampler(GenerationConfig(temperature=1.0), 6, seed=9), ChoiceConstraint(choices, ends)
+    processor, constraint = (
+        LogitsProcessor(GenerationConfig(temperature=1.0), 6, seed=9),
+        ChoiceConstraint(choices, ends),
+    )
     n, seen = 4000, dict.fromkeys(map(tuple, choices), 0)
     for sample in range(n):
         reply: list[int] = []
         while 4 not in reply:
-            reply.append(sampler.token(row, 3 * sample + len(reply), None, constraint.allowed()))
+            reply.append(processor.sample(row, 3 * sample + len(reply), None, constraint.allowed()))
             constraint.push(reply[-1])
         constraint.pop(len(reply))
         seen[tuple(reply[:-1])] += 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.sampling import Penalties, Sampler, TokenCounts, uniform
+from edgeinfer.runtime.sampling import LogitsProcessor, Penalties, TokenCounts, uniform
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -57,7 +57,7 @@ def oracle(row: list[float], config: GenerationConfig) -> list[float]:
 @given(ROWS, SETTINGS)
 def test_distribution_equals_the_oracle(row: list[float], options: dict[str, Any]) -> None:
     config = GenerationConfig(**options)
-    got = Sampler(config, len(row), 0).probabilities(np.array(row, np.float32))
+    got = LogitsProcessor(config, len(row), 0).probabilities(np.array(row, np.float32))
     expected = [float(i == row.index(max(row))) for i in range(len(row))] if config.greedy else oracle(row, config)
     if config.top_p < 1:
         # A mass that lands on the edge to the last bit may fall on either side of it.
@@ -72,7 +72,7 @@ def test_nucleus_of_a_large_flat_vocabulary() -> None:
     row = np.random.default_rng(0).normal(0, 0.5, 30_000).astype(np.float32)
     for top_p in (0.3, 0.9, 0.999, 0.9999999):
         config = GenerationConfig(temperature=1.0, top_p=top_p)
-        got = Sampler(config, len(row), 0).probabilities(row)
+        got = LogitsProcessor(config, len(row), 0).probabilities(row)
         np.testing.assert_allclose(got, oracle(row.tolist(), config), rtol=1e-9, atol=1e-15)
 
 
@@ -91,9 +91,9 @@ def test_draws_follow_the_distribution(n: int) -> None:
         {"temperature": 1.0, "top_k": 9, "top_p": 0.95, "min_p": 0.02, "presence_penalty": 0.5},
     ]
     for options in several:
-        sampler = Sampler(GenerationConfig(**options), 12, seed=11)
-        target = sampler.probabilities(row, counts)
-        seen = np.bincount([sampler.token(row, position, counts) for position in range(n)], minlength=12)
+        processor = LogitsProcessor(GenerationConfig(**options), 12, seed=11)
+        target = processor.probabilities(row, counts)
+        seen = np.bincount([processor.sample(row, position, counts) for position in range(n)], minlength=12)
         allowed = target > 0
         assert not seen[~allowed].any(), options
         # Rare tokens together, so that every cell has some.
@@ -110,33 +110,35 @@ def test_draws_follow_the_distribution(n: int) -> None:
 def test_a_draw_is_the_inverse_cdf_of_its_position(
     row: list[float], options: dict[str, Any], seed: int, position: int
 ) -> None:
-    sampler = Sampler(GenerationConfig(**options), len(row), seed)
+    processor = LogitsProcessor(GenerationConfig(**options), len(row), seed)
     logits = np.array(row, np.float32)
-    token = sampler.token(logits, position)
-    probabilities = sampler.probabilities(logits)
+    token = processor.sample(logits, position)
+    probabilities = processor.probabilities(logits)
     cumulative = np.cumsum(probabilities)
     u = uniform(seed, position)
     assert probabilities[token] > 0
-    assert sampler.config.greedy or cumulative[token] - probabilities[token] - 1e-9 <= u <= cumulative[token] + 1e-9
+    assert processor.config.greedy or cumulative[token] - probabilities[token] - 1e-9 <= u <= cumulative[token] + 1e-9
 
 
 def test_draws_do_not_depend_on_earlier_draws() -> None:
     rows = np.random.default_rng(0).normal(0, 1, (30, 50)).astype(np.float32)
-    sampler = Sampler(GenerationConfig(temperature=1.0, top_p=0.9), 50, seed=5)
-    forwards = [sampler.token(rows[i], i) for i in range(30)]
-    backwards = [sampler.token(rows[i], i) for i in reversed(range(30))]
+    processor = LogitsProcessor(GenerationConfig(temperature=1.0, top_p=0.9), 50, seed=5)
+    forwards = [processor.sample(rows[i], i) for i in range(30)]
+    backwards = [processor.sample(rows[i], i) for i in reversed(range(30))]
     assert backwards[::-1] == forwards
-    fresh = [Sampler(GenerationConfig(temperature=1.0, top_p=0.9), 50, seed=5).token(rows[i], i) for i in range(30)]
+    fresh = [
+        LogitsProcessor(GenerationConfig(temperature=1.0, top_p=0.9), 50, seed=5).sample(rows[i], i) for i in range(30)
+    ]
     assert fresh == forwards
 
 
 def test_greedy_takes_the_lowest_of_equals_after_bias_and_penalties() -> None:
     row = np.array([0, 3, 3, 1], np.float32)
-    assert Sampler(GenerationConfig(), 4, 0).token(row, 0) == 1
-    assert Sampler(GenerationConfig(temperature=0.9, top_k=1), 4, 0).token(row, 0) == 1
-    assert Sampler(GenerationConfig(logit_bias={1: -1.0}), 4, 0).token(row, 0) == 2
+    assert LogitsProcessor(GenerationConfig(), 4, 0).sample(row, 0) == 1
+    assert LogitsProcessor(GenerationConfig(temperature=0.9, top_k=1), 4, 0).sample(row, 0) == 1
+    assert LogitsProcessor(GenerationConfig(logit_bias={1: -1.0}), 4, 0).sample(row, 0) == 2
     counts = TokenCounts([1, 2])
-    assert Sampler(GenerationConfig(repetition_penalty=10.0), 4, 0).token(row, 0, counts) == 3
+    assert LogitsProcessor(GenerationConfig(repetition_penalty=10.0), 4, 0).sample(row, 0, counts) == 3
     np.testing.assert_array_equal(row, [0, 3, 3, 1])
 
 
@@ -144,13 +146,13 @@ def test_unusable_logits_are_the_backends_fault() -> None:
     rows = ([-math.inf] * 3, [math.nan] * 3, [1.0, math.nan, 2.0], [0.0, math.inf, 1.0])
     several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9}]
     for row, options in product(rows, several):
-        sampler, logits = Sampler(GenerationConfig(**options), 3, 0), np.array(row, np.float32)
-        for call in (sampler.token, sampler.logprobs):
+        processor, logits = LogitsProcessor(GenerationConfig(**options), 3, 0), np.array(row, np.float32)
+        for call in (processor.sample, processor.logprobs):
             with pytest.raises(BackendError, match="No token can be chosen"):
                 call(logits, 0)
                 pytest.fail(f"{row} with {options}")
         with pytest.raises(BackendError, match="No token can be chosen"):
-            sampler.probabilities(logits)
+            processor.probabilities(logits)
             pytest.fail(f"{row} with {options}")
 
 
@@ -158,14 +160,14 @@ def test_masked_tokens_are_never_drawn() -> None:
     row = np.full(100, -math.inf, np.float32)
     row[[7, 50]] = [1.0, 1.5]
     for options in ({}, {"top_k": 10}, {"top_p": 0.99999}, {"min_p": 0.001}):
-        sampler = Sampler(GenerationConfig(temperature=1.0, **options), 100, 1)
-        assert {sampler.token(row, position) for position in range(200)} == {7, 50}
+        processor = LogitsProcessor(GenerationConfig(temperature=1.0, **options), 100, 1)
+        assert {processor.sample(row, position) for position in range(200)} == {7, 50}
 
 
 def test_extreme_temperatures_stay_finite() -> None:
     row = np.array([1.0, -500.0, 80.0, 80.0], np.float32)
     for temperature, min_p in product((1e-308, 1e-30, 1e-5, 100.0), (0.0, 0.5, 1e-300)):
-        p = Sampler(GenerationConfig(temperature=temperature, min_p=min_p), 4, 0).probabilities(row)
+        p = LogitsProcessor(GenerationConfig(temperature=temperature, min_p=min_p), 4, 0).probabilities(row)
         weights = np.array([0, 0, 1, 1]) if temperature < 1 else np.exp((row - 80) / 100)
         np.testing.assert_allclose(
             p, np.where(weights < min_p, 0, weights) / weights[weights >= min_p].sum(), atol=1e-6
@@ -176,9 +178,9 @@ def test_extreme_temperatures_stay_finite() -> None:
 @given(ROWS, st.integers(0, 60))
 def test_logprobs_are_the_models_own(row: list[float], top: int) -> None:
     logits = np.array(row, np.float32)
-    sampler = Sampler(GenerationConfig(temperature=0.3, top_k=1, logit_bias={0: 5.0}), len(row), 0)
+    processor = LogitsProcessor(GenerationConfig(temperature=0.3, top_k=1, logit_bias={0: 5.0}), len(row), 0)
     chosen = row.index(max(row))
-    found = sampler.logprobs(logits, chosen, top)
+    found = processor.logprobs(logits, chosen, top)
     normaliser = math.log(sum(math.exp(x) for x in row))
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:top]
     assert [token for token, _ in found.top] == order
@@ -188,15 +190,15 @@ def test_logprobs_are_the_models_own(row: list[float], top: int) -> None:
 
 def test_half_precision_logits_work() -> None:
     row: NDArray[np.float16] = np.array([1, 2, 3, 4], np.float16)
-    p = Sampler(GenerationConfig(temperature=1.0, top_k=3), 4, 0).probabilities(row)
+    p = LogitsProcessor(GenerationConfig(temperature=1.0, top_k=3), 4, 0).probabilities(row)
     np.testing.assert_allclose(p, oracle([1, 2, 3, 4], GenerationConfig(temperature=1.0, top_k=3)))
 
 
 def test_edges_of_the_interval_never_reach_impossible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     row = np.array([-math.inf, 0.0, 1.0, 0.5, -math.inf], np.float32)
     for u, token in ((0.0, 1), (1 - 2.0**-53, 3)):
-        monkeypatch.setattr("edgeinfer.runtime.sampling.sampler.uniform", lambda seed, position, u=u: u)
-        assert Sampler(GenerationConfig(temperature=1.0), 5, 0).token(row, 0) == token
+        monkeypatch.setattr("edgeinfer.runtime.sampling.logits.uniform", lambda seed, position, u=u: u)
+        assert LogitsProcessor(GenerationConfig(temperature=1.0), 5, 0).sample(row, 0) == token
 
 
 @st.composite
@@ -217,7 +219,7 @@ def test_a_mask_leaves_the_distribution_of_what_it_allows(
 ) -> None:
     row, allowed = case
     config = GenerationConfig(**options)
-    got = Sampler(config, len(row), 0).probabilities(np.array(row, np.float32), None, np.array(allowed))
+    got = LogitsProcessor(config, len(row), 0).probabilities(np.array(row, np.float32), None, np.array(allowed))
     if config.top_p < 1:
         exact = dataclasses.replace(config, top_p=min(config.top_p * (1 + 1e-9), 1.0))
         below = dataclasses.replace(config, top_p=config.top_p * (1 - 1e-9))
@@ -234,10 +236,10 @@ def test_a_draw_under_a_mask_is_that_from_masked_logits(
     row, allowed = case
     logits, hidden = np.array(row, np.float32), np.array(masked(row, allowed), np.float32)
     for temperature in (0.0, 1.0):
-        sampler = Sampler(GenerationConfig(temperature=temperature, top_k=top_k, min_p=min_p), len(row), seed)
-        token = sampler.token(logits, position, None, np.array(allowed))
-        assert token == sampler.token(hidden, position) and token in allowed
-        ids, weights = sampler.support(logits, None, np.array(allowed))
+        processor = LogitsProcessor(GenerationConfig(temperature=temperature, top_k=top_k, min_p=min_p), len(row), seed)
+        token = processor.sample(logits, position, None, np.array(allowed))
+        assert token == processor.sample(hidden, position) and token in allowed
+        ids, weights = processor.support(logits, None, np.array(allowed))
         assert set(ids.tolist()) <= set(allowed) and len(ids) == len(weights) and (np.diff(ids) > 0).all()
 
 
@@ -245,10 +247,13 @@ def test_allowing_all_changes_no_draw() -> None:
     rows, everything = np.random.default_rng(2).normal(0, 2, (100, 300)).astype(np.float32), np.arange(300)
     several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.7}]
     for options in (*several, {"temperature": 1.0, "top_k": 9, "min_p": 0.05}):
-        sampler, counts = Sampler(GenerationConfig(repetition_penalty=1.2, **options), 300, 4), TokenCounts([5, 6])
+        processor, counts = (
+            LogitsProcessor(GenerationConfig(repetition_penalty=1.2, **options), 300, 4),
+            TokenCounts([5, 6]),
+        )
         for position, row in enumerate(rows):
-            token = sampler.token(row, position, counts)
-            assert sampler.token(row, position, counts, everything) == token, options
+            token = processor.sample(row, position, counts)
+            assert processor.sample(row, position, counts, everything) == token, options
             counts.push(token)
 
 
@@ -257,43 +262,47 @@ def test_bias_and_penalties_come_before_the_mask() -> None:
         chance = np.random.default_rng(size)
         options = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {7: 4.0, 350: -2.0}}
         config = GenerationConfig(temperature=0.8, **options)  # type: ignore[arg-type]
-        sampler, penalties, counts = Sampler(config, 400, 1), Penalties.from_config(config, 400), TokenCounts(range(30))
+        processor, penalties, counts = (
+            LogitsProcessor(config, 400, 1),
+            Penalties.from_config(config, 400),
+            TokenCounts(range(30)),
+        )
         for position in range(50):
             row = chance.normal(0, 2, 400).astype(np.float32)
             allowed = np.sort(chance.choice(400, size, replace=False))
             changed, before = row.copy(), row.copy()
             penalties.apply(changed, counts)
             expected = oracle(masked(changed.tolist(), allowed.tolist()), config)
-            np.testing.assert_allclose(sampler.probabilities(row, counts, allowed), expected, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(processor.probabilities(row, counts, allowed), expected, rtol=1e-9, atol=1e-12)
             np.testing.assert_array_equal(row, before)
-            counts.push(sampler.token(row, position, counts, allowed))
-            sampler.token(row, position, counts)  # leaves other values behind
+            counts.push(processor.sample(row, position, counts, allowed))
+            processor.sample(row, position, counts)  # leaves other values behind
 
 
 def test_greedy_takes_the_best_that_is_allowed() -> None:
     row = np.array([0, 3, 9, 1, 3], np.float32)
-    sampler = Sampler(GenerationConfig(), 5, 0)
-    assert sampler.token(row, 0, None, np.array([0, 1, 3, 4])) == 1
-    assert sampler.token(row, 0, None, np.array([0, 3])) == 3
-    assert sampler.token(row, 0, None, np.array([0])) == 0
-    np.testing.assert_array_equal(sampler.probabilities(row, None, np.array([3, 4])), [0, 0, 0, 0, 1])
+    processor = LogitsProcessor(GenerationConfig(), 5, 0)
+    assert processor.sample(row, 0, None, np.array([0, 1, 3, 4])) == 1
+    assert processor.sample(row, 0, None, np.array([0, 3])) == 3
+    assert processor.sample(row, 0, None, np.array([0])) == 0
+    np.testing.assert_array_equal(processor.probabilities(row, None, np.array([3, 4])), [0, 0, 0, 0, 1])
 
 
 def test_a_bias_that_bans_all_that_is_allowed_is_an_error() -> None:
     several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}]
     for options in several:
-        sampler = Sampler(GenerationConfig(logit_bias={1: -math.inf, 2: -math.inf}, **options), 4, 0)
+        processor = LogitsProcessor(GenerationConfig(logit_bias={1: -math.inf, 2: -math.inf}, **options), 4, 0)
         row = np.zeros(4, np.float32)
         with pytest.raises(UsageError, match="bans every token that may follow"):
-            sampler.token(row, 0, None, np.array([1, 2]))
+            processor.sample(row, 0, None, np.array([1, 2]))
             pytest.fail(f"drawn with {options}")
-        assert sampler.token(row, 0, None, np.array([1, 3])) == 3
+        assert processor.sample(row, 0, None, np.array([1, 3])) == 3
 
 
 def test_what_a_mask_hides_does_not_pile_up() -> None:
     for config in (GenerationConfig(repetition_penalty=0.5), GenerationConfig(logit_bias={3: -1e6})):
         row, counts = np.ones(64, np.float32), TokenCounts([4])
-        sampler = Sampler(config, 64, 0)
-        sampler.token(row, 0, counts)
+        processor = LogitsProcessor(config, 64, 0)
+        processor.sample(row, 0, counts)
         for position in range(300):  # without overflow, which would warn
-            assert sampler.token(row, position, counts, np.array([9])) == 9
+            assert processor.sample(row, position, counts, np.array([9])) == 9

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Floats, Ints, StepOutput, Visibility, check_pass
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
-from edgeinfer.runtime.search.contract import Search, SearchParts
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.registry import make_search
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 from tests.runtime.test_engine import TableBackend
 
 LETTERS = "abcdefgh.,"
@@ -49,10 +50,9 @@ class LettersBackend(TableBackend):
         self.noise = noise
         self.most_held = 0
 
-    def forward(
-        self, tokens: Ints, positions: Ints, rows: Ints, *, sees: Visibility | None = None, **options: Any
-    ) -> StepOutput:
-        check_pass(self, tokens, positions, rows, None, None, None, sees=sees)
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        check_pass(self, batch)
+        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.sees
         self._wait()
         start, size = self.length, len(tokens)
         self.held += tokens.tolist()
@@ -68,7 +68,7 @@ class LettersBackend(TableBackend):
         logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
         if sees is not None:
             logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
-        return StepOutput(logits, None)
+        return ForwardOutput(logits, None)
 
     def _text(self, rows: NDArray[np.int64]) -> list[int]:
         found = sorted((self.places[row], self.held[row]) for row in rows)
@@ -140,17 +140,17 @@ class Trial:
         self.config = GenerationConfig(**({"max_tokens": 12, "seed": 5} | options))
         self.engine = Engine(backend, 4)
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
-        self.chooser = TokenChooser(Sampler(self.config, V, self.config.seed or 0), prompt)
+        self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt)
         parts = SearchParts(
-            backend, self.chooser, self.config, stop_ids, Letters(), lambda: self.engine.cancelled, continues=False
+            backend, self.sampler, self.config, stop_ids, Letters(), lambda: self.engine.cancelled, continues=False
         )
-        self.way: Search = make_search(parts, forgets=forgets)
+        self.strategy: SearchStrategy = make_search(parts, forgets=forgets)
 
     def tokens(self, watch: Callable[[int], None] = lambda token: None) -> list[int]:
         """The reply."""
         found, most = list[int](), self.config.max_tokens
         steps = self.engine.generate(
-            self.prompt, self.chooser, max_tokens=most, stop_ids=self.stop_ids, rounds=self.way
+            self.prompt, self.sampler, max_tokens=most, stop_ids=self.stop_ids, strategy=self.strategy
         )
         for step in steps:
             found.append(step.token)
@@ -171,6 +171,6 @@ def alone(seed: int, *, stop_ids: frozenset[int] = frozenset({END}), **options: 
     """A reply drawn by itself."""
     config = GenerationConfig(**({"max_tokens": 12} | options | {"seed": seed}))
     backend = LettersBackend()
-    chooser = TokenChooser(Sampler(config, V, seed), PROMPT)
-    steps = Engine(backend, 4).generate(PROMPT, chooser, max_tokens=config.max_tokens, stop_ids=stop_ids)
+    sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
+    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=config.max_tokens, stop_ids=stop_ids)
     return [step.token for step in steps]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.search.scores import log_probabilities
+from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, PROMPT, LettersBackend, Trial, V, alone, letters_logits
 
 NOBODY: frozenset[int] = frozenset()
@@ -50,7 +50,7 @@ def test_more_beams_find_better_replies() -> None:
         prompt = [*PROMPT, token]
         trial = Trial(LettersBackend(500), search="beam", beams=beams, max_tokens=8, stop_ids=NOBODY, prompt=prompt)
         trial.tokens()
-        texts = trial.way.use().texts
+        texts = trial.strategy.search_use().texts
         assert len(texts) == beams == len({text.token_ids for text in texts})
         assert texts[0].score * 8 == pytest.approx(total((token, *texts[0].token_ids)) - total((token,)))
         assert [text.score for text in texts] == sorted((text.score for text in texts), reverse=True)
@@ -77,7 +77,7 @@ def test_groups_avoid_each_other() -> None:
         trial = Trial(LettersBackend(), search="beam", stop_ids=NOBODY, **options)
         found = tuple(trial.tokens())
         expected = grouped(beams, groups, diversity, 5)
-        assert {text.token_ids for text in trial.way.use().texts} == expected
+        assert {text.token_ids for text in trial.strategy.search_use().texts} == expected
         assert found == max(expected, key=total)
 
 
@@ -85,7 +85,7 @@ def test_beams_share_rows() -> None:
     """Every pass feeds one token of each beam, whatever they have in common."""
     trial = Trial(LettersBackend(500), search="beam", beams=4, max_tokens=20, stop_ids=NOBODY)
     trial.tokens()
-    use = trial.way.use()
+    use = trial.strategy.search_use()
     assert (use.passes, use.rows) == (19 + 2, 19 * 4 + 19)
 
 
@@ -94,7 +94,7 @@ def test_a_reply_that_ended_wins_over_worse_ones() -> None:
     ended = 0
     for token in range(V):
         trial = Trial(LettersBackend(), search="beam", beams=4, max_tokens=10, prompt=[token, 3])
-        tokens, texts = trial.tokens(), trial.way.use().texts
+        tokens, texts = trial.tokens(), trial.strategy.search_use().texts
         assert list(texts[0].token_ids) == tokens
         assert all(END not in text.token_ids[:-1] for text in texts)
         ended += texts[0].finish_reason == "stop"

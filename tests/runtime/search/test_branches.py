@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import PassCancelledError
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search import branches as module
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.contract import Passes, SearchParts, Tally
+from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
 from tests.runtime.search.fakes import PROMPT, Letters, LettersBackend, V, letters_logits
 
 
 def parts_of(backend: LettersBackend, cancelled: bool = False) -> SearchParts:
     config = GenerationConfig()
-    chooser = TokenChooser(Sampler(config, V, 0), PROMPT)
-    return SearchParts(backend, chooser, config, frozenset(), Letters(), lambda: cancelled, continues=False)
+    sampler = Sampler(LogitsProcessor(config, V, 0), PROMPT)
+    return SearchParts(backend, sampler, config, frozenset(), Letters(), lambda: cancelled, continues=False)
 
 
 def fed_prompt(capacity: int = 200) -> LettersBackend:
     backend = LettersBackend(capacity)
-    backend.forward(np.array(PROMPT), np.arange(len(PROMPT)), np.array([0]))
+    backend.forward(ForwardInput(np.array(PROMPT), np.arange(len(PROMPT)), np.array([0])))
     return backend
 
 
@@ -34,8 +34,8 @@ def fed_prompt(capacity: int = 200) -> LettersBackend:
 def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
     few, module._FEW = module._FEW, 3
     try:
-        backend, tally = fed_prompt(60), Tally()
-        branches = Branches(parts_of(backend), tally)
+        backend, statistics = fed_prompt(60), SearchStatistics()
+        branches = Branches(parts_of(backend), statistics)
         texts: dict[Branch, list[int]] = {branches.begin(): list(PROMPT), branches.begin(apart=True): []}
         for _ in range(data.draw(st.integers(1, 25))):
             act = data.draw(st.sampled_from(["feed", "feed", "feed", "fork", "drop"]))
@@ -56,8 +56,8 @@ def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
                 for (branch, part), row in zip(fed, logits, strict=True):
                     texts[branch] += part
                     assert np.array_equal(row, letters_logits(texts[branch]))
-        assert tally.passes == len(backend.passes) - 1
-        assert tally.rows == sum(backend.passes) - len(PROMPT)
+        assert statistics.passes == len(backend.passes) - 1
+        assert statistics.rows == sum(backend.passes) - len(PROMPT)
         branches.end()
         assert (backend.held, branches.live) == (PROMPT, ())
     finally:
@@ -66,7 +66,7 @@ def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
 
 def test_dead_rows_make_room() -> None:
     backend = fed_prompt(len(PROMPT) + 4)
-    branches = Branches(parts_of(backend), Tally())
+    branches = Branches(parts_of(backend), SearchStatistics())
     one, two = branches.begin(), branches.begin()
     branches.feed([(one, [3, 4]), (two, [5])])
     assert branches.room == 1
@@ -80,10 +80,10 @@ def test_dead_rows_make_room() -> None:
 
 def test_copied_rows_begin_a_branch() -> None:
     backend = fed_prompt()
-    backend.forward(np.array([4, 6]), np.arange(2) + len(PROMPT), np.array([0]))
+    backend.forward(ForwardInput(np.array([4, 6]), np.arange(2) + len(PROMPT), np.array([0])))
     piece = backend.snapshot(len(PROMPT))
     backend.truncate(len(PROMPT))
-    branches = Branches(parts_of(backend), Tally())
+    branches = Branches(parts_of(backend), SearchStatistics())
     other, copied = branches.begin(), branches.begin(rows=[piece])
     rows = branches.feed([(other, [5]), (copied, [0])])
     assert np.array_equal(rows[0], letters_logits([*PROMPT, 5]))
@@ -93,18 +93,18 @@ def test_copied_rows_begin_a_branch() -> None:
 def test_a_cancelled_reply_runs_no_pass() -> None:
     backend = fed_prompt()
     parts = parts_of(backend, cancelled=True)
-    branches = Branches(parts, Tally())
+    branches = Branches(parts, SearchStatistics())
     with pytest.raises(PassCancelledError):
         branches.feed([(branches.begin(), [1])])
     with pytest.raises(PassCancelledError):
-        Passes(parts, Tally()).feed(1)
+        Passes(parts, SearchStatistics()).feed(1)
     assert backend.length == len(PROMPT)
 
 
 def test_a_chain_is_fed_as_it_is_asked_for() -> None:
-    backend, tally = fed_prompt(), Tally()
+    backend, statistics = fed_prompt(), SearchStatistics()
     tokens = [i % V for i in range(40)]
-    rows = Passes(parts_of(backend), tally).chain(tokens)
+    rows = Passes(parts_of(backend), statistics).chain(tokens)
     for count in range(1, 21):
         assert np.array_equal(next(rows), letters_logits([*PROMPT, *tokens[:count]]))
-    assert (tally.passes, tally.rows) == (2, 32)
+    assert (statistics.passes, statistics.rows) == (2, 32)

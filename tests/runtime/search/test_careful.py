@@ -14,34 +14,34 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.cautious import trials_for
 from edgeinfer.runtime.search.contrast import contrasted
 from edgeinfer.runtime.search.momentum import Runs
-from edgeinfer.runtime.search.scores import entropy, likeliest, log_probabilities, logprob
+from edgeinfer.runtime.search.strategy import entropy, likeliest, log_probabilities, logprob
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
 
 NOBODY: frozenset[int] = frozenset()
-Law = NDArray[np.float64]
+Probabilities = NDArray[np.float64]
 
 
-def law_of(text: list[int]) -> Law:  # (V,)
+def probabilities_of(text: list[int]) -> Probabilities:  # (V,)
     logits = letters_logits(text).astype(np.float64)
     weights = np.exp(logits - logits.max())
-    law: Law = weights / weights.sum()
-    return law
+    probabilities: Probabilities = weights / weights.sum()
+    return probabilities
 
 
-def uncertainty(law: Law) -> float:
-    return -math.fsum(p * math.log(p) for p in law.tolist() if p > 0)
+def uncertainty(probabilities: Probabilities) -> float:
+    return -math.fsum(p * math.log(p) for p in probabilities.tolist() if p > 0)
 
 
 def test_scores() -> None:
     logits = letters_logits([3])
-    law = law_of([3])
-    np.testing.assert_allclose(np.exp(log_probabilities(logits)), law, rtol=1e-12)
-    assert logprob(logits, 4) == pytest.approx(math.log(law[4]), abs=1e-6)
-    assert entropy(law) == pytest.approx(uncertainty(law))
+    probabilities = probabilities_of([3])
+    np.testing.assert_allclose(np.exp(log_probabilities(logits)), probabilities, rtol=1e-12)
+    assert logprob(logits, 4) == pytest.approx(math.log(probabilities[4]), abs=1e-6)
+    assert entropy(probabilities) == pytest.approx(uncertainty(probabilities))
     assert entropy(np.array([0.0, 1.0])) == 0
     assert likeliest(np.array([1.0, 3.0, 3.0, 0.0, 3.0]), 2).tolist() == [1, 2]
     assert likeliest(np.array([1.0, 3.0, 2.0]), 3).tolist() == [1, 2, 0]
@@ -68,17 +68,17 @@ def test_momentum_takes_the_least_resisted() -> None:
         trial = Trial(LettersBackend(), search="momentum", max_tokens=60, stop_ids=NOBODY, resistance=resistance)
         text, changed = list(PROMPT), 0
         for _ in range(60):
-            law = law_of(text)
+            probabilities = probabilities_of(text)
             best, score = -1, -math.inf
-            for token in sorted(range(V), key=lambda t: -law[t])[:5]:
+            for token in sorted(range(V), key=lambda t: -probabilities[t])[:5]:
                 run = closed(text, token, len(resistance) + 1)
                 cost = (0.0, *resistance, math.inf)[run]
-                if best < 0 or law[token] - 0.2 * cost > score:
-                    best, score = token, law[token] - 0.2 * cost
-            changed += best != int(law.argmax())
+                if best < 0 or probabilities[token] - 0.2 * cost > score:
+                    best, score = token, probabilities[token] - 0.2 * cost
+            changed += best != int(probabilities.argmax())
             text.append(best)
         assert trial.tokens() == text[len(PROMPT) :]
-        assert trial.way.use().trials == changed
+        assert trial.strategy.search_use().trials == changed
         assert changed > 0 or resistance[0] == 0
 
 
@@ -89,16 +89,16 @@ def test_lookahead_takes_the_token_that_is_followed_best() -> None:
             trial = Trial(LettersBackend(), search="lookahead", stop_ids=stop_ids, **options)
             text, looked = list(PROMPT), 0
             for place in range(12):
-                law = law_of(text)
-                token = int(law.argmax())
+                probabilities = probabilities_of(text)
+                token = int(probabilities.argmax())
                 left = min(ahead, 12 - place - 1)
-                if uncertainty(law) > above and left:
+                if uncertainty(probabilities) > above and left:
                     looked += 1
                     scores = {}
-                    for candidate in sorted(range(V), key=lambda t: -law[t])[:count]:
-                        longer, found = [*text, candidate], [math.log(law[candidate])]
+                    for candidate in sorted(range(V), key=lambda t: -probabilities[t])[:count]:
+                        longer, found = [*text, candidate], [math.log(probabilities[candidate])]
                         while len(found) <= left and longer[-1] not in stop_ids:
-                            behind = law_of(longer)
+                            behind = probabilities_of(longer)
                             longer.append(int(behind.argmax()))
                             found.append(math.log(behind.max()))
                         scores[candidate] = sum(found) / len(found)
@@ -107,9 +107,9 @@ def test_lookahead_takes_the_token_that_is_followed_best() -> None:
                 if token in stop_ids:
                     break
             assert trial.tokens() == text[len(PROMPT) :]
-            assert trial.way.use().trials == looked
+            assert trial.strategy.search_use().trials == looked
             if above == 9:
-                assert looked == 0 and trial.way.use().branches == 0
+                assert looked == 0 and trial.strategy.search_use().branches == 0
 
 
 def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
@@ -123,22 +123,26 @@ def test_contrast_moves_away_from_the_worse_prompt() -> None:
         options: dict[str, Any] = {"temperature": temperature, "uncertainty": above, "max_tokens": 15}
         trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=0.7, **options)
         config = GenerationConfig(temperature=temperature)
-        chooser, said, changed = TokenChooser(Sampler(config, V, 5), PROMPT), list[int](), 0
+        sampler, said, changed = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int](), 0
         worse = [LETTERS.index(letter) for letter in lame]
         while len(said) < 15 and END not in said:
             own, other = letters_logits([*PROMPT, *said]), letters_logits([*worse, *said])
-            law, place = law_of([*PROMPT, *said]), len(PROMPT) + len(said)
-            plain = token = chooser.token(own, place)
-            if uncertainty(law) > above:
-                moved = np.where(law >= 0.1 * law.max(), own + np.float32(0.7) * (own - other), np.float32(-np.inf))
-                token = chooser.token(moved.astype(np.float32), place)
+            probabilities, place = probabilities_of([*PROMPT, *said]), len(PROMPT) + len(said)
+            plain = token = sampler.sample(own, place)
+            if uncertainty(probabilities) > above:
+                moved = np.where(
+                    probabilities >= 0.1 * probabilities.max(),
+                    own + np.float32(0.7) * (own - other),
+                    np.float32(-np.inf),
+                )
+                token = sampler.sample(moved.astype(np.float32), place)
             changed += token != plain
             said.append(token)
         assert trial.tokens() == said
-        assert trial.way.use().trials == changed
+        assert trial.strategy.search_use().trials == changed
         assert changed > 0 or above
         # Both texts go on in one pass each.
-        assert trial.way.use().passes == math.ceil(len(worse) / 16) + len(said) - 1
+        assert trial.strategy.search_use().passes == math.ceil(len(worse) / 16) + len(said) - 1
 
 
 def test_contrast_leaves_what_is_implausible() -> None:
@@ -165,16 +169,16 @@ def test_trials_by_entropy() -> None:
 
 def pieces(config: GenerationConfig, most: int) -> list[int]:
     """Cautious next tokens written out: every trial by itself."""
-    chooser, said = TokenChooser(Sampler(config, V, 5), PROMPT), list[int]()
+    sampler, said = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int]()
     while len(said) < most and END not in said:
-        law = chooser.law(letters_logits([*PROMPT, *said]))
+        probabilities = sampler.probabilities(letters_logits([*PROMPT, *said]))
         trials = []
-        for stream in range(trials_for(uncertainty(law))):
+        for stream in range(trials_for(uncertainty(probabilities))):
             longer, surprise = list[int](), 0.0
             while True:
                 text = [*PROMPT, *said, *longer]
-                behind = chooser.law(letters_logits(text), longer)
-                longer.append(chooser.draw(behind, len(text), stream))
+                behind = sampler.probabilities(letters_logits(text), longer)
+                longer.append(sampler.sample_from(behind, len(text), stream))
                 surprise -= math.log(behind[longer[-1]])
                 letter = Letters().decode(longer[-1:])
                 if longer[-1] == END or letter in (".", ",") or len(said) + len(longer) == most:
@@ -182,7 +186,7 @@ def pieces(config: GenerationConfig, most: int) -> list[int]:
             trials.append((surprise / len(longer), stream, longer))
         chosen = min(trials)[2]
         for token in chosen:
-            chooser.accept(token, letters_logits([]))
+            sampler.accept(token, letters_logits([]))
         said += chosen
     return said
 
@@ -193,7 +197,7 @@ def pieces(config: GenerationConfig, most: int) -> list[int]:
 def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any]) -> None:
     trial = Trial(LettersBackend(900), search="cautious", max_tokens=30, **options)
     assert trial.tokens() == pieces(GenerationConfig(**options), 30)
-    use = trial.way.use()
+    use = trial.strategy.search_use()
     assert use.trials == use.branches > 1 and not use.lossless
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.search.vote import answer_of, elect
+from edgeinfer.runtime.search.drawn import answer_of, elect
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, alone
 
 WARM: dict[str, Any] = {"temperature": 0.9}
@@ -24,7 +24,7 @@ def test_samples_are_the_texts_of_separate_replies(noise: float, count: int, mos
         seeds = [(seed + i) % 2**64 for i in range(count)]
         separate = [alone(s, **options) for s in seeds]
         assert trial.tokens() == separate[0]
-        use = trial.way.use()
+        use = trial.strategy.search_use()
         assert [list(text.token_ids) for text in use.texts] == separate
         assert [text.text for text in use.texts] == [Letters().decode(tokens) for tokens in separate]
         assert [text.finish_reason for text in use.texts] == [
@@ -32,8 +32,8 @@ def test_samples_are_the_texts_of_separate_replies(noise: float, count: int, mos
         ]
         assert use.lossless and use.chosen == 0 and use.trials == count
         if "logprobs" in extra:
-            assert len(trial.chooser.logprobs) == len(separate[0])
-            mean = sum(found.logprob for found in trial.chooser.logprobs) / len(separate[0])
+            assert len(trial.sampler.logprobs) == len(separate[0])
+            mean = sum(found.logprob for found in trial.sampler.logprobs) / len(separate[0])
             assert use.texts[0].score == pytest.approx(mean, abs=1e-5)
 
 
@@ -41,7 +41,7 @@ def test_samples_without_noise_are_not_drawn_twice_over() -> None:
     trial = Trial(LettersBackend(400), search="samples", samples=4, max_tokens=40, stop_ids=frozenset(), **WARM)
     assert len(trial.tokens()) == 40
     # 39 passes over four replies, and those of 16 rows at most that settle them.
-    assert trial.way.use().passes <= 39 + 4 * 5
+    assert trial.strategy.search_use().passes <= 39 + 4 * 5
     assert trial.backend.passes.count(4) >= 39
 
 
@@ -57,7 +57,9 @@ def test_a_reader_who_leaves_finds_the_text_in_the_cache() -> None:
         trial = Trial(
             LettersBackend(400, 0.3), search="samples", samples=3, max_tokens=30, stop_ids=frozenset(), **WARM
         )
-        steps = trial.engine.generate(PROMPT, trial.chooser, max_tokens=30, stop_ids=frozenset(), rounds=trial.way)
+        steps = trial.engine.generate(
+            PROMPT, trial.sampler, max_tokens=30, stop_ids=frozenset(), strategy=trial.strategy
+        )
         found = [next(steps).token for _ in range(stop_at)]
         steps.close()
         trial.check_cache([*found, *alone(5, max_tokens=30, stop_ids=frozenset(), **WARM)[stop_at:]])
@@ -71,7 +73,9 @@ def test_a_pass_that_fails_leaves_the_text_so_far(search: str, at: int) -> None:
     trial = Trial(backend, search=search, max_tokens=30, stop_ids=frozenset(), **WARM)
     found: list[int] = []
     with pytest.raises(BackendError, match="broke"):
-        for step in trial.engine.generate(PROMPT, trial.chooser, max_tokens=30, stop_ids=frozenset(), rounds=trial.way):
+        for step in trial.engine.generate(
+            PROMPT, trial.sampler, max_tokens=30, stop_ids=frozenset(), strategy=trial.strategy
+        ):
             found.append(step.token)
     trial.check_cache(found)
 
@@ -81,7 +85,7 @@ def test_samples_end_with_the_first_where_others_are_shorter() -> None:
     backend = LettersBackend(43, 0.3)
     trial = Trial(backend, search="samples", samples=4, max_tokens=None, stop_ids=frozenset(), **WARM)
     assert trial.tokens() == alone(5, max_tokens=41, stop_ids=frozenset(), **WARM)
-    lengths = [len(text.token_ids) for text in trial.way.use().texts]
+    lengths = [len(text.token_ids) for text in trial.strategy.search_use().texts]
     assert lengths == [41, 10, 10, 10] and backend.most_held <= 43
 
 
@@ -102,7 +106,7 @@ def test_first_finish_is_the_first_to_end() -> None:
         trial = Trial(LettersBackend(400), search="first-finish", samples=4, **WARM | {"seed": seed, "max_tokens": 20})
         separate = [alone(seed + i, max_tokens=20, **WARM) for i in range(4)]
         ended = [len(tokens) for tokens in separate if tokens[-1] == END]
-        found, use = trial.tokens(), trial.way.use()
+        found, use = trial.tokens(), trial.strategy.search_use()
         assert found == separate[use.chosen] == list(use.texts[use.chosen].token_ids)
         assert not use.lossless
         if ended:
@@ -116,7 +120,7 @@ def test_votes_are_counted() -> None:
         options = WARM | {"temperature": 0.5, "max_tokens": 4}
         trial = Trial(LettersBackend(400), search="vote", samples=6, **options | {"seed": seed})
         separate = [alone(seed + i, **options) for i in range(6)]
-        found, use = trial.tokens(), trial.way.use()
+        found, use = trial.tokens(), trial.strategy.search_use()
         assert [list(text.token_ids) for text in use.texts] == separate
         answers = [answer_of(Letters().decode(tokens), "text") for tokens in separate]
         votes = max(answers.count(answer) for answer in answers)

@@ -9,15 +9,15 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
-from edgeinfer.runtime.search.contract import SearchParts
-from edgeinfer.runtime.search.registry import WAYS, make_search
+from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
+from edgeinfer.runtime.search.registry import SEARCH_KINDS, make_search
+from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.searching import SEARCHES, SearchOptions
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, V
 from tests.runtime.test_engine import TableBackend
 
-DRAWING = [name for name, kind in WAYS.items() if kind.draws == "always"]
-RULED = [name for name, kind in WAYS.items() if kind.draws == "never"]
+DRAWING = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "always"]
+RULED = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "never"]
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -26,13 +26,13 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def test_names_are_the_options() -> None:
-    assert ("off", *WAYS) == SEARCHES
+    assert ("off", *SEARCH_KINDS) == SEARCHES
 
 
 def test_every_way_tells_what_it_did() -> None:
-    for name in WAYS:
+    for name in SEARCH_KINDS:
         trial = Trial(LettersBackend(400), **options_of(name))
-        found, use = trial.tokens(), trial.way.use()
+        found, use = trial.tokens(), trial.strategy.search_use()
         assert 1 <= len(found) <= 12
         assert (use.search, use.lossless) == (name, name == "samples")
         assert use.passes > 0 and use.rows >= use.passes
@@ -62,19 +62,19 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
             pytest.fail(f"{name} takes {option}")
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SEARCH_KINDS)
 def test_only_some_follow_a_constraint(name: str) -> None:
     choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
     config = GenerationConfig(**options_of(name), max_tokens=8)
-    chooser = TokenChooser(Sampler(config, V, 1), PROMPT, ChoiceConstraint(choices, [END]))
+    sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(choices, [END]))
     backend = LettersBackend()
-    parts = SearchParts(backend, chooser, config, frozenset({END}), Letters(), lambda: False, continues=False)
-    if not WAYS[name].constrained:
+    parts = SearchParts(backend, sampler, config, frozenset({END}), Letters(), lambda: False, continues=False)
+    if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="follows no grammar"):
             make_search(parts, forgets=False)
         return
     trial = Trial(backend, **options_of(name))
-    trial.chooser, trial.way = chooser, make_search(parts, forgets=False)
+    trial.sampler, trial.strategy = sampler, make_search(parts, forgets=False)
     assert trial.tokens() in [[*choice, END] for choice in choices]
 
 
@@ -82,7 +82,7 @@ def test_branches_need_a_backend_that_can_and_a_context_that_keeps() -> None:
     class Single(LettersBackend):
         capabilities = TableBackend.capabilities
 
-    for name in {*WAYS} - {"momentum"}:
+    for name in {*SEARCH_KINDS} - {"momentum"}:
         with pytest.raises(CapabilityError, match=r"several texts in one cache.*momentum"):
             Trial(Single(), **options_of(name))
             pytest.fail(f"{name} in a single text")

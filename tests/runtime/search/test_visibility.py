@@ -12,8 +12,8 @@ from edgeinfer.bundle import Capabilities
 from edgeinfer.bundle.graph import TREE_ROWS
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.static.options import StaticOptions
-from edgeinfer.runtime.backends.contract import Backend, Visibility
+from edgeinfer.export.options.config import StaticOptions
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, Visibility
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
@@ -54,7 +54,7 @@ def backend(request: pytest.FixtureRequest, some_family: Family) -> Iterator[Bac
 
 def run(backend: Backend, tokens: list[int]) -> np.ndarray:
     backend.truncate(0)
-    return backend.forward(np.array(tokens), np.arange(len(tokens)), np.arange(len(tokens))).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens), np.arange(len(tokens)), np.arange(len(tokens)))).logits.copy()
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])
@@ -77,7 +77,7 @@ def test_texts_side_by_side_give_what_each_gives_alone(backend: Backend, width: 
             for row, name in enumerate(names)
         ])  # fmt: skip
         rows, visibility = np.arange(len(names)), Visibility(sees, np.array(places))
-        logits = backend.forward(np.array(tokens), np.array(starts), rows, sees=visibility).logits
+        logits = backend.forward(ForwardInput(np.array(tokens), np.array(starts), rows, sees=visibility)).logits
         for row, (name, place) in enumerate(zip(names, starts, strict=True)):
             np.testing.assert_allclose(logits[row], alone[name][place], atol=TOLERANCE, rtol=TOLERANCE)
     assert fed == {name: len(text) for name, text in TEXTS.items()}
@@ -94,10 +94,10 @@ def test_rows_that_are_kept_go_on_as_the_text_they_are_of(backend: Backend) -> N
     tokens = [TEXTS["b"][0], TEXTS["a"][0], TEXTS["b"][1], TEXTS["a"][1]]
     positions = np.array([n, n, n + 1, n + 1])
     places = np.concatenate([np.arange(n), positions])
-    backend.forward(np.array(tokens), positions, np.zeros(0, np.int64), sees=Visibility(sees, places))
+    backend.forward(ForwardInput(np.array(tokens), positions, np.zeros(0, np.int64), sees=Visibility(sees, places)))
     backend.keep(n, [1, 3])
     rest = TEXTS["a"][2:]
-    logits = backend.forward(np.array(rest), np.arange(len(rest)) + n + 2, np.arange(len(rest))).logits
+    logits = backend.forward(ForwardInput(np.array(rest), np.arange(len(rest)) + n + 2, np.arange(len(rest)))).logits
     np.testing.assert_allclose(logits, alone[n + 2 :], atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -108,7 +108,9 @@ def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Cal
 
     def feed(sees: Visibility, tree: np.ndarray | None = None) -> None:
         start = backend.length
-        backend.forward(np.array([3, 4]), np.arange(start, start + 2), np.array([1]), tree=tree, sees=sees)
+        backend.forward(
+            ForwardInput(np.array([3, 4]), np.arange(start, start + 2), np.array([1]), tree=tree, sees=sees)
+        )
 
     with pytest.raises(BackendError, match="at least one token in the cache"):
         feed(ok)
@@ -145,4 +147,4 @@ def test_a_backend_that_cannot_refuses() -> None:
     backend.held = [1]
     with pytest.raises(CapabilityError, match="several texts in one cache"):
         sees = Visibility(np.ones((1, 2), np.bool_), np.arange(2))
-        backend.forward(np.array([3]), np.array([1]), np.array([0]), sees=sees)
+        backend.forward(ForwardInput(np.array([3]), np.array([1]), np.array([0]), sees=sees))

@@ -9,22 +9,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.bundle.heads import add_heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.profile.layer_drafting import Tuning
-from edgeinfer.runtime.sampling import ChoiceConstraint, Sampler, TokenChooser
+from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.lawful import ChainsGovernor, LawfulGovernor
 from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.rounds import Rounds
+from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -42,7 +45,6 @@ __all__ = [
     "Text",
     "Witness",
     "bundles",
-    "chooser_of",
 ]
 
 # A text that repeats itself, so that tables have something to say.
@@ -63,12 +65,12 @@ SAMPLED = GenerationConfig(temperature=0.8, top_p=0.9, seed=5, logit_bias=FEW)
 PENALISED = GenerationConfig(temperature=0.7, repetition_penalty=1.02, frequency_penalty=0.2, seed=6, logit_bias=FEW)
 
 
-@dataclass
-class Witness:
-    """A chooser that keeps the logits that each position was last chosen from."""
+class Witness(Sampler):
+    """A sampler that keeps the logits that each position was last chosen from."""
 
-    inner: TokenChooser
-    logits: dict[int, Floats]
+    def __init__(self, config: GenerationConfig, vocabulary: int, constraint: ChoiceConstraint | None = None) -> None:
+        super().__init__(LogitsProcessor(config, vocabulary, config.seed or 0), PROMPT, constraint)
+        self.logits: dict[int, Floats] = {}
 
     @property
     def takes_likeliest(self) -> bool:
@@ -78,12 +80,9 @@ class Witness:
     def follows_paths(self) -> bool:
         return True
 
-    def token(self, logits: Floats, position: int, path: Sequence[int] = ()) -> int:
-        self.logits[position] = logits.copy()
-        return self.inner.token(logits, position, path)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
+        self.logits[position] = logits.astype(np.float32)
+        return super().sample(logits, position, path)
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,7 @@ class Text:
     tokens: list[int]
     logits: dict[int, Floats]
     cache: CacheSnapshot
-    rounds: Rounds | None
-
-
-def chooser_of(config: GenerationConfig, vocabulary: int, constraint: ChoiceConstraint | None = None) -> TokenChooser:
-    return TokenChooser(Sampler(config, vocabulary, config.seed or 0), PROMPT, constraint)
+    rounds: SpeculativeDecoding | None
 
 
 class Subject:
@@ -128,15 +123,15 @@ class Subject:
         stop_ids: frozenset[int] = frozenset(),
     ) -> Text:
         self.engine.forget()
-        chooser = Witness(chooser_of(config, self.backend.geometry.vocab_size, constraint), {})
-        rounds = self.rounds(chooser, config, drafters, width, noise) if drafters else None
-        steps = self.engine.generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=stop_ids, rounds=rounds)
+        sampler = Witness(config, self.backend.geometry.vocab_size, constraint)
+        rounds = self.rounds(sampler, config, drafters, width, noise) if drafters else None
+        steps = self.engine.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=stop_ids, strategy=rounds)
         tokens = [step.token for step in steps]
-        return Text(tokens, chooser.logits, self.backend.snapshot(), rounds)
+        return Text(tokens, sampler.logits, self.backend.snapshot(), rounds)
 
     def rounds(
-        self, chooser: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
-    ) -> Rounds:
+        self, sampler: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
+    ) -> SpeculativeDecoding:
         verification = find_verification(config.verification)
         model = self._model() if {"model", "hierarchical"} & {*names} else None
         if model is not None:
@@ -152,11 +147,11 @@ class Subject:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
         kind = Governor
         if verification.stochastic:
-            kind = ChainsGovernor if verification.iid_chains else LawfulGovernor
+            kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         settled = width > 1 and isinstance(self.backend, OnnxBackend)
-        return Rounds(
-            self.backend, chooser, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
+        return SpeculativeDecoding(
+            self.backend, sampler, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
         )
 
 

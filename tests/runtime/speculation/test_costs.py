@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Ints, StepOutput
-from edgeinfer.runtime.profile import costs as module
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts, measure_guesses, measure_passes
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, ForwardOutput
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.speculation import measuring as module
 from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess
+from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes
 
 CURVES = st.builds(
     lambda sizes, ms, step: PassCosts(tuple(zip(sorted(sizes), ms, strict=False)), step),
@@ -165,7 +166,8 @@ class TimedBackend:
         self.passes: list[int] = []
         self._clock, self._seconds, self._noise = clock, seconds, noise
 
-    def forward(self, tokens: Ints, positions: Ints, rows: Ints) -> StepOutput:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         size = len(tokens)
         assert self.length + size <= self.capacity
         assert positions.tolist() == [self.length + row for row in rows.tolist()] and len(rows) == size
@@ -174,7 +176,7 @@ class TimedBackend:
         larger = min(m for m in self._seconds if m >= size)
         self._clock.now += self._seconds[larger] * self._noise[len(self.passes) % len(self._noise)]
         self.passes.append(size)
-        return StepOutput(np.zeros((size, 1000), np.float32), None)
+        return ForwardOutput(np.zeros((size, 1000), np.float32), None)
 
     def truncate(self, length: int) -> None:
         assert length <= self.length

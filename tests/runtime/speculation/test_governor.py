@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Resumption, Round, State, Verdict
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
 
 

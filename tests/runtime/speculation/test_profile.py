@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.profile import profile as module
+from edgeinfer.runtime.profile import device_profile as module
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
-from edgeinfer.runtime.profile.profile import Profile, forget, profile_folder, stamped
+from edgeinfer.runtime.profile.device_profile import Profile, forget, profile_folder, stamped
 
 COSTS = stamped(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05))
 TABLES: dict[str, NDArray[Any]] = {

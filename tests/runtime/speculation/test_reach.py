@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.profile.reach import Reach, reach_of
+from edgeinfer.runtime.profile.drafting import Reach, reach_of
 
 
 def test_shares_of_rounds_by_place() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import ChoiceConstraint
 from tests.runtime.speculation.subjects import (
@@ -21,7 +20,6 @@ from tests.runtime.speculation.subjects import (
     Subject,
     Witness,
     bundles,
-    chooser_of,
 )
 
 
@@ -42,7 +40,7 @@ def test_trees_give_the_text_of_plain_decoding(
     plain = reference.plain(config)
     drafted = reference.decode(config, drafters, width=width)
     assert drafted.rounds is not None
-    assert drafted.rounds.tally.drafted > drafted.rounds.tally.rounds
+    assert drafted.rounds.statistics.drafted > drafted.rounds.statistics.rounds
     assert drafted.tokens == plain.tokens
     # Cache rows of the accepted branch were moved together; a numpy product of other shapes differs in rounding.
     for actual, expected in zip(drafted.cache.keys, plain.cache.keys, strict=True):
@@ -57,7 +55,7 @@ def test_other_verifications_run_and_are_greedy_without_temperature(
     config = replace(GREEDY, temperature=temperature, seed=3, verification=name)
     drafted = reference.decode(config, ("model",), width=2 if name == "k-seq" else 1)
     assert drafted.rounds is not None
-    assert drafted.rounds.tally.drafted > 0
+    assert drafted.rounds.statistics.drafted > 0
     assert len(drafted.tokens) == TOKENS
     if temperature == 0:
         assert drafted.tokens == reference.plain(GREEDY).tokens
@@ -81,7 +79,7 @@ def test_forced_tokens_are_drafted_and_accepted(reference: Subject) -> None:
     assert plain.tokens[:-1] in choices
     assert drafted.tokens == plain.tokens
     assert drafted.rounds is not None
-    assert drafted.rounds.tally.accepted == drafted.rounds.tally.drafted >= 6
+    assert drafted.rounds.statistics.accepted == drafted.rounds.statistics.drafted >= 6
 
 
 def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None:
@@ -89,22 +87,22 @@ def test_near_ties_are_decided_again_by_a_plain_pass(reference: Subject) -> None
     drafted = reference.decode(GREEDY, ("model",), noise=1e9)
     assert drafted.rounds is not None
     # Steps for which nobody was asked are plain already.
-    assert drafted.rounds.tally.rechecked == drafted.rounds.tally.recovered > 5
+    assert drafted.rounds.statistics.rechecked == drafted.rounds.statistics.recovered > 5
     assert drafted.tokens == plain.tokens
 
 
 def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     reference.engine.forget()
-    chooser = Witness(chooser_of(GREEDY, 320), {})
-    rounds = reference.rounds(chooser, GREEDY, ("exit",), 1, 0.0)
-    steps = reference.engine.generate(PROMPT, chooser, max_tokens=TOKENS, stop_ids=frozenset(), rounds=rounds)
+    sampler = Witness(GREEDY, 320)
+    rounds = reference.rounds(sampler, GREEDY, ("exit",), 1, 0.0)
+    steps = reference.engine.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     next(steps)
     whole = reference.backend.forward
 
-    def fails(*args: Any, hidden: Floats | None = None, **options: Any) -> Any:
-        if hidden is not None:
+    def fails(batch: ForwardInput) -> ForwardOutput:
+        if batch.hidden is not None:
             raise RuntimeError("broken")
-        return whole(*args, hidden=hidden, **options)
+        return whole(batch)
 
     monkeypatch.setattr(reference.backend, "forward", fails)
     with pytest.raises(RuntimeError, match="broken"):

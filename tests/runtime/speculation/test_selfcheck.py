@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats, Ints, StepOutput
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
 from edgeinfer.runtime.speculation.selfcheck import check_exact, near_edge
 from tests.cache import made
@@ -68,7 +69,7 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 @pytest.mark.parametrize("capacity", [2, 3, 9, 200])
 def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
     backend = OnnxBackend(bundle, capacity)
-    backend.forward(np.arange(2), np.arange(2), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
     check = check_exact(backend)
     assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
     assert check.rows > 0 and backend.length == 0
@@ -99,12 +100,12 @@ class Disturbed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def forward(self, tokens: Ints, positions: Ints, rows: Ints) -> StepOutput:
-        output = self._inner.forward(tokens, positions, rows)
-        wide = len(tokens) > 2
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        output = self._inner.forward(batch)
+        wide = len(batch.tokens) > 2
         self._wide = self._wide or wide
         noise = self._rng.normal(size=output.logits.shape).astype(np.float32) * np.float32(self._logits if wide else 0)
-        return StepOutput(self._table[tokens[rows]] + noise, output.hidden)
+        return ForwardOutput(self._table[batch.tokens[batch.rows]] + noise, output.hidden)
 
     def truncate(self, length: int) -> None:
         self._inner.truncate(length)
@@ -172,8 +173,8 @@ def test_a_greedy_choice_is_near_an_edge_where_it_is_near_a_tie(row: Floats, noi
 
 
 def sampled(row: Floats, position: int, **options: Any) -> Callable[[Floats], int]:
-    sampler = Sampler(GenerationConfig(**options), len(row), seed=3)
-    return lambda logits: sampler.token(logits, position)
+    processor = LogitsProcessor(GenerationConfig(**options), len(row), seed=3)
+    return lambda logits: processor.sample(logits, position)
 
 
 @given(ROWS, NOISE, st.integers(0, 2**20), st.integers(0, 2**32), st.floats(0.3, 3))

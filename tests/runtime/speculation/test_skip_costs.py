@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import Ints, StepOutput
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts, measure_costs
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from tests.runtime.speculation.drafters.models import export, make_backend
 
 # Two layers whose MLP blocks cost twice their attention; rows of a pass cost a little.
@@ -52,14 +49,14 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
         measure_costs(backend, longest=8, past=24)
     forward, now, behind = backend.forward, [0.0], set[int]()
 
-    def timed(tokens: Ints, *rest: Any, layer_mask: NDArray[np.bool_] | None = None) -> StepOutput:
+    def timed(batch: ForwardInput) -> ForwardOutput:
         behind.add(backend.length)
-        if layer_mask is not None:
-            now[0] += (COSTS.ms(layer_mask) + 0.7 * (len(tokens) - 1)) / 1e3
-        return forward(tokens, *rest, layer_mask=layer_mask)
+        if batch.layer_mask is not None:
+            now[0] += (COSTS.ms(batch.layer_mask) + 0.7 * (len(batch.tokens) - 1)) / 1e3
+        return forward(batch)
 
     monkeypatch.setattr(backend, "forward", timed)
-    monkeypatch.setattr("edgeinfer.runtime.speculation.skip_costs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("edgeinfer.runtime.layer_skip.block_costs.time.perf_counter", lambda: now[0])
     costs = measure_costs(backend, longest=3, repeats=2, past=8)
     assert costs.fixed == pytest.approx(COSTS.fixed)
     assert costs.blocks == pytest.approx(COSTS.blocks)

@@ -13,10 +13,10 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.export import export_checkpoint
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
-from edgeinfer.runtime.speculation.skip_costs import BlockCosts
-from edgeinfer.runtime.speculation.skip_samples import Sample
-from edgeinfer.runtime.speculation.skip_search import best_exit, best_skip_set
+from edgeinfer.runtime.tuning.drafting_search import best_exit, best_skip_set
+from edgeinfer.runtime.tuning.skip_search import Sample
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import EXPORTS, make_backend, take_in

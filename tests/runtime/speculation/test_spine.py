@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict
 from edgeinfer.runtime.speculation.spine import settle, spine_first
@@ -102,7 +103,7 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
     tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
     tokens = np.array([root, *draft.tokens])
-    return backend.forward(tokens, positions, np.arange(len(tokens)), tree=tree).logits.copy()
+    return backend.forward(ForwardInput(tokens, positions, np.arange(len(tokens)), tree=tree)).logits.copy()
 
 
 @given(trees(), st.integers(1, PAST))
@@ -111,13 +112,13 @@ def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, p
     draft = spine_first(draft)
     size = 1 + spine_of(draft)
     backend.truncate(0)
-    backend.forward(TEXT[:past], np.arange(past), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
     logits = feed(backend, 5, draft)[:size]
     backend.keep(past, range(size))
     cache = backend.snapshot()
     backend.truncate(past)
     rows = np.arange(size)
-    chain = backend.forward(np.array([5, *draft.tokens])[:size], rows + past, rows).logits
+    chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[:size], rows + past, rows)).logits
     assert np.array_equal(logits, chain)
     plain = backend.snapshot()
     pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)

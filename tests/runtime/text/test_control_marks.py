@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.errors import PromptError, TemplateError
 from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, LiteralEncoder, Tokenizer, TransientTokenizer
-from edgeinfer.runtime.text.contracts import MARK
+from edgeinfer.runtime.text.contract import MARK
 from tests.marked_tokenizers import KINDS, MARKS, TEMPLATES, template, tokenizer
 from tests.runtime.text.test_template import CALLS, PLAIN, WEATHER, WITH_SYSTEM
 

@@ -77,7 +77,7 @@ def boots(monkeypatch: pytest.MonkeyPatch, code: str) -> ChatTemplate:
 
 
 def test_a_process_that_idles_ends_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = "import edgeinfer.runtime.text.render_worker as w; w.IDLE_SECONDS = 0.5\nmain()"
+    change = "import edgeinfer.runtime.text.rendering as w; w.IDLE_SECONDS = 0.5\nmain()"
     template = boots(monkeypatch, BOOT.replace("main()", change))
     assert template.render(MESSAGES) == "Hello"
     pid = pid_of(template)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.tuning.rule import GAIN, judge, median_below
+from edgeinfer.runtime.tuning.comparison import FULL, GAIN, QUICK, Effort, compare, judge, median_below
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, Found, Ways, find
-from edgeinfer.runtime.tuning.trial import FULL, QUICK, Effort, compare
 from edgeinfer.runtime.tuning.work import DECODE, LOAD, PREFILL, TURN, VERIFY, Times
 
 SEEDS = range(60)

@@ -14,11 +14,9 @@ import pytest
 
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.profile import affinity, store
-from edgeinfer.runtime.profile.affinity import pinning
-from edgeinfer.runtime.profile.fingerprint import Fingerprint
-from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.profile.store import (
+from edgeinfer.runtime.profile import tuned
+from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
+from edgeinfer.runtime.profile.tuned import (
     TunedProfile,
     forget_profile,
     keep_profile,
@@ -26,7 +24,8 @@ from edgeinfer.runtime.profile.store import (
     read_profile,
     write_profile,
 )
-from edgeinfer.runtime.system.machine import physical_cores, processor_name, usable_processors
+from edgeinfer.runtime.system import machine
+from edgeinfer.runtime.system.machine import physical_cores, pinning, processor_name, usable_processors
 
 MODEL = "ab" * 32
 MACHINE = Fingerprint("A processor", 4, 8, "Linux x86_64", "1.0", "engine 2", "avx2")
@@ -36,7 +35,7 @@ PROFILE = TunedProfile(MODEL, "tales", MACHINE, 3, SETTINGS, "2026-11-22T10:00:0
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(store, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tuned, "user_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -130,7 +129,7 @@ def test_a_folder_that_is_a_file_is_said(cache: Path) -> None:
 
 
 def test_only_so_many_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_MOST_KEPT", 3)
+    monkeypatch.setattr(tuned, "_MOST_KEPT", 3)
     for number in range(5):
         path = keep_profile(dataclasses.replace(PROFILE, model=f"{number:064x}"))
         os.utime(path, (number, number))
@@ -229,8 +228,8 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "cpufreq").mkdir()
         (folder / "topology" / "thread_siblings_list").write_text(siblings + "\n")
         (folder / "cpufreq" / "cpuinfo_max_freq").write_text("2000000\n" if processor in (2, 3) else "5000000\n")
-    monkeypatch.setattr(affinity, "_CPUS", tmp_path)
-    monkeypatch.setattr(affinity, "usable_processors", lambda: tuple(cores))
+    monkeypatch.setattr(machine, "_CPUS", tmp_path)
+    monkeypatch.setattr(machine, "usable_processors", lambda: tuple(cores))
     monkeypatch.setattr(sys, "platform", "linux")
     return tmp_path
 
@@ -238,7 +237,7 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_processor_of_each_core_the_fastest_first(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The calling thread is free; the others are counted from 1.
     assert [pinning(n) for n in (1, 2, 3, 4, 5)] == ["", "5", "5;3", "5;3;4", ""]
-    monkeypatch.setattr(affinity, "usable_processors", lambda: (1, 2, 3))
+    monkeypatch.setattr(machine, "usable_processors", lambda: (1, 2, 3))
     assert [pinning(n) for n in (2, 3, 4)] == ["3", "3;4", ""]
 
 

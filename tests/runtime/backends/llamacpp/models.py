@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.bundle.gguf.library import llama_library
-from edgeinfer.runtime.text.byte_level import token_bytes
+from edgeinfer.runtime.text.contract import token_bytes
 
 __all__ = ["Shape", "quantized", "write_gguf"]
 

@@ -13,8 +13,8 @@ from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
 from edgeinfer.runtime.text import LiteralEncoder
-from edgeinfer.runtime.text.contracts import MARK
-from edgeinfer.runtime.text.detokenizer import StreamDecoder
+from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.streaming import StreamDecoder
 from tests.runtime.backends.llamacpp.conftest import SHAPE
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.bundle import Capabilities, DecoderSpec, RopeSpec
-from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["HEAD", "SPEC", "Store", "raw_keys"]
 

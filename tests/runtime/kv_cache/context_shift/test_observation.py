@@ -14,7 +14,8 @@ from edgeinfer.bundle import arithmetic, open_bundle
 from edgeinfer.config import OVERFLOWS
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -44,7 +45,7 @@ def test_observes_what_a_pass_attends_to(family: Family, monkeypatch: pytest.Mon
         return seen[-1]
 
     monkeypatch.setattr(arithmetic, "softmax", watched)
-    backend.forward(TOKENS, np.arange(40), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(TOKENS, np.arange(40), np.zeros(0, np.int64)))
     shown = [weights[:, :, -LATEST:] for weights in seen]  # L x (H, g, w, n)
     monkeypatch.undo()
     before = backend.snapshot()
@@ -80,7 +81,7 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
     backend = OnnxBackend(bundle, 40)
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
-        backend.forward(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64))
+        backend.forward(ForwardInput(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
     before = backend.snapshot()
     for size in (2, 7, 16):
         Observer(bundle, backend).queries(TOKENS[-size:].tolist())
@@ -102,7 +103,7 @@ def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capa
     peaks = []
     for _ in range(3):
         start = backend.length
-        backend.forward(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64))
+        backend.forward(ForwardInput(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64)))
         tracemalloc.start()
         policy.make_room(tokens.tolist())
         peaks.append(tracemalloc.get_traced_memory()[1])

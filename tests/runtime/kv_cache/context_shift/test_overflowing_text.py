@@ -15,17 +15,19 @@ from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, Floats, PassCancelledError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
-from edgeinfer.runtime.profile.layer_drafting import Tuning
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.logits import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.registry import DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -50,19 +52,16 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_config = pytest.mark.parametrize("config", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
 
-class Witness:
-    """A chooser that keeps the logits and the positions that tokens were chosen from."""
+class Witness(Sampler):
+    """A sampler that keeps the logits and the positions that tokens were chosen from."""
 
     def __init__(self, config: GenerationConfig, vocabulary: int, prompt: Sequence[int]) -> None:
-        self.inner = TokenChooser(Sampler(config, vocabulary, config.seed or 0), prompt, None)
+        super().__init__(LogitsProcessor(config, vocabulary, config.seed or 0), prompt)
         self.logits: dict[int, Floats] = {}
 
-    def token(self, logits: Floats, position: int, path: Sequence[int] = ()) -> int:
-        self.logits[position] = logits.copy()
-        return self.inner.token(logits, position, path)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
+        self.logits[position] = logits.astype(np.float32)
+        return super().sample(logits, position, path)
 
 
 class Writer:
@@ -75,14 +74,14 @@ class Writer:
 
     def write(
         self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()
-    ) -> tuple[list[int], Witness, Rounds | None]:
+    ) -> tuple[list[int], Witness, SpeculativeDecoding | None]:
         """Tokens of a reply."""
-        chooser = Witness(config, self.backend.geometry.vocab_size, prompt)
-        rounds = self._rounds(chooser, config, drafters) if drafters else None
-        steps = self.engine.generate(prompt, chooser, max_tokens=count, stop_ids=frozenset(), rounds=rounds)
-        return [step.token for step in steps], chooser, rounds
+        sampler = Witness(config, self.backend.geometry.vocab_size, prompt)
+        rounds = self._rounds(sampler, config, drafters) if drafters else None
+        steps = self.engine.generate(prompt, sampler, max_tokens=count, stop_ids=frozenset(), strategy=rounds)
+        return [step.token for step in steps], sampler, rounds
 
-    def _rounds(self, chooser: Witness, config: GenerationConfig, names: Sequence[str]) -> Rounds:
+    def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = OnnxBackend(self.bundle, self.backend.capacity) if "model" in names else None
         parts = DrafterParts(self.backend, small, 8, Tuning())
         if not self.backend.capabilities.elastic:
@@ -93,7 +92,7 @@ class Writer:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
         governor = Governor(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
         verification = find_verification(config.verification)
-        return Rounds(self.backend, chooser, made, governor, verification, timed=lambda ms: None)
+        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, timed=lambda ms: None)
 
 
 @pytest.fixture(
@@ -148,7 +147,7 @@ def test_drafting_gives_the_text_of_plain_decoding_bit_for_bit(
     drafted = subject.write(prompt, config, 70, drafters)
     assert subject.engine.lost.events >= 3
     assert drafted[2] is not None
-    assert drafted[2].tally.drafted > 10
+    assert drafted[2].statistics.drafted > 10
     assert_same(drafted, plain)
 
 
@@ -164,7 +163,7 @@ def test_the_built_in_model_too(policy: str, drafters: tuple[str, ...]) -> None:
     subject.engine.forget()
     drafted = subject.write(prompt, config, 60, drafters)
     assert drafted[2] is not None
-    assert drafted[2].tally.drafted > 0
+    assert drafted[2].statistics.drafted > 0
     assert_same(drafted, plain)
     subject.backend.close()
 
@@ -224,8 +223,8 @@ def test_a_continued_conversation_goes_on_from_the_shortened_cache(writer: Calla
 @each_policy
 def test_without_a_limit_a_reply_is_as_long_as_the_context(writer: Callable[..., Writer], policy: str) -> None:
     subject = writer(policy)
-    chooser = Witness(GREEDY, 320, CYCLE)
-    steps = subject.engine.generate(CYCLE, chooser, max_tokens=None, stop_ids=frozenset())
+    sampler = Witness(GREEDY, 320, CYCLE)
+    steps = subject.engine.generate(CYCLE, sampler, max_tokens=None, stop_ids=frozenset())
     assert len(list(steps)) == CAPACITY
 
 
@@ -258,12 +257,12 @@ def test_cancelling_while_attention_is_observed(writer: Callable[..., Writer], m
     subject = writer("merge")
     whole, runs = subject.backend.forward, []
 
-    def cancels(*args: Any, layer_mask: Any = None, **options: Any) -> Any:
-        if layer_mask is not None:
+    def cancels(batch: ForwardInput) -> ForwardOutput:
+        if batch.layer_mask is not None:
             runs.append(1)
             if len(runs) == 3:
                 raise PassCancelledError("cancelled")
-        return whole(*args, layer_mask=layer_mask, **options)
+        return whole(batch)
 
     monkeypatch.setattr(subject.backend, "forward", cancels)
     reply = subject.write(CYCLE, SAMPLED, 60)[0]

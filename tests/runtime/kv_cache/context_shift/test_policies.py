@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.results import Overflow
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy, Removed, overflow_summary
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import RopeSpec
-from edgeinfer.bundle.rope import rope_tables
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
@@ -76,8 +77,8 @@ def test_first_layers_keys_after_an_overflow_are_those_of_the_text_that_is_left(
     tokens = (np.arange(40) * 37 + 11) % spec.vocab_size
     left = np.concatenate([tokens[:4], tokens[14:]])
     backend, fresh = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 40)
-    backend.forward(tokens, np.arange(40), np.zeros(0, np.int64))
-    fresh.forward(left, np.arange(30), np.zeros(0, np.int64))
+    backend.forward(ForwardInput(tokens, np.arange(40), np.zeros(0, np.int64)))
+    fresh.forward(ForwardInput(left, np.arange(30), np.zeros(0, np.int64)))
     removed = WindowPolicy(spec, backend, sinks=4, freed=0.25).make_room(tokens.tolist())
     assert (removed.rows, removed.merged, backend.length) == (10, 0, 30)
     actual, expected = backend.snapshot(), fresh.snapshot()
@@ -93,8 +94,8 @@ def test_a_window_that_outlasts_the_models_own_loses_nothing(make_family: Callab
     assert set(spec.windows) == {6}
     tokens = (np.arange(60) * 37 + 11) % spec.vocab_size
     backend, whole = ReferenceBackend(family.bundle, 40), ReferenceBackend(family.bundle, 60)
-    expected = whole.forward(tokens, np.arange(60), np.arange(60)).logits[40:]
-    backend.forward(tokens[:40], np.arange(40), np.zeros(0, np.int64))
+    expected = whole.forward(ForwardInput(tokens, np.arange(60), np.arange(60))).logits[40:]
+    backend.forward(ForwardInput(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
     WindowPolicy(spec, backend, freed=0.5).make_room(tokens[:40].tolist())
-    actual = backend.forward(tokens[40:], np.arange(20, 40), np.arange(20)).logits
+    actual = backend.forward(ForwardInput(tokens[40:], np.arange(20, 40), np.arange(20))).logits
     np.testing.assert_allclose(actual, expected, atol=2e-4)

@@ -11,10 +11,11 @@ import numpy as np
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Law, Round, Verdict
+from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Probabilities, Round, Verdict
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -66,16 +67,16 @@ def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:
     return OnnxBackend(bundle, capacity)
 
 
-def greedy(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+def greedy(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
     """The most likely token."""
     return int(logits.argmax()), None
 
 
-def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
-    """A token drawn from the logits' law, the same one whenever this place is drawn again."""
-    law = np.exp(logits.astype(np.float64) - logits.max())
-    law /= law.sum()
-    return int(np.random.default_rng([7, *drafted]).choice(len(law), p=law)), law
+def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
+    """A token drawn from the logits' distribution, the same one whenever this place is drawn again."""
+    probabilities = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities /= probabilities.sum()
+    return int(np.random.default_rng([7, *drafted]).choice(len(probabilities), p=probabilities)), probabilities
 
 
 def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:
@@ -86,7 +87,7 @@ def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:
 def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)
     """Feeds tokens in one pass and gives the logits after each."""
     rows = np.arange(len(tokens))
-    return backend.forward(np.array(tokens, np.int64), rows + backend.length, rows, **how).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **how)).logits.copy()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Round, Verdict
 
 __all__ = ["ask", "chain", "searched", "settled"]

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, Floats, Ints
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from tests.runtime.speculation.drafters.models import export, make_backend, take_in
 
@@ -35,7 +36,7 @@ class Followed:
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
         self.sizes.append(len(tokens))
-        return self._backend.forward(tokens, positions, rows).logits
+        return self._backend.forward(ForwardInput(tokens, positions, rows)).logits
 
     def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int = 1) -> Floats:
         """The logits, with the sizes of the passes that this took."""

@@ -11,17 +11,18 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import Sampler, TokenChooser
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Prober, Round, Verdict
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.matrix import Matrix
 from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.rounds import Rounds
 from edgeinfer.runtime.speculation.spine import spine_tip
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.heads import random_heads
@@ -85,14 +86,16 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
     drafter = Listener(backend, random_heads(bundle, "medusa"))
     acceptance = Acceptance()
     acceptance.add(drafter.name, [0.9] * len(drafter.priors))
-    chooser = TokenChooser(Sampler(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
+    sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
     governor = kind([drafter], Prices(FLAT), acceptance, 3, 1)
-    rounds = Rounds(backend, chooser, [drafter], governor, find_verification("keyed"), timed=lambda ms: None)
-    steps = Engine(backend, 8).generate(PROMPT, chooser, max_tokens=16, stop_ids=frozenset(), rounds=rounds)
+    rounds = SpeculativeDecoding(
+        backend, sampler, [drafter], governor, find_verification("keyed"), timed=lambda ms: None
+    )
+    steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
     backend.truncate(0)
-    whole = backend.forward(np.array(text), np.arange(len(text)), np.arange(len(text)))
+    whole = backend.forward(ForwardInput(np.array(text), np.arange(len(text)), np.arange(len(text))))
     assert whole.hidden is not None
     for token, state in drafter.told:
         matches = [p for p in range(len(PROMPT), len(text)) if np.allclose(whole.hidden[p - 1], state, atol=1e-3)]
@@ -112,10 +115,10 @@ def test_embeddings_are_the_models_own(kind: str) -> None:
     assert states is not None and states.shape == (7, 128) and backend.length == len(PROMPT)
     assert np.array_equal(states[0], states[2])
     rows = np.arange(4)
-    plain = backend.forward(fed, rows + len(PROMPT), rows).logits.copy()
+    plain = backend.forward(ForwardInput(fed, rows + len(PROMPT), rows)).logits.copy()
     backend.truncate(len(PROMPT))
     riding = np.arange(7)
-    output = backend.forward(np.pad(fed, (0, 3)), riding + len(PROMPT), riding, hidden=states)
+    output = backend.forward(ForwardInput(np.pad(fed, (0, 3)), riding + len(PROMPT), riding, hidden=states))
     tolerance = 1e-4 if kind == "reference" else 0.0
     np.testing.assert_allclose(output.logits[:4], plain, rtol=tolerance, atol=tolerance)
 
@@ -127,9 +130,9 @@ def test_embeddings_are_read_once_and_no_more_than_fit(bundle: Bundle, monkeypat
     passes: list[int] = []
     whole = backend.forward
 
-    def counted(tokens: np.ndarray, *args: object, **options: object) -> object:
-        passes.append(len(tokens))
-        return whole(tokens, *args, **options)  # type: ignore[arg-type]
+    def counted(batch: ForwardInput) -> ForwardOutput:
+        passes.append(len(batch.tokens))
+        return whole(batch)
 
     monkeypatch.setattr(backend, "forward", counted)
     for fed in ([1, 2, 3], [3, 2, 1, 1], [4, 5], [6], [6, 4]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.backends.contract import Backend, Ints, StepOutput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.contracts import Context, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -107,7 +106,7 @@ def test_it_guesses_what_its_model_guesses(
     draw: Draw,
     look_ahead: int,
 ) -> None:
-    """Tokens, signs and laws, whatever the cheap drafter says, on its path and beside it."""
+    """Tokens, signs and distributions, whatever the cheap drafter says, on its path and beside it."""
     _, alone = drafters(backends)
     right: list[int] = []
     while len(right) < 12:
@@ -122,7 +121,7 @@ def test_it_guesses_what_its_model_guesses(
         found, expected = (drafter.guesses(now, path, width) for drafter in (hierarchy, alone))
         assert [(g.token, g.sign) for g in found] == [(g.token, g.sign) for g in expected]
         for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one.law, other.law)
+            np.testing.assert_array_equal(one.probabilities, other.probabilities)
 
 
 def test_right_tokens_of_cheap_drafters_save_passes(
@@ -133,9 +132,9 @@ def test_right_tokens_of_cheap_drafters_save_passes(
     passes: list[int] = []
     forward = backends[0].forward
 
-    def counted(tokens: Ints, *rest: Any, **how: Any) -> StepOutput:
-        passes.append(len(tokens))
-        return forward(tokens, *rest, **how)
+    def counted(batch: ForwardInput) -> ForwardOutput:
+        passes.append(len(batch.tokens))
+        return forward(batch)
 
     monkeypatch.setattr(backends[0], "forward", counted)
     hierarchy.begin(PROMPT)

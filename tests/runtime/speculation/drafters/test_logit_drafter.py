@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.runtime.backends.contract import Floats
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from tests.runtime.speculation.drafters.models import committed, context
@@ -29,15 +29,15 @@ class Given(LogitDrafter):
 
 def drafter(*chances: float) -> Given:
     """With these probabilities of its tokens."""
-    return Given([np.log(chance) + 3 if chance else -np.inf for chance in chances])
+    return Given([np.log(uniform) + 3 if uniform else -np.inf for uniform in chances])
 
 
 def test_the_sign_of_a_drawn_token_is_its_probability() -> None:
     """Of the token drawn, which need not be the most likely one."""
     signs = {0.05: 0, 0.2: 1, 0.3: 2, 0.5: 3, 0.6: 4, 0.8: 5, 0.9: 6, 0.96: 7, 1.0: 7}
-    for chance, sign in signs.items():
-        rest = (1 - chance) / 2
-        one = drafter(chance, rest, rest)
+    for uniform, sign in signs.items():
+        rest = (1 - uniform) / 2
+        one = drafter(uniform, rest, rest)
         assert one.guesses(context([1], lambda logits, drafted: (0, None)), [], 1)[0].sign == sign
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.errors import BundleError, ModelError, StorageError
-from edgeinfer.runtime.backends.contract import Backend, Floats
-from edgeinfer.runtime.speculation.contracts import Law
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.speculation.contracts import Probabilities
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from tests.runtime.speculation.drafters.models import (
     Plain,
@@ -109,9 +110,9 @@ def test_its_cache_keeps_what_generations_share(drafter: ModelDrafter, backend: 
     passes: list[int] = []
     forward = backend.forward
 
-    def counted(tokens: Any, *rest: Any, **how: Any) -> Any:
-        passes.append(len(tokens))
-        return forward(tokens, *rest, **how)
+    def counted(batch: ForwardInput) -> ForwardOutput:
+        passes.append(len(batch.tokens))
+        return forward(batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "forward", counted)
@@ -126,28 +127,30 @@ def test_its_cache_keeps_what_generations_share(drafter: ModelDrafter, backend: 
         assert passes == [8, 8, 4, 1]
 
 
-def test_drawn_guesses_carry_their_law(drafter: ModelDrafter, oracle: Callable[[Sequence[int]], Floats]) -> None:
+def test_drawn_guesses_carry_their_probabilities(
+    drafter: ModelDrafter, oracle: Callable[[Sequence[int]], Floats]
+) -> None:
     now = context(PROMPT, sampled)
     drafter.begin(PROMPT)
-    token, law = sampled(oracle([*PROMPT, 4]), [4])
-    assert law is not None
+    token, probabilities = sampled(oracle([*PROMPT, 4]), [4])
+    assert probabilities is not None
     (guess,) = drafter.guesses(now, [4], 1)
     assert guess.token == token
-    assert guess.law is not None
-    np.testing.assert_array_equal(guess.law, law)
-    # Siblings are drawn from the same law by the context, which has its own mind about replacement.
+    assert guess.probabilities is not None
+    np.testing.assert_array_equal(guess.probabilities, probabilities)
+    # Siblings are drawn from the same distribution by the context, which has its own mind about replacement.
     siblings = iter([11, 11, None])
     asked: list[Sequence[int]] = []
 
-    def further(law: Law, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
-        assert law is guess.law
+    def further(probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+        assert probabilities is guess.probabilities
         assert list(drafted) == [4]
         asked.append([*taken])
         return next(siblings)
 
     several = drafter.guesses(replace(now, further=further), [4], 5)
     assert [g.token for g in several] == [token, 11, 11]
-    assert all(g.law is guess.law for g in several)
+    assert all(g.probabilities is guess.probabilities for g in several)
     assert asked == [[token], [token, 11], [token, 11, 11]]
 
 
@@ -159,7 +162,7 @@ def test_the_target_may_have_more_columns_or_fewer(
     tokens, own = [*PROMPT, 383, 5], bundle.manifest.geometry.vocab_size
     seen: list[Floats] = []
 
-    def draw(logits: Floats, drafted: Sequence[int]) -> tuple[int, Law | None]:
+    def draw(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
         seen.append(logits.copy())
         return sampled(logits, drafted)
 
@@ -168,9 +171,9 @@ def test_the_target_may_have_more_columns_or_fewer(
     shared = min(columns, own)
     # The target's padding stands for nothing: here it is fed as the drafter's last token.
     np.testing.assert_array_equal(seen[0][:shared], oracle([min(token, own - 1) for token in tokens])[:shared])
-    assert guess.law is not None
-    assert seen[0].shape == guess.law.shape == (columns,)
-    assert not guess.law[own:].any()
+    assert guess.probabilities is not None
+    assert seen[0].shape == guess.probabilities.shape == (columns,)
+    assert not guess.probabilities[own:].any()
     assert all(g.token < shared for g in drafter.guesses(context(tokens), [7], columns))
 
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.runtime.backends.contract import Backend, Floats
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 from tests.runtime.speculation.drafters.models import context, export, make_backend
 
@@ -38,15 +39,15 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int], int], Floats]:
         backend.truncate(0)
         mask = np.arange(2 * LAYERS) < 2 * depth
         tokens = np.array(path, np.int64)
-        row: Floats = backend.forward(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask).logits[
-            0
-        ]
+        row: Floats = backend.forward(
+            ForwardInput(tokens, np.arange(len(path)), np.array([len(path) - 1]), layer_mask=mask)
+        ).logits[0]
         return row.copy()
 
     return last
 
 
-def chance(logits: Floats) -> float:
+def uniform(logits: Floats) -> float:
     powers = np.exp(logits.astype(np.float64) - logits.max())
     return float(powers.max() / powers.sum())
 
@@ -59,18 +60,21 @@ def test_guesses_are_those_of_the_depth_that_was_sure(
     """Paths in any order: rows that were seen by few layers are caught up where more are wanted."""
     backend.truncate(0)
     # Random models are unsure everywhere, so the bar is put among their chances.
-    bar = [chance(oracle([*PROMPT, *path], 1)) for path in asked]
+    bar = [uniform(oracle([*PROMPT, *path], 1)) for path in asked]
     confident = float(np.quantile(bar, share))
     drafter = SortedDrafter(backend, CHUNK, DEPTHS, confident=confident)
     drafter.begin(PROMPT)
     for path in asked:
         found = drafter.guesses(context(PROMPT), path, 1)[0].token
-        laws = [oracle([*PROMPT, *path], depth) for depth in (1, 2, 3)]
-        sure = [abs(chance(law) - confident) > 1e-4 for law in laws[:2]]
+        distributions = [oracle([*PROMPT, *path], depth) for depth in (1, 2, 3)]
+        sure = [abs(uniform(probabilities) - confident) > 1e-4 for probabilities in distributions[:2]]
         if all(sure):  # on the edge either depth is right
-            law = next((law for law in laws[:2] if chance(law) >= confident), laws[2])
-            best = np.sort(law)[-2:]
-            assert found == law.argmax() or best[1] - best[0] < 1e-3
+            probabilities = next(
+                (probabilities for probabilities in distributions[:2] if uniform(probabilities) >= confident),
+                distributions[2],
+            )
+            best = np.sort(probabilities)[-2:]
+            assert found == probabilities.argmax() or best[1] - best[0] < 1e-3
 
 
 def test_the_bar_decides_the_depth(backend: Backend) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Law, Verdict, Verifier
+from edgeinfer.runtime.speculation.contracts import Draft, Guess, Probabilities, Verdict, Verifier
 
 __all__ = [
     "Laws",
@@ -17,17 +17,19 @@ __all__ = [
     "drafts",
     "lossless_error",
     "make_draft",
-    "output_law",
-    "plain_law",
+    "output_probabilities",
+    "plain_probabilities",
     "random_laws",
     "verdicts",
 ]
 
 Path = tuple[int, ...]
-Laws = Callable[[Path], Law]
-Siblings = Callable[[Path], Sequence[Law | int]]  # what the children of a path are: drawn from a law, or certain
+Laws = Callable[[Path], Probabilities]
+Siblings = Callable[
+    [Path], Sequence[Probabilities | int]
+]  # what the children of a path are: drawn from a distribution, or certain
 Key = tuple[int, int]
-Asked = tuple[Key, Path | None]  # the number asked for, and the place whose law was looked at last
+Asked = tuple[Key, Path | None]  # the number asked for, and the place whose distribution was looked at last
 _KEYED = -1  # the draw that stands for the one behind `token`
 _FINE = 2.0**-20  # of the bisection
 
@@ -39,32 +41,32 @@ class _NumberNeededError(Exception):
 
 
 class TableTarget:
-    """A target that knows its laws by path and its numbers by depth and draw."""
+    """A target that knows its distributions by path and its numbers by depth and draw."""
 
-    def __init__(self, draft: Draft, laws: Laws, numbers: Callable[[int, int], float]) -> None:
-        self._draft, self._laws, self._numbers = draft, laws, numbers
+    def __init__(self, draft: Draft, distributions: Laws, numbers: Callable[[int, int], float]) -> None:
+        self._draft, self._laws, self._numbers = draft, distributions, numbers
         self.at: Path | None = None
 
     def token(self, node: int) -> int:
         depth = 0 if node < 0 else self._draft.depth(node) + 1
-        cumulative = np.cumsum(self.law(node))
+        cumulative = np.cumsum(self.probabilities(node))
         drawn = int(np.searchsorted(cumulative, self._numbers(depth, _KEYED), side="right"))
         return min(drawn, int(np.searchsorted(cumulative, cumulative[-1])))
 
-    def law(self, node: int) -> Law:
+    def probabilities(self, node: int) -> Probabilities:
         self.at = tuple(self._draft.path(node))
         return self._laws(self.at)
 
-    def chance(self, depth: int, draw: int) -> float:
+    def uniform(self, depth: int, draw: int) -> float:
         assert draw >= 0
         return self._numbers(depth, draw)
 
 
 def random_laws(seed: int, size: int, sharpness: float = 1.0, zeros: int = 0) -> Laws:
-    """A law for every path, some tokens impossible; the same array each time it is asked for, and not writeable."""
+    """A distribution for every path, some tokens impossible; always the same array, and not writeable."""
 
     @cache
-    def law(path: Path) -> Law:
+    def probabilities(path: Path) -> Probabilities:
         rng = np.random.default_rng([seed, len(path), *path])
         weights = np.exp(sharpness * rng.normal(size=size))
         weights[rng.permutation(size)[:zeros]] = 0
@@ -72,12 +74,12 @@ def random_laws(seed: int, size: int, sharpness: float = 1.0, zeros: int = 0) ->
         weights.flags.writeable = False
         return np.asarray(weights, np.float64)
 
-    return law
+    return probabilities
 
 
-def make_draft(*nodes: tuple[int, int, Law | None]) -> Draft:
-    """A draft of (parent, token, law) nodes."""
-    guesses = tuple(Guess(token, 0, law) for _, token, law in nodes)
+def make_draft(*nodes: tuple[int, int, Probabilities | None]) -> Draft:
+    """A draft of (parent, token, distribution) nodes."""
+    guesses = tuple(Guess(token, 0, probabilities) for _, token, probabilities in nodes)
     return Draft(guesses, tuple(parent for parent, _, _ in nodes), ("test",) * len(nodes))
 
 
@@ -92,7 +94,7 @@ def drafts(
     """
 
     def grow(
-        weight: float, nodes: tuple[tuple[int, int, Law | None], ...], waiting: tuple[tuple[int, int], ...]
+        weight: float, nodes: tuple[tuple[int, int, Probabilities | None], ...], waiting: tuple[tuple[int, int], ...]
     ) -> Iterator[tuple[float, Draft]]:
         draft = make_draft(*nodes)
         if not waiting:
@@ -101,18 +103,18 @@ def drafts(
         (parent, place), rest = waiting[0], waiting[1:]
         elders = [draft.guesses[node].token for node in draft.children(parent)]
         path = draft.path(parent)
-        for chance, token, law in _options(siblings(tuple(path))[place], [] if replacement else elders):
+        for uniform, token, probabilities in _options(siblings(tuple(path))[place], [] if replacement else elders):
             if token in elders and not repeats:
-                yield from grow(weight * chance, nodes, rest)
+                yield from grow(weight * uniform, nodes, rest)
                 continue
             deeper = siblings((*path, token)) if len(path) + 1 < depth else ()
             below = tuple((len(nodes), child) for child in range(len(deeper)))
-            yield from grow(weight * chance, (*nodes, (parent, token, law)), rest + below)
+            yield from grow(weight * uniform, (*nodes, (parent, token, probabilities)), rest + below)
 
     yield from grow(1.0, (), tuple((-1, place) for place in range(len(siblings(())))))
 
 
-def _options(what: Law | int, taken: list[int]) -> Iterator[tuple[float, int, Law | None]]:
+def _options(what: Probabilities | int, taken: list[int]) -> Iterator[tuple[float, int, Probabilities | None]]:
     if isinstance(what, int):
         yield 1.0, what, None
         return
@@ -122,7 +124,7 @@ def _options(what: Law | int, taken: list[int]) -> Iterator[tuple[float, int, La
         yield float(left[token] / left.sum()), int(token), what
 
 
-def verdicts(verify: Verifier, draft: Draft, laws: Laws) -> dict[Verdict, float]:
+def verdicts(verify: Verifier, draft: Draft, distributions: Laws) -> dict[Verdict, float]:
     """Probability of every verdict. Each number's steps are found by bisection; each outcome must be one interval."""
 
     def run(numbers: Mapping[Key, float]) -> Verdict | Asked:
@@ -131,7 +133,7 @@ def verdicts(verify: Verifier, draft: Draft, laws: Laws) -> dict[Verdict, float]
                 raise _NumberNeededError((depth, draw))
             return numbers[depth, draw]
 
-        target = TableTarget(draft, laws, number)
+        target = TableTarget(draft, distributions, number)
         try:
             return verify(draft, target)
         except _NumberNeededError as need:
@@ -167,36 +169,38 @@ def _steps(outcome: Callable[[float], Verdict | Asked]) -> dict[Verdict | Asked,
     return found
 
 
-def output_law(verify: Verifier, drawn: Iterator[tuple[float, Draft]], laws: Laws, length: int) -> NDArray[np.float64]:
+def output_probabilities(
+    verify: Verifier, drawn: Iterator[tuple[float, Draft]], distributions: Laws, length: int
+) -> NDArray[np.float64]:
     """Distribution of the next `length` tokens, plain decoding going on where a verdict ends. (V,) * length"""
-    size = len(laws(()))
-    law = np.zeros((size,) * length)
+    size = len(distributions(()))
+    probabilities = np.zeros((size,) * length)
     total = 0.0
     for weight, draft in drawn:
         total += weight
-        for verdict, chance in verdicts(verify, draft, laws).items():
+        for verdict, uniform in verdicts(verify, draft, distributions).items():
             end = verdict.accepted[-1] if verdict.accepted else -1
             text = (*draft.path(end), verdict.token)
-            law[text] += weight * chance * plain_law(laws, length - len(text), text)
+            probabilities[text] += weight * uniform * plain_probabilities(distributions, length - len(text), text)
     assert abs(total - 1) < 1e-9, "drafts that do not add up"
-    return law
+    return probabilities
 
 
-def plain_law(laws: Laws, length: int, path: Path = ()) -> NDArray[np.float64]:
+def plain_probabilities(distributions: Laws, length: int, path: Path = ()) -> NDArray[np.float64]:
     """Distribution of the next `length` tokens of plain decoding. (V,) * length"""
     if length == 0:
         return np.ones(())
-    law = laws(path)
-    further = [plain_law(laws, length - 1, (*path, token)) for token in range(len(law))]
-    return np.stack([p * rest for p, rest in zip(law, further, strict=True)])
+    probabilities = distributions(path)
+    further = [plain_probabilities(distributions, length - 1, (*path, token)) for token in range(len(probabilities))]
+    return np.stack([p * rest for p, rest in zip(probabilities, further, strict=True)])
 
 
-def lossless_error(verify: Verifier, drawn: Iterator[tuple[float, Draft]], laws: Laws, depth: int) -> float:
+def lossless_error(verify: Verifier, drawn: Iterator[tuple[float, Draft]], distributions: Laws, depth: int) -> float:
     """By how much the probability of any text of depth + 1 tokens is off."""
-    got = output_law(verify, drawn, laws, depth + 1)
-    return float(np.abs(got - plain_law(laws, depth + 1)).max())
+    got = output_probabilities(verify, drawn, distributions, depth + 1)
+    return float(np.abs(got - plain_probabilities(distributions, depth + 1)).max())
 
 
-def check_lossless(verify: Verifier, drawn: Iterator[tuple[float, Draft]], laws: Laws, depth: int) -> None:
-    """The law of texts of depth + 1 tokens is that of plain decoding, to the precision of the bisection."""
-    assert lossless_error(verify, drawn, laws, depth) < 3e-5
+def check_lossless(verify: Verifier, drawn: Iterator[tuple[float, Draft]], distributions: Laws, depth: int) -> None:
+    """The distribution of texts of depth + 1 tokens is that of plain decoding, to the precision of the bisection."""
+    assert lossless_error(verify, drawn, distributions, depth) < 3e-5

@@ -1,4 +1,4 @@
-"""Sampled text over many rounds against plain decoding's law: thousands of texts by every stochastic rule."""
+"""Sampled text over many rounds against plain decoding's distribution: thousands of texts by every stochastic rule."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from scipy.special import gammaincc
 
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Law
+from edgeinfer.runtime.speculation.contracts import Draft, Guess, Probabilities
 from edgeinfer.runtime.speculation.verification import VERIFIERS
-from tests.runtime.speculation.verification.enumeration import plain_law, random_laws
+from tests.runtime.speculation.verification.enumeration import plain_probabilities, random_laws
 
 Path = tuple[int, ...]
-Node = tuple[int, int, Law | None]
+Node = tuple[int, int, Probabilities | None]
 Drafting = Callable[[np.random.Generator, Path], list[Node]]
 
 LENGTH, SIZE, DRAWS = 2, 4, 5
@@ -31,10 +31,10 @@ class NumberedTarget:
     def token(self, node: int) -> int:
         raise AssertionError("rules by ratio leave the keyed choice alone")
 
-    def law(self, node: int) -> Law:
+    def probabilities(self, node: int) -> Probabilities:
         return TARGET((*self._text, *self._draft.path(node)))
 
-    def chance(self, depth: int, draw: int) -> float:
+    def uniform(self, depth: int, draw: int) -> float:
         return self._numbers[(len(self._text) + depth) * DRAWS + draw]
 
 
@@ -47,9 +47,9 @@ def draw(rng: np.random.Generator, text: Path) -> int:
     return bisect_right(cumulative(text), rng.random())
 
 
-def different(rng: np.random.Generator, law: Law, count: int) -> list[int]:
-    """Gumbel top-k: tokens of a law without replacement, in order of the perturbed values."""
-    perturbed = np.log(law) + rng.gumbel(size=SIZE)
+def different(rng: np.random.Generator, probabilities: Probabilities, count: int) -> list[int]:
+    """Gumbel top-k: tokens of a distribution without replacement, in order of the perturbed values."""
+    perturbed = np.log(probabilities) + rng.gumbel(size=SIZE)
     return [int(token) for token in perturbed.argsort()[: -count - 1 : -1]]
 
 
@@ -57,28 +57,28 @@ def chain(rng: np.random.Generator, text: Path, length: int = 2, size: int = 0) 
     nodes: list[Node] = []
     parent = -1
     for _ in range(length):
-        law = DRAFTER(text)
-        nodes.append((parent, draw(rng, text), law))
+        probabilities = DRAFTER(text)
+        nodes.append((parent, draw(rng, text), probabilities))
         text, parent, size = (*text, nodes[-1][1]), size, size + 1
     return nodes
 
 
 def tree(rng: np.random.Generator, text: Path, width: int = 2) -> list[Node]:
-    law = DRAFTER(text)
-    nodes: list[Node] = [(-1, token, law) for token in different(rng, law, width)]
+    probabilities = DRAFTER(text)
+    nodes: list[Node] = [(-1, token, probabilities) for token in different(rng, probabilities, width)]
     below = DRAFTER((*text, nodes[0][1]))
     return nodes + [(0, token, below) for token in different(rng, below, 2)]
 
 
 def mixed(rng: np.random.Generator, text: Path) -> list[Node]:
     """A certain guess between drawn ones, repetitions dropped."""
-    law = DRAFTER(text)
-    first, second = different(rng, law, 2)
-    nodes: list[Node] = [(-1, first, law)]
+    probabilities = DRAFTER(text)
+    first, second = different(rng, probabilities, 2)
+    nodes: list[Node] = [(-1, first, probabilities)]
     if first != 1:
         nodes.append((-1, 1, None))
     if second != 1:
-        nodes.append((-1, second, law))
+        nodes.append((-1, second, probabilities))
     below = DRAFTER((*text, first))
     return [*nodes, (0, 0, None), (0, draw(rng, (*text, first)), below)]
 
@@ -116,7 +116,7 @@ def check_distribution(name: str, drafting: Drafting, texts: int) -> None:
         while len(text) < LENGTH:
             nodes = drafting(rng, text)
             draft = Draft(
-                tuple([Guess(token, 0, law) for _, token, law in nodes]),
+                tuple([Guess(token, 0, probabilities) for _, token, probabilities in nodes]),
                 tuple([parent for parent, _, _ in nodes]),
                 ("test",) * len(nodes),
             )
@@ -124,7 +124,7 @@ def check_distribution(name: str, drafting: Drafting, texts: int) -> None:
             text = (*text, *(nodes[node][1] for node in verdict.accepted), verdict.token)
             rounds += 1
         seen[text[:LENGTH]] += 1
-    expected = texts * plain_law(TARGET, LENGTH)
+    expected = texts * plain_probabilities(TARGET, LENGTH)
     chi = float(((seen - expected) ** 2 / expected).sum())
     assert expected.min() > 5
     assert gammaincc((seen.size - 1) / 2, chi / 2) > 1e-4

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.contracts import Draft, Law, Verdict
-from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from edgeinfer.runtime.speculation.contracts import Draft, Probabilities, Verdict
+from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.runtime.speculation.verification.enumeration import (
     Laws,
     TableTarget,
@@ -28,10 +28,10 @@ class ChosenTarget:
         self.asked += 1
         return self._choices[tuple(self._nodes.path(node))]
 
-    def law(self, node: int) -> Law:
+    def probabilities(self, node: int) -> Probabilities:
         raise AssertionError("the choice is all there is to it")
 
-    def chance(self, depth: int, draw: int) -> float:
+    def uniform(self, depth: int, draw: int) -> float:
         raise AssertionError("the choice is all there is to it")
 
 
@@ -74,11 +74,13 @@ def test_output_is_lossless_however_guesses_come_about() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.data())
 def test_text_is_that_of_plain_decoding(seed: int, data: st.DataObject) -> None:
-    laws: Laws = random_laws(seed, 4, sharpness=3.0)
+    distributions: Laws = random_laws(seed, 4, sharpness=3.0)
     numbers = np.random.default_rng(seed).random(40).tolist()
 
     def choose(text: list[int]) -> int:
-        return TableTarget(Draft(), lambda path: laws(tuple(text)), lambda depth, draw: numbers[len(text)]).token(-1)
+        return TableTarget(
+            Draft(), lambda path: distributions(tuple(text)), lambda depth, draw: numbers[len(text)]
+        ).token(-1)
 
     plain: list[int] = []
     while len(plain) < 16:
@@ -94,7 +96,7 @@ def test_text_is_that_of_plain_decoding(seed: int, data: st.DataObject) -> None:
         draft, start = make_draft(*nodes), len(text)
         view = TableTarget(
             draft,
-            lambda path, start=tuple(text): laws((*start, *path)),  # type: ignore[misc]
+            lambda path, start=tuple(text): distributions((*start, *path)),  # type: ignore[misc]
             lambda depth, draw, start=start: numbers[start + depth],  # type: ignore[misc]
         )
         verdict = verify_keyed(draft, view)

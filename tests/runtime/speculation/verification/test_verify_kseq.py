@@ -1,4 +1,4 @@
-"""k-SEQ: exact output laws on small vocabularies, its factor rho and how often it accepts."""
+"""k-SEQ: exact output distributions on small vocabularies, its factor rho and how often it accepts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
-from edgeinfer.runtime.speculation.contracts import Draft, Law
-from edgeinfer.runtime.speculation.verification.kseq import solve_rho, verify_kseq
-from edgeinfer.runtime.speculation.verification.rejection import verify_rejection
+from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.rejection import solve_rho, verify_kseq, verify_rejection
 from tests.runtime.speculation.verification.enumeration import (
     Laws,
     check_lossless,
@@ -26,9 +25,9 @@ from tests.runtime.speculation.verification.enumeration import (
 Path = tuple[int, ...]
 
 
-def chains(k: int, depth: int, law: Laws) -> Iterator[tuple[float, Draft]]:
+def chains(k: int, depth: int, probabilities: Laws) -> Iterator[tuple[float, Draft]]:
     """Every k chains that may be drawn, each by itself."""
-    return drafts(lambda path: [law(path)] * (1 if path else k), depth, replacement=True)
+    return drafts(lambda path: [probabilities(path)] * (1 if path else k), depth, replacement=True)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,10 @@ def test_chains_of_different_lengths_are_lossless(shorter: int) -> None:
     target, drafter = random_laws(23, 3), random_laws(24, 3)
 
     def cut(draft: Draft) -> Draft:
-        nodes = [(parent, guess.token, guess.law) for parent, guess in zip(draft.parents, draft.guesses, strict=True)]
+        nodes = [
+            (parent, guess.token, guess.probabilities)
+            for parent, guess in zip(draft.parents, draft.guesses, strict=True)
+        ]
         return make_draft(*(node for node in nodes if node[0] != shorter))
 
     made = [(weight, cut(draft)) for weight, draft in chains(2, 2, drafter)]
@@ -54,13 +56,13 @@ def test_chains_of_different_lengths_are_lossless(shorter: int) -> None:
 
 def test_chains_that_agree_go_on_together() -> None:
     # Both begin alike; the second goes on with what the first was rejected for.
-    law = np.array([0.5, 0.5])
-    target = {(): law, (0,): np.array([0.0, 1.0]), (0, 1): law}
-    draft = make_draft((-1, 0, law), (0, 0, law), (-1, 0, law), (2, 1, law))
+    probabilities = np.array([0.5, 0.5])
+    target = {(): probabilities, (0,): np.array([0.0, 1.0]), (0, 1): probabilities}
+    draft = make_draft((-1, 0, probabilities), (0, 0, probabilities), (-1, 0, probabilities), (2, 1, probabilities))
     accepted = [verdict.accepted for verdict in verdicts(verify_kseq, draft, lambda path: target[path])]
     assert (2, 3) in accepted
     # Where one has ended and the other's next token was rejected, the path is the one that had a next token.
-    draft = make_draft((-1, 0, law), (-1, 0, law), (1, 0, law))
+    draft = make_draft((-1, 0, probabilities), (-1, 0, probabilities), (1, 0, probabilities))
     for verdict in verdicts(verify_kseq, draft, lambda path: target[path]):
         assert (verdict.accepted, verdict.bonus) in [((1,), False), ((), False)]
 
@@ -68,7 +70,7 @@ def test_chains_that_agree_go_on_together() -> None:
 def test_a_chain_that_stops_at_a_token_is_lossless() -> None:
     target, drafter = random_laws(25, 3), random_laws(26, 3)
 
-    def siblings(path: Path) -> list[Law | int]:
+    def siblings(path: Path) -> list[Probabilities | int]:
         return [drafter(path)] * 2 if not path else [] if path[-1] == 0 else [drafter(path)]
 
     check_lossless(verify_kseq, drafts(siblings, 2, replacement=True), target, 2)
@@ -77,16 +79,16 @@ def test_a_chain_that_stops_at_a_token_is_lossless() -> None:
 @pytest.mark.parametrize("order", ["ddc", "cdd", "dced", "cc", "dcd"])
 def test_several_laws_and_certain_guesses_have_their_turns(order: str) -> None:
     target, one, other = random_laws(27, 3), random_laws(28, 3), random_laws(29, 3)
-    kinds: dict[str, Law | int] = {"c": 1, "d": one(()), "e": other(())}
+    kinds: dict[str, Probabilities | int] = {"c": 1, "d": one(()), "e": other(())}
     check_lossless(verify_kseq, drafts(lambda path: [kinds[kind] for kind in order], 1, replacement=True), target, 1)
 
 
 def test_equal_laws_in_different_arrays_are_one() -> None:
-    target, law = random_laws(30, 4), random_laws(31, 4)(())
-    unlikely = int((target(()) / law).argmin())
-    first, second = (-1, unlikely, law), (-1, (unlikely + 1) % 4, law)
+    target, probabilities = random_laws(30, 4), random_laws(31, 4)(())
+    unlikely = int((target(()) / probabilities).argmin())
+    first, second = (-1, unlikely, probabilities), (-1, (unlikely + 1) % 4, probabilities)
     same = verdicts(verify_kseq, make_draft(first, second), target)
-    assert same == verdicts(verify_kseq, make_draft(first, (*second[:2], law.copy())), target)
+    assert same == verdicts(verify_kseq, make_draft(first, (*second[:2], probabilities.copy())), target)
     assert same != verdicts(verify_kseq, make_draft(first, (*second[:2], random_laws(32, 4)(()))), target)
 
 
@@ -112,9 +114,9 @@ def test_acceptance_is_that_of_the_paper(k: int) -> None:
     assert solve_rho(target, drafter, k) == pytest.approx(rho, abs=2e-4)
     if k < 5:
         accepted = sum(
-            weight * chance
+            weight * uniform
             for weight, draft in chains(k, 1, lambda path: drafter)
-            for verdict, chance in verdicts(verify_kseq, draft, lambda path: target).items()
+            for verdict, uniform in verdicts(verify_kseq, draft, lambda path: target).items()
             if verdict.accepted
         )
         assert accepted == pytest.approx(1 - (1 - beta(rho)) ** k, abs=1e-4)
@@ -126,15 +128,15 @@ rows = st.lists(st.floats(0, 1) | st.just(0.0), min_size=6, max_size=6).filter(l
 @settings(deadline=None, max_examples=100)
 @given(rows, rows, st.integers(1, 8))
 def test_rho_leaves_nothing_negative_and_accepts_enough(p: list[float], q: list[float], k: int) -> None:
-    law, proposal = np.array(p) / sum(p), np.array(q) / sum(q)
-    rho = solve_rho(law, proposal, k)
+    probabilities, proposal = np.array(p) / sum(p), np.array(q) / sum(q)
+    rho = solve_rho(probabilities, proposal, k)
     assert 1 <= rho <= k
-    one = np.minimum(proposal, law / rho)
+    one = np.minimum(proposal, probabilities / rho)
     beta = one.sum()
     served = one * sum((1 - beta) ** tried for tried in range(k))
-    assert (served <= law + 1e-12).all()
+    assert (served <= probabilities + 1e-12).all()
     # SpecTr's bound: at least 1 - (1 - 1/k)^k > 1 - 1/e of what any rule could accept.
-    assert served.sum() >= (1 - (1 - 1 / k) ** k) * np.minimum(law, k * proposal).sum() - 1e-4
+    assert served.sum() >= (1 - (1 - 1 / k) ** k) * np.minimum(probabilities, k * proposal).sum() - 1e-4
 
 
 def test_laws_apart_and_laws_alike() -> None:

@@ -1,4 +1,4 @@
-"""Verification by ratio: exact output laws on small vocabularies, and what the rule asks of drawing."""
+"""Verification by ratio: exact output distributions on small vocabularies, and what the rule asks of drawing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.speculation.contracts import Draft, Law, Verdict
+from edgeinfer.runtime.sampling.logits import draw_from
+from edgeinfer.runtime.speculation.contracts import Draft, Probabilities, Verdict
+from edgeinfer.runtime.speculation.rejection import residual, verify_rejection, without
 from edgeinfer.runtime.speculation.verification import VERIFIERS
-from edgeinfer.runtime.speculation.verification.laws import draw_from, residual, without
-from edgeinfer.runtime.speculation.verification.rejection import verify_rejection
 from tests.runtime.speculation.verification.enumeration import (
     Laws,
     TableTarget,
@@ -26,23 +26,23 @@ from tests.runtime.speculation.verification.enumeration import (
 Path = tuple[int, ...]
 
 
-def drawn(*counts: int, law: Laws) -> Callable[[Path], list[Law | int]]:
+def drawn(*counts: int, probabilities: Laws) -> Callable[[Path], list[Probabilities | int]]:
     """So many drawn siblings at each depth."""
-    return lambda path: [law(path)] * counts[len(path)]
+    return lambda path: [probabilities(path)] * counts[len(path)]
 
 
 def test_a_chain_is_lossless() -> None:
     for zeros in (0, 1):
         target, drafter = random_laws(1, 3, zeros=zeros), random_laws(2, 3, zeros=zeros)
-        check_lossless(verify_rejection, drafts(drawn(1, 1, 1, law=drafter), 3), target, 3)
+        check_lossless(verify_rejection, drafts(drawn(1, 1, 1, probabilities=drafter), 3), target, 3)
 
 
 def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
     target, drafter = random_laws(3, 5), random_laws(4, 5)
     found = sum(
-        weight * chance
-        for weight, draft in drafts(drawn(1, law=drafter), 1)
-        for verdict, chance in verdicts(verify_rejection, draft, target).items()
+        weight * uniform
+        for weight, draft in drafts(drawn(1, probabilities=drafter), 1)
+        for verdict, uniform in verdicts(verify_rejection, draft, target).items()
         if verdict.accepted
     )
     assert found == pytest.approx(np.minimum(target(()), drafter(())).sum(), abs=1e-5)
@@ -63,13 +63,13 @@ def test_a_chain_is_accepted_as_often_as_the_laws_overlap() -> None:
 )
 def test_a_tree_is_lossless(size: int, counts: tuple[int, ...], replacement: bool) -> None:
     target, drafter = random_laws(5, size), random_laws(6, size)
-    made = drafts(drawn(*counts, law=drafter), len(counts), replacement=replacement)
+    made = drafts(drawn(*counts, probabilities=drafter), len(counts), replacement=replacement)
     check_lossless(verify_rejection, made, target, len(counts))
 
 
 def test_repetitions_may_be_dropped() -> None:
     target, drafter = random_laws(7, 4), random_laws(8, 4)
-    made = drafts(drawn(3, law=drafter), 1, replacement=True, repeats=False)
+    made = drafts(drawn(3, probabilities=drafter), 1, replacement=True, repeats=False)
     check_lossless(verify_rejection, made, target, 1)
 
 
@@ -78,9 +78,9 @@ def test_siblings_raise_acceptance() -> None:
     recovered = []
     for count in (1, 2, 3, 5):
         found = 0.0
-        for weight, draft in drafts(drawn(count, law=drafter), 1):
-            for verdict, chance in verdicts(verify_rejection, draft, target).items():
-                found += weight * chance * (not verdict.accepted)
+        for weight, draft in drafts(drawn(count, probabilities=drafter), 1):
+            for verdict, uniform in verdicts(verify_rejection, draft, target).items():
+                found += weight * uniform * (not verdict.accepted)
         recovered.append(found)
     assert recovered == sorted(recovered, reverse=True)
     assert recovered[0] > recovered[1] > recovered[2] > recovered[3]
@@ -94,7 +94,7 @@ def test_siblings_raise_acceptance() -> None:
 def test_certain_and_drawn_siblings_of_several_drafters_mix(order: str, replacement: bool, repeats: bool) -> None:
     target, one, other = random_laws(11, 4), random_laws(12, 4), random_laws(13, 4)
 
-    kinds: dict[str, Law | int] = {"c": 2, "d": one(()), "e": other(())}
+    kinds: dict[str, Probabilities | int] = {"c": 2, "d": one(()), "e": other(())}
     made = drafts(lambda path: [kinds[kind] for kind in order], 1, replacement=replacement, repeats=repeats)
     check_lossless(verify_rejection, made, target, 1)
 
@@ -102,7 +102,7 @@ def test_certain_and_drawn_siblings_of_several_drafters_mix(order: str, replacem
 def test_mixed_siblings_have_children_of_their_own() -> None:
     target, drafter = random_laws(11, 3), random_laws(12, 3)
 
-    def siblings(path: Path) -> list[Law | int]:
+    def siblings(path: Path) -> list[Probabilities | int]:
         return [drafter(()), 2] if not path else [1, drafter(path)] if path[0] == 2 else [drafter(path)]
 
     check_lossless(verify_rejection, drafts(siblings, 2, repeats=False), target, 2)
@@ -148,7 +148,7 @@ def test_what_must_not_be_done_with_drawn_guesses_is_seen() -> None:
     for rule, counts in ((by_probability, (2,)), (only_likely, (1,)), (cut_by_what_followed, (1, 1))):
 
         def made(counts: tuple[int, ...] = counts) -> Iterator[tuple[float, Draft]]:
-            return drafts(drawn(*counts, law=drafter), len(counts))
+            return drafts(drawn(*counts, probabilities=drafter), len(counts))
 
         assert lossless_error(verify_rejection, select(rule, made()), target, len(counts)) > 1e-3
         check_lossless(verify_rejection, select(certain(rule), made()), target, len(counts))
@@ -175,10 +175,10 @@ def test_guesses_that_foretell_the_keyed_choice_may_be_chosen_by_it(name: str) -
 
 
 def test_equal_laws_always_accept_and_leave_no_gap() -> None:
-    law = random_laws(18, 5)
+    probabilities = random_laws(18, 5)
     for token, u in product(range(5), (0.0, 0.5, 1 - 2.0**-53)):
-        draft = make_draft((-1, token, law(()).copy()))
-        verdict = verify_rejection(draft, TableTarget(draft, law, lambda depth, draw, u=u: u))  # type: ignore[misc]
+        draft = make_draft((-1, token, probabilities(()).copy()))
+        verdict = verify_rejection(draft, TableTarget(draft, probabilities, lambda depth, draw, u=u: u))  # type: ignore[misc]
         assert verdict.accepted == (0,)
         assert verdict.bonus
 
@@ -194,15 +194,15 @@ def test_one_hot_targets_are_followed() -> None:
 def test_one_hot_drafters_are_certain() -> None:
     target = random_laws(19, 4)
     hot = np.array([0.0, 1, 0, 0])
-    certain, law = make_draft((-1, 1, None), (-1, 3, None)), make_draft((-1, 1, hot), (-1, 3, None))
-    assert verdicts(verify_rejection, certain, target) == verdicts(verify_rejection, law, target)
-    # A second draw from a law that had one token is none; it counts as certain rather than divide by nothing.
+    certain, probabilities = make_draft((-1, 1, None), (-1, 3, None)), make_draft((-1, 1, hot), (-1, 3, None))
+    assert verdicts(verify_rejection, certain, target) == verdicts(verify_rejection, probabilities, target)
+    # A second draw from a distribution that had one token is none; it counts as certain rather than divide by nothing.
     check_lossless(verify_rejection, iter([(1.0, make_draft((-1, 1, hot), (-1, 3, hot)))]), target, 1)
 
 
-def test_a_residual_lost_to_rounding_leaves_the_law() -> None:
-    law = np.array([0.25, 0.75])
-    np.testing.assert_array_equal(residual(law, law), law)
+def test_a_residual_lost_to_rounding_leaves_the_probabilities() -> None:
+    probabilities = np.array([0.25, 0.75])
+    np.testing.assert_array_equal(residual(probabilities, probabilities), probabilities)
     np.testing.assert_array_equal(without(np.array([0.0, 1.0]), [1]), [0, 1])
     # The target's mass is one rounding short of certain, and the test falls into the gap.
     nearly = np.array([0.0, np.nextafter(1, 0), 0])
@@ -224,8 +224,8 @@ def test_tiny_probabilities_neither_warn_nor_overflow() -> None:
 
 
 def test_the_inverse_cdf_runs_in_order_of_token_and_never_gives_the_impossible() -> None:
-    law = np.array([0.0, 0.25, 0, 0.5, 0.25, 0])
-    assert [draw_from(law, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53)] == [1, 1, 3, 3, 4, 4]
-    assert draw_from(law * 7, 0.25) == 3
+    probabilities = np.array([0.0, 0.25, 0, 0.5, 0.25, 0])
+    assert [draw_from(probabilities, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53)] == [1, 1, 3, 3, 4, 4]
+    assert draw_from(probabilities * 7, 0.25) == 3
     short = np.array([0.1] * 3 + [0.0])
     assert draw_from(short, 1 - 2.0**-53) == 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.speculation.contracts import Draft, Law
+from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
 from edgeinfer.runtime.speculation.verification import VERIFIERS, find_verification
 from tests.runtime.speculation.verification.enumeration import TableTarget, make_draft
 
@@ -22,7 +22,7 @@ weights = st.lists(st.just(0.0) | st.floats(1e-12, 1) | st.just(1e-300), min_siz
 
 
 @st.composite
-def laws(draw: st.DrawFn) -> Law:
+def distributions(draw: st.DrawFn) -> Probabilities:
     row = np.array(draw(weights))
     row /= row.sum()
     row.flags.writeable = False
@@ -31,8 +31,8 @@ def laws(draw: st.DrawFn) -> Law:
 
 @st.composite
 def trees(draw: st.DrawFn) -> Draft:
-    """Any draft at all: repeated siblings, laws that rule their token out, certain guesses."""
-    some = draw(st.lists(laws(), min_size=1, max_size=3))
+    """Any draft at all: repeated siblings, distributions that rule their token out, certain guesses."""
+    some = draw(st.lists(distributions(), min_size=1, max_size=3))
     nodes = [
         (draw(st.integers(-1, n - 1)), draw(st.integers(0, SIZE - 1)), draw(st.sampled_from([*some, None])))
         for n in range(draw(st.integers(0, 9)))
@@ -51,11 +51,11 @@ def number(seed: int, depth: int, draw: int) -> float:
 @given(
     name=st.sampled_from([*VERIFIERS]),
     draft=trees(),
-    table=st.lists(laws(), min_size=1, max_size=4),
+    table=st.lists(distributions(), min_size=1, max_size=4),
     seed=st.integers(0, 2**32),
 )
-def test_a_verdict_is_a_path_of_possible_tokens(name: str, draft: Draft, table: list[Law], seed: int) -> None:
-    def after(path: tuple[int, ...]) -> Law:
+def test_a_verdict_is_a_path_of_possible_tokens(name: str, draft: Draft, table: list[Probabilities], seed: int) -> None:
+    def after(path: tuple[int, ...]) -> Probabilities:
         return table[(len(path) + sum(path)) % len(table)]
 
     view = TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw))
@@ -79,10 +79,10 @@ def test_a_verdict_is_a_path_of_possible_tokens(name: str, draft: Draft, table: 
     seed=st.integers(0, 2**32),
 )
 def test_greedy_text_is_the_same_by_every_rule(name: str, draft: Draft, choice: list[int], seed: int) -> None:
-    def after(path: tuple[int, ...]) -> Law:
-        law = np.zeros(SIZE)
-        law[choice[(len(path) + sum(path)) % len(choice)]] = 1
-        return law
+    def after(path: tuple[int, ...]) -> Probabilities:
+        probabilities = np.zeros(SIZE)
+        probabilities[choice[(len(path) + sum(path)) % len(choice)]] = 1
+        return probabilities
 
     verdict = find_verification(name).verify(
         draft, TableTarget(draft, after, lambda depth, draw: number(seed, depth, draw))
@@ -92,10 +92,10 @@ def test_greedy_text_is_the_same_by_every_rule(name: str, draft: Draft, choice: 
         assert token == int(after(tuple(text[:depth])).argmax())
 
 
-def test_an_empty_draft_gives_one_token_of_the_law() -> None:
-    law = np.array([0.0, 0.25, 0.75])
+def test_an_empty_draft_gives_one_token_of_the_probabilities() -> None:
+    probabilities = np.array([0.0, 0.25, 0.75])
     for name, (u, token) in product(VERIFIERS, ((0.0, 1), (0.24, 1), (0.25, 2), (1 - 2.0**-53, 2))):
-        view = TableTarget(Draft(), lambda path: law, lambda depth, draw, u=u: u)  # type: ignore[misc]
+        view = TableTarget(Draft(), lambda path: probabilities, lambda depth, draw, u=u: u)  # type: ignore[misc]
         verdict = find_verification(name).verify(Draft(), view)
         assert (verdict.accepted, verdict.token, verdict.bonus) == ((), token, True), name
 

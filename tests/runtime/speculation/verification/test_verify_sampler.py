@@ -11,15 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.sampling import Sampler, TokenCounts, uniform
-from edgeinfer.runtime.speculation.contracts import Draft, Law
-from edgeinfer.runtime.speculation.verification import VERIFIERS
-from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
+from edgeinfer.runtime.sampling import LogitsProcessor, TokenCounts, uniform
+from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.verification import VERIFIERS, verify_keyed
 from tests.runtime.speculation.verification.enumeration import (
     drafts,
     make_draft,
-    output_law,
-    plain_law,
+    output_probabilities,
+    plain_probabilities,
     random_laws,
 )
 
@@ -43,26 +42,26 @@ def logits(text: tuple[int, ...]) -> NDArray[np.float32]:  # (V,)
 class SampledTarget:
     """The target's view with a sampler behind it, as a generation would have it."""
 
-    def __init__(self, draft: Draft, sampler: Sampler, text: tuple[int, ...], prompt: int) -> None:
-        self._draft, self._sampler, self._text = draft, sampler, text
+    def __init__(self, draft: Draft, processor: LogitsProcessor, text: tuple[int, ...], prompt: int) -> None:
+        self._draft, self._processor, self._text = draft, processor, text
         self._counts = TokenCounts(text[:prompt])
         for token in text[prompt:]:
             self._counts.push(token)
 
     def token(self, node: int) -> int:
         path = self._pushed(node)
-        token = self._sampler.token(logits((*self._text, *path)), len(self._text) + len(path), self._counts)
+        token = self._processor.sample(logits((*self._text, *path)), len(self._text) + len(path), self._counts)
         self._counts.pop(len(path))
         return token
 
-    def law(self, node: int) -> Law:
+    def probabilities(self, node: int) -> Probabilities:
         path = self._pushed(node)
-        law = self._sampler.probabilities(logits((*self._text, *path)), self._counts)
+        probabilities = self._processor.probabilities(logits((*self._text, *path)), self._counts)
         self._counts.pop(len(path))
-        return law
+        return probabilities
 
-    def chance(self, depth: int, draw: int) -> float:
-        return uniform(self._sampler.seed, len(self._text) + depth, 1 + draw)
+    def uniform(self, depth: int, draw: int) -> float:
+        return uniform(self._processor.seed, len(self._text) + depth, 1 + draw)
 
     def _pushed(self, node: int) -> list[int]:
         path = self._draft.path(node)
@@ -76,14 +75,16 @@ def chain(tokens: tuple[int, ...]) -> Draft:
 
 
 @cache
-def law_after(path: tuple[int, ...]) -> Law:
+def probabilities_after(path: tuple[int, ...]) -> Probabilities:
     """As verification sees it after a chain of drafted tokens."""
     draft = chain(path)
-    return SampledTarget(draft, Sampler(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT)).law(len(path) - 1)
+    return SampledTarget(draft, LogitsProcessor(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT)).probabilities(
+        len(path) - 1
+    )
 
 
 @cache
-def law_by_hand(path: tuple[int, ...]) -> Law:
+def probabilities_by_hand(path: tuple[int, ...]) -> Probabilities:
     """From the definitions, token by token."""
     row = logits((*PROMPT, *REPLY, *path)).astype(np.float64)
     reply = (*REPLY, *path)
@@ -97,39 +98,41 @@ def law_by_hand(path: tuple[int, ...]) -> Law:
     return np.array(weights) / sum(weights)
 
 
-def test_the_law_at_each_depth_counts_the_path() -> None:
+def test_the_probabilities_at_each_depth_counts_the_path() -> None:
     for tokens in ((2, 2, 2), (1, 2, 0), (0, 1, 0), (2, BANNED, 1)):
-        view = SampledTarget(chain(tokens), Sampler(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT))
+        view = SampledTarget(chain(tokens), LogitsProcessor(CONFIG, SIZE, 0), (*PROMPT, *REPLY), len(PROMPT))
         for node in (2, -1, 1, 0, 2):  # in any order: nothing is left behind
-            law = view.law(node)
-            np.testing.assert_allclose(law, law_by_hand(tokens[: node + 1]), rtol=1e-5)
-            assert law[BANNED] == 0
+            probabilities = view.probabilities(node)
+            np.testing.assert_allclose(probabilities, probabilities_by_hand(tokens[: node + 1]), rtol=1e-5)
+            assert probabilities[BANNED] == 0
 
 
 def test_the_counts_of_the_path_matter() -> None:
     with_path, without_path = (
-        law_by_hand((2, 2)),
-        Sampler(CONFIG, SIZE, 0).probabilities(logits((2, 2)), TokenCounts((*PROMPT, *REPLY))),
+        probabilities_by_hand((2, 2)),
+        LogitsProcessor(CONFIG, SIZE, 0).probabilities(logits((2, 2)), TokenCounts((*PROMPT, *REPLY))),
     )
     assert np.abs(with_path - without_path).max() > 0.05
 
 
 @pytest.mark.parametrize(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("keyed", 2)])
-def test_text_has_the_law_of_plain_sampling(name: str, width: int) -> None:
+def test_text_has_the_probabilities_of_plain_sampling(name: str, width: int) -> None:
     # The drafter knows of no penalty and no ban.
     drafter, depth = random_laws(41, SIZE, zeros=1), 3 if width == 1 else 2
     assert drafter(())[BANNED] > 0
     rule = VERIFIERS[name]
     made = drafts(lambda path: [drafter(path)] * (1 if path else width), depth, replacement=rule.iid_chains)
-    got = output_law(rule.verify, made, law_after, depth + 1)
-    np.testing.assert_allclose(got, plain_law(law_by_hand, depth + 1), atol=3e-5)
+    got = output_probabilities(rule.verify, made, probabilities_after, depth + 1)
+    np.testing.assert_allclose(got, plain_probabilities(probabilities_by_hand, depth + 1), atol=3e-5)
 
 
 def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
-    for name, law in product(VERIFIERS, (None, np.array([0.1, 0.1, 0.1, 0.7]))):
-        draft = make_draft((-1, BANNED, law), (0, 1, law), (-1, 2, law), (2, BANNED, law))
+    for name, probabilities in product(VERIFIERS, (None, np.array([0.1, 0.1, 0.1, 0.7]))):
+        draft = make_draft(
+            (-1, BANNED, probabilities), (0, 1, probabilities), (-1, 2, probabilities), (2, BANNED, probabilities)
+        )
         for seed in range(50):
-            view = SampledTarget(draft, Sampler(CONFIG, SIZE, seed), (*PROMPT, *REPLY), len(PROMPT))
+            view = SampledTarget(draft, LogitsProcessor(CONFIG, SIZE, seed), (*PROMPT, *REPLY), len(PROMPT))
             verdict = VERIFIERS[name].verify(draft, view)
             assert verdict.accepted in ((), (2,))
             assert verdict.token != BANNED
@@ -148,11 +151,11 @@ def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[s
         }
     )
     for seed in range(8):
-        sampler = Sampler(config, SIZE, seed)
+        processor = LogitsProcessor(config, SIZE, seed)
         plain: tuple[int, ...] = PROMPT
         text: tuple[int, ...] = PROMPT
         while len(plain) < 40:
-            plain += (SampledTarget(Draft(), sampler, plain, len(PROMPT)).token(-1),)
+            plain += (SampledTarget(Draft(), processor, plain, len(PROMPT)).token(-1),)
         rounds = 0
         while len(text) < 40:
             # A tree with the right text in it for as long as chance has it.
@@ -162,7 +165,7 @@ def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[s
                 nodes.append((at, token, None))
                 at = len(nodes) - 1
             draft = make_draft(*nodes)
-            verdict = verify_keyed(draft, SampledTarget(draft, sampler, text, len(PROMPT)))
+            verdict = verify_keyed(draft, SampledTarget(draft, processor, text, len(PROMPT)))
             text += (*(draft.guesses[node].token for node in verdict.accepted), verdict.token)
             rounds += 1
         assert text[:40] == plain

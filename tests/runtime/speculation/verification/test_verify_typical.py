@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.contracts import Draft, Law
-from edgeinfer.runtime.speculation.verification import find_verification
-from edgeinfer.runtime.speculation.verification.keyed import verify_keyed
-from edgeinfer.runtime.speculation.verification.typical import threshold, verify_typical
+from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.verification import find_verification, threshold, verify_keyed, verify_typical
 from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft, random_laws
 
 
-def two_part(first: float, size: int) -> Law:
+def two_part(first: float, size: int) -> Probabilities:
     """One token of this probability, the rest alike."""
     return np.array([first] + [(1 - first) / (size - 1)] * (size - 1))
 
@@ -24,17 +22,18 @@ def two_part(first: float, size: int) -> Law:
 def test_the_threshold_is_the_lesser_of_its_two() -> None:
     assert threshold(np.array([0.0, 1, 0])) == pytest.approx(0.09)
     assert threshold(np.full(100, 0.01)) == pytest.approx(0.3 / 100)
-    law = two_part(0.5, 9)
+    probabilities = two_part(0.5, 9)
     entropy = 0.5 * math.log(2) + 0.5 * math.log(16)
-    assert threshold(law) == pytest.approx(min(0.09, 0.3 * math.exp(-entropy)))
-    assert threshold(law) < 0.09
+    assert threshold(probabilities) == pytest.approx(min(0.09, 0.3 * math.exp(-entropy)))
+    assert threshold(probabilities) < 0.09
 
 
-def test_an_unlikely_token_is_typical_only_of_a_flat_law() -> None:
-    for law, accepted in ((two_part(0.95, 2), ()), (two_part(0.05, 20), (0,))):
-        token = int(np.argmin(np.abs(law - 0.05)))
+def test_an_unlikely_token_is_typical_only_of_a_flat_distribution() -> None:
+    for probabilities, accepted in ((two_part(0.95, 2), ()), (two_part(0.05, 20), (0,))):
+        token = int(np.argmin(np.abs(probabilities - 0.05)))
         draft = make_draft((-1, token, None))
-        verdict = verify_typical(draft, TableTarget(draft, lambda path, law=law: law, lambda depth, draw: 0.5))  # type: ignore[misc]
+        view = TableTarget(draft, lambda path, p=probabilities: p, lambda depth, draw: 0.5)  # type: ignore[misc]
+        verdict = verify_typical(draft, view)
         assert verdict.accepted == accepted
         assert verdict.bonus == bool(accepted)
 
@@ -46,13 +45,13 @@ def test_the_likeliest_is_not_the_only_typical_token() -> None:
 
 
 def test_the_longest_path_wins_then_the_likeliest() -> None:
-    # Everything is typical of a flat law of 3; behind token 2 the law is skewed.
-    def laws(path: tuple[int, ...]) -> Law:
+    # Everything is typical of a flat distribution of 3; behind token 2 the distribution is skewed.
+    def distributions(path: tuple[int, ...]) -> Probabilities:
         return np.array([0.2, 0.3, 0.5]) if path == (2,) else np.full(3, 1 / 3)
 
     def accepted(*nodes: tuple[int, int]) -> tuple[int, ...]:
         draft = make_draft(*((parent, token, None) for parent, token in nodes))
-        return verify_typical(draft, TableTarget(draft, laws, lambda depth, draw: 0.5)).accepted
+        return verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.5)).accepted
 
     assert accepted((-1, 0), (-1, 2), (0, 1)) == (0, 2)
     assert accepted((-1, 0), (-1, 2), (0, 1), (1, 1), (1, 2)) == (1, 4)
@@ -60,11 +59,11 @@ def test_the_longest_path_wins_then_the_likeliest() -> None:
 
 
 def test_a_node_behind_a_rejected_one_is_not_reached() -> None:
-    def laws(path: tuple[int, ...]) -> Law:
+    def distributions(path: tuple[int, ...]) -> Probabilities:
         return np.array([1.0, 0, 0]) if not path else np.full(3, 1 / 3)
 
     draft = make_draft((-1, 1, None), (0, 1, None), (1, 1, None), (-1, 0, None))
-    verdict = verify_typical(draft, TableTarget(draft, laws, lambda depth, draw: 0.9))
+    verdict = verify_typical(draft, TableTarget(draft, distributions, lambda depth, draw: 0.9))
     assert (verdict.accepted, verdict.token, verdict.bonus) == ((3,), 2, True)
 
 
@@ -80,12 +79,12 @@ trees = (
 @settings(deadline=None)
 @given(trees, st.integers(0, 2**32), st.floats(0, 1, exclude_max=True))
 def test_it_becomes_greedy_as_temperature_falls(draft: Draft, seed: int, u: float) -> None:
-    laws = random_laws(seed, 5)
+    distributions = random_laws(seed, 5)
 
-    def cold(path: tuple[int, ...]) -> Law:
+    def cold(path: tuple[int, ...]) -> Probabilities:
         # So cold that not even a near tie is left: tokens 1e-10 apart are e^100 apart.
-        law = (laws(path) / laws(path).max()) ** 1e12
-        return np.asarray(law / law.sum(), np.float64)
+        probabilities = (distributions(path) / distributions(path).max()) ** 1e12
+        return np.asarray(probabilities / probabilities.sum(), np.float64)
 
     view = TableTarget(draft, cold, lambda depth, draw: u)
     typical, greedy = verify_typical(draft, view), verify_keyed(draft, view)

@@ -1,0 +1,179 @@
+"""What a benchmark is: options declared once as fields of a dataclass, a function that measures, a view of its JSON.
+
+The command line, result files and the report page are generated from these declarations.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import edgeinfer
+from edgeinfer.apps.bench.plots import Chart
+from edgeinfer.apps.bench.render import Section
+
+if TYPE_CHECKING:
+    from edgeinfer import Model
+
+__all__ = [
+    "BenchContext",
+    "BenchResult",
+    "Benchmark",
+    "Declared",
+    "Progress",
+    "Told",
+    "add_declared",
+    "declared",
+    "names",
+    "numbers",
+    "option",
+    "options_from",
+]
+
+Progress = Callable[[str, int, int], None]
+Told = Callable[[int, int], None]
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """How a field of an options class is given on the command line.
+
+    Attributes:
+        flags: names, or none for a positional argument.
+        help: what it decides; the default is appended where it is a number.
+        group: title of the group that --help lists it in; "" for none.
+        settings: further arguments of `argparse`, such as type and metavar.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    group: str
+    settings: Mapping[str, Any]
+
+
+def option(*flags: str, default: Any = MISSING, help: str, group: str = "", **settings: Any) -> Any:
+    """A field of a frozen options class that is also an option of the command line.
+
+    Args:
+        default: of field and option; without one the option is required.
+        settings: further arguments of `ArgumentParser.add_argument`.
+    """
+    return field(default=default, metadata={_KEY: Declared(flags, help, group, settings)})
+
+
+def declared(options: type[Any]) -> Iterator[tuple[str, Any, Declared]]:
+    """Name, default and declaration of every field of an options class that is an option."""
+    for each in fields(options):
+        if _KEY in each.metadata:
+            yield each.name, each.default, each.metadata[_KEY]
+
+
+def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> None:
+    """Adds the options that a class declares, in their groups."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for name, default, each in declared(options):
+        if each.group not in groups:
+            groups[each.group] = parser.add_argument_group(each.group)
+        settings = dict(each.settings)
+        if each.flags:
+            settings["dest"] = name
+        if default is MISSING and each.flags:
+            settings["required"] = True
+        elif default is not MISSING:
+            # argparse appends to the default itself.
+            settings["default"] = list(default) if settings.get("action") == "append" else default
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        text = f"{each.help} (default: {default})" if number and "default:" not in each.help else each.help
+        groups[each.group].add_argument(*(each.flags or (name,)), help=text, **settings)
+
+
+def options_from(options: type[Any], args: argparse.Namespace) -> Any:
+    """An options object of parsed arguments; errors as its class raises them."""
+    given = {name: getattr(args, name) for name, _, _ in declared(options)}
+    return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+@dataclass(frozen=True)
+class BenchContext:
+    """What a run is given besides its own options.
+
+    Attributes:
+        model: path or hub id; None is the built-in model.
+        load: keyword arguments of `edgeinfer.load` that the user gave.
+        open_model: loads a model by these two, with a progress bar where there is a terminal.
+        progress: is told stage, done and total.
+        command: the running command line, kept with the figures.
+    """
+
+    model: str | None = None
+    load: dict[str, Any] = field(default_factory=dict)
+    open_model: Callable[[str | None, dict[str, Any]], Model] = lambda model, load: edgeinfer.load(model, **load)
+    progress: Progress = lambda stage, done, total: None
+    command: str = ""
+
+    def stage(self, name: str) -> Told:
+        """The progress of one stage, told done and total."""
+        return lambda done, total: self.progress(name, done, total)
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a run measured.
+
+    Attributes:
+        data: as the types of JSON; `Benchmark.section` shows it.
+        finished: False where the user interrupted it; the figures are then of what was done.
+        passed: whether what the benchmark verifies is so; False makes the exit code 1.
+    """
+
+    data: Any
+    finished: bool = True
+    passed: bool = True
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A subcommand of `edgeinfer bench`.
+
+    Attributes:
+        name: one word, or two where it is a part of a group ("memory plans").
+        help: one line.
+        description: shown above the options; ends in an example.
+        options: a frozen dataclass whose fields are made by `option`.
+        run: measures; raises the errors of `edgeinfer.errors`.
+        section: shows the JSON of a run, with the header of its result file.
+        loads: whether the options of `edgeinfer.load` are options of this one too.
+        chart: what --svg draws of the JSON; None where there is no --svg.
+        text: what is printed instead of the section, by options and JSON; None prints the section.
+        files: whether --json writes the result; False where the options name the output.
+    """
+
+    name: str
+    help: str
+    description: str
+    options: type[Any]
+    run: Callable[[Any, BenchContext], BenchResult]
+    section: Callable[[Any], Section]
+    loads: bool = False
+    chart: Callable[[Any], Chart] | None = None
+    text: Callable[[Any, Any], str] | None = None
+    files: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name in result files."""
+        return self.name.replace(" ", "-")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words, separated by commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas."""
+    return tuple(int(part) for part in text.split(","))

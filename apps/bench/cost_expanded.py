@@ -1,0 +1,279 @@
+"""Cost-expanded models: a small trained checkpoint at the sizes of a larger one; knows nothing of engines or timing.
+
+A cost-expanded model computes the function of the small one and costs what the large one does, so its text and what
+drafters guess right are those of a trained model while time and memory are those of a large one. Every figure taken on
+such a model has to say so.
+
+- Width: the added channels of the residual stream hold zeros, since nothing writes to them; norms divide by a longer
+  vector, which their gains and epsilon make up for.
+- Heads and feed-forward columns: added ones have random weights and are not read.
+- Layers: each real layer is followed by added ones that compute random queries, keys, values and gates and write
+  nothing. To leave after real layer k thus costs k/L of the layers, as in the small model; a drafter that skips layers
+  must move by whole such groups, or it would drop the added ones, which do nothing, for free. `config.json` gives the
+  size of a group as `cost_expanded.layers_per_real_layer`.
+- Vocabulary: the logits of added tokens are pushed far below every real one by one added channel, which holds a small
+  constant in every real token's embedding and a large negative number in those of the added tokens.
+
+Weights that cannot matter are random rather than zero, so that no kernel, quantizer or compressor is given an easier
+task than real weights would give it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.apps.bench.safetensors_file import encode, write_header
+from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, Shape
+from edgeinfer.apps.bench.trained import EMBEDDING, FINAL_NORM, TrainedCheckpoint, final_norms
+from edgeinfer.errors import CheckpointError, UsageError
+
+__all__ = ["COST_EXPANDED", "expand_checkpoint", "expanded_shape", "grown"]
+
+COST_EXPANDED = "cost-expanded"
+# What a tokenizer and a chat need, besides config and weights.
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_KEPT = (*_TOKENIZER, "chat_template.jinja", "generation_config.json")
+# Values that share a scale: the spare channel is kept in a group without real ones, so that its large numbers cost the
+# real ones no precision.
+_GROUP = 128
+# The constant of real tokens, relative to the shortest of their embeddings: the lengths that norms divide by grow by
+# 5e-11 of themselves, and half-precision scales can still hold it.
+_CONSTANT = 1e-5
+# The number of added tokens, within the range of half-precision scales.
+_REPULSION = 3e4
+# How far below the lowest real logit the added ones are to lie, and by how much the real ones may shift.
+_MARGIN, _LARGEST_SHIFT = 30.0, 1e-4
+# States in a text may be longer or shorter than those the constants are derived from, which are of single tokens.
+_SAFETY = 4.0
+_SAMPLED_TOKENS = 512
+_ROWS_AT_ONCE = 8192
+
+Floats = npt.NDArray[np.float32]
+
+
+def expanded_shape(source: Shape, shape: Shape) -> Shape:
+    """The sizes of `shape` with all that is the small model's: rotary embedding, context, tokens, scaled epsilon.
+
+    Raises:
+        UsageError: the small model does not fit into `shape`.
+    """
+    grouped = shape.heads // shape.kv_heads
+    _require(source.head_dim == shape.head_dim, f"head_dim is {shape.head_dim}, not {source.head_dim}.")
+    _require(shape.layers % source.layers == 0, f"{shape.layers} layers are no multiple of {source.layers}.")
+    _require(grouped >= source.heads // source.kv_heads, "fewer heads share a KV head.")
+    for name in ("hidden", "kv_heads", "ffn", "vocab_size"):
+        _require(getattr(shape, name) >= getattr(source, name), f"{name} is smaller.")
+    grows = shape.vocab_size > source.vocab_size
+    own_group = (shape.hidden - 1) // _GROUP * _GROUP >= source.hidden
+    _require(own_group or not grows, f"no group of {_GROUP} channels is free of real ones.")
+    return replace(
+        source,
+        name=f"{source.name}-{COST_EXPANDED}-{shape.name}",
+        hidden=shape.hidden,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn=shape.ffn,
+        vocab_size=shape.vocab_size,
+        norm_eps=source.norm_eps * source.hidden / shape.hidden,
+    )
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise UsageError(f"The checkpoint cannot be expanded: {what}", "Choose a larger shape, or another checkpoint.")
+
+
+def expand_checkpoint(source: Path, target: Path, shape: Shape, seed: int = 0) -> None:
+    """Writes a cost-expanded checkpoint in float32, with the tokenizer and chat template of its source.
+
+    Args:
+        source: a Llama checkpoint with tied embeddings and without biases.
+        target: a folder, made if it is missing.
+        shape: sizes to grow to; of `SHAPES`.
+        seed: of the weights that do not matter.
+
+    Raises:
+        CheckpointError: the source is of another kind, or its numbers leave no room for the added vocabulary.
+        UsageError: it does not fit into the shape.
+    """
+    checkpoint = TrainedCheckpoint(source)
+    expansion = _Expansion(checkpoint, expanded_shape(checkpoint.shape, shape), seed)
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _KEPT:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    (target / "config.json").write_text(json.dumps(_config(checkpoint, shape), indent=2) + "\n", encoding="utf-8")
+    with (target / "model.safetensors").open("wb") as file:
+        write_header(file, expansion.shape.tensors(), "float32")
+        expansion.write(file)
+
+
+def _config(checkpoint: TrainedCheckpoint, shape: Shape) -> dict[str, Any]:
+    grown = expanded_shape(checkpoint.shape, shape)
+    origin = {
+        "source": checkpoint.shape.name,
+        "shape": shape.name,
+        "layers_per_real_layer": grown.layers // checkpoint.shape.layers,
+    }
+    return checkpoint.config | {
+        "hidden_size": grown.hidden,
+        "num_hidden_layers": grown.layers,
+        "num_attention_heads": grown.heads,
+        "num_key_value_heads": grown.kv_heads,
+        "head_dim": grown.head_dim,
+        "intermediate_size": grown.ffn,
+        "vocab_size": grown.vocab_size,
+        "rms_norm_eps": grown.norm_eps,
+        "dtype": "float32",
+        "cost_expanded": origin,
+    }
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """How added tokens are kept out: the constant of real ones, the number of added ones, the final norm's gain."""
+
+    constant: float
+    number: float
+    gain: float
+
+    @classmethod
+    def of(cls, checkpoint: TrainedCheckpoint, grown: Shape) -> _Vocabulary:
+        """Chosen so that logits of added tokens lie low enough and real ones shift little enough, with room to spare.
+
+        Raises:
+            CheckpointError: the states of the model vary too much for one choice.
+        """
+        source = checkpoint.shape
+        if grown.vocab_size == source.vocab_size:
+            return cls(0.0, 0.0, 0.0)
+        embedding = checkpoint.tensor(EMBEDDING)
+        lengths = np.linalg.norm(embedding, axis=1)
+        constant = _CONSTANT * float(lengths[lengths > 0].min())
+        # No logit lies lower, as a normed state before its gain is no longer than sqrt(hidden).
+        deepest = float(np.linalg.norm(embedding * checkpoint.tensor(FINAL_NORM), axis=1).max())
+        deepest *= math.sqrt(source.hidden)
+        sampled = np.linspace(0, source.vocab_size - 1, min(_SAMPLED_TOKENS, source.vocab_size)).astype(np.int64)
+        states = final_norms(checkpoint, sampled)
+        # The spare channel after the final norm is gain * constant * sqrt(hidden) / length of the state.
+        low, high = (deepest + _MARGIN) / _REPULSION, _LARGEST_SHIFT / constant
+        if low * _SAFETY * float(states.max()) > high / _SAFETY * float(states.min()):
+            message = f"The states of {checkpoint.folder} differ too much in length to add tokens to its vocabulary."
+            raise CheckpointError(message, "Choose a shape with its vocabulary, or another checkpoint.")
+        least, most = low * float(states.max()), high * float(states.min())
+        return cls(constant, -_REPULSION, math.sqrt(least * most) / (constant * math.sqrt(grown.hidden)))
+
+
+class _Expansion:
+    """The tensors of one cost-expanded checkpoint."""
+
+    def __init__(self, checkpoint: TrainedCheckpoint, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self._checkpoint = checkpoint
+        self._small = checkpoint.shape
+        self._vocabulary = _Vocabulary.of(checkpoint, shape)
+        self._generator = np.random.default_rng(seed)
+        self._group = shape.layers // self._small.layers
+
+    def write(self, file: BinaryIO) -> None:
+        """All of them, in the order of the shape."""
+        for name, dimensions in self.shape.tensors().items():
+            for part in self._parts(name, dimensions):
+                file.write(encode(part, "float32").data)
+
+    def _parts(self, name: str, dimensions: tuple[int, ...]) -> Iterator[Floats]:
+        """A tensor in pieces of whole rows."""  # each (rows, ...)
+        if name == EMBEDDING:
+            yield from self._embedding()
+        elif len(dimensions) == 1:
+            yield self._gains(name)
+        else:
+            yield self._matrix(name, dimensions)
+
+    def _embedding(self) -> Iterator[Floats]:
+        small, hidden = self._small, self.shape.hidden
+        real = np.zeros((small.vocab_size, hidden), np.float32)
+        real[:, : small.hidden] = self._checkpoint.tensor(EMBEDDING)
+        if self.shape.vocab_size > small.vocab_size:
+            real[:, -1] = self._vocabulary.constant
+        yield real
+        for start in range(small.vocab_size, self.shape.vocab_size, _ROWS_AT_ONCE):
+            added = self._random((min(_ROWS_AT_ONCE, self.shape.vocab_size - start), hidden))
+            added[:, : small.hidden] = 0
+            added[:, -1] = self._vocabulary.number
+            yield added
+
+    def _gains(self, name: str) -> Floats:  # (hidden,)
+        """Of a norm: the spare channel is heard by the head alone."""
+        small, grown = self._small, self.shape
+        gains = np.ones(grown.hidden, np.float32)
+        origin = self._origin(name)
+        if origin is not None:
+            gains[: small.hidden] = self._checkpoint.tensor(origin) * np.float32(math.sqrt(small.hidden / grown.hidden))
+        if grown.vocab_size > small.vocab_size:
+            gains[-1] = self._vocabulary.gain if name == FINAL_NORM else 0
+        return gains
+
+    def _matrix(self, name: str, dimensions: tuple[int, ...]) -> Floats:  # dimensions
+        """A linear layer: what writes to the residual stream is zero but for the real part, the rest is random."""
+        origin, kind = self._origin(name), name.split(".")[-2]
+        writes = kind in ("o_proj", "down_proj")
+        weights = np.zeros(dimensions, np.float32) if writes else self._random(dimensions)
+        if origin is None:
+            return weights
+        real = self._checkpoint.tensor(origin)
+        rows, columns = np.arange(real.shape[0]), np.arange(real.shape[1])
+        if kind == "q_proj":
+            rows = self._slots()
+        elif kind == "o_proj":
+            columns = self._slots()
+        weights[np.ix_(rows, columns)] = real
+        return weights
+
+    def _slots(self) -> npt.NDArray[np.int64]:  # (heads of the small model x head_dim,)
+        """Where the small model's query channels go: each head stays with its KV head."""
+        small, grown = self._small, self.shape
+        heads = np.arange(small.heads)
+        sharing = small.heads // small.kv_heads
+        places = heads // sharing * (grown.heads // grown.kv_heads) + heads % sharing
+        slots: npt.NDArray[np.int64] = (places[:, None] * small.head_dim + np.arange(small.head_dim)).ravel()
+        return slots
+
+    def _origin(self, name: str) -> str | None:
+        """The tensor of the small model that this one holds; None in an added layer."""
+        parts = name.split(".")
+        if parts[1] != "layers":
+            return name
+        layer, added = divmod(int(parts[2]), self._group)
+        return None if added else ".".join([*parts[:2], str(layer), *parts[3:]])
+
+    def _random(self, dimensions: tuple[int, ...]) -> Floats:  # dimensions
+        return self._generator.standard_normal(dimensions, np.float32) * np.float32(STANDARD_DEVIATION)
+
+
+def grown(shape: Shape, factor: int) -> Shape:
+    """So many times the width, heads and feed-forward columns, and twice the layers; the same vocabulary.
+
+    Raises:
+        UsageError: a factor below 2.
+    """
+    if factor < 2:
+        raise UsageError(f"A model cannot be expanded by {factor}.", "Give a factor from 2 on.")
+    return replace(
+        shape,
+        name=f"x{factor}",
+        hidden=factor * shape.hidden,
+        layers=2 * shape.layers,
+        heads=factor * shape.heads,
+        ffn=factor * shape.ffn,
+    )

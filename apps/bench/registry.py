@@ -1,0 +1,15 @@
+"""Every benchmark that `edgeinfer bench` has, in the order of its help."""
+
+from __future__ import annotations
+
+from edgeinfer.apps.bench.benchmark import Benchmark
+from edgeinfer.apps.bench.compute import COMPUTE
+from edgeinfer.apps.bench.curve import CURVE
+from edgeinfer.apps.bench.spec import SPEC
+from edgeinfer.apps.bench.speed import SPEED
+
+__all__ = ["BENCHMARKS", "GROUPS"]
+
+BENCHMARKS: tuple[Benchmark, ...] = (SPEC, SPEED, CURVE, COMPUTE)
+# Help and description of the first word of names of two.
+GROUPS: dict[str, tuple[str, str]] = {}

@@ -1,0 +1,159 @@
+"""`edgeinfer distill heads`, `acceptance` and `routers`: what is trained beside a model and kept in its bundle."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer.apps.cli.distill_drafter import repliers
+from edgeinfer.apps.cli.distill_training import (
+    add_training_options,
+    find_model,
+    given,
+    report,
+    require_free,
+    torch_needed,
+    working_folder,
+)
+from edgeinfer.apps.cli.output import print_note, progress_bar
+from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.errors import UsageError
+from edgeinfer.hub import is_bundle
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
+    from edgeinfer.bundle.heads import Heads
+    from edgeinfer.export.training.heads_run import HeadsTraining
+
+__all__ = ["add_heads_parsers"]
+
+_HEADS = """\
+Train small heads over a model's own states, which guess the tokens that come next: Medusa's, one for each place;
+Hydra's, which also see the tokens guessed before; or prompt tokens (PPD), embeddings that ride along in the model's
+passes. They are kept in the bundle and draft when it is loaded; text stays exactly the model's own.
+Needs the extra: pip install 'edgeinfer[train]'.
+
+examples:
+  edgeinfer distill heads my-bundle my-bundle-with-heads --kind hydra --text texts.jsonl
+  edgeinfer distill heads my-bundle my-bundle --kind prompt --text texts.jsonl --steps 300
+"""
+_ACCEPTANCE = """\
+Train a head by which a drafter foresees whether its next token is accepted (SpecDec++). It is kept in the drafter's
+bundle, and decides there how far is drafted.
+Needs the extra: pip install 'edgeinfer[train]'.
+
+example:
+  edgeinfer distill acceptance my-drafter my-drafter-2 --target my-bundle --text texts.jsonl
+"""
+_ROUTERS = """\
+Train routers that tell from a prompt which layers its reply needs (FiRST), for --compute routers: answers that skip
+layers are faster, and not what the whole model would say.
+Needs the extra: pip install 'edgeinfer[train]'.
+
+example:
+  edgeinfer distill routers my-bundle my-bundle-2 --text texts.jsonl --keep 0.75
+"""
+_MEASURED_PROMPTS = 12
+
+
+def add_heads_parsers(commands: Subparsers) -> None:
+    """Adds the three subcommands."""
+    parser = add_command(commands, "heads", _execute, "heads that draft from a model's own states", _HEADS)
+    _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
+    text = "what to train: medusa, hydra, or prompt (PPD)"
+    parser.add_argument("--kind", choices=("medusa", "hydra", "prompt"), required=True, help=text)
+    parser.add_argument("--count", type=int, metavar="N", help="places that are guessed (default: 3)")
+    text = "tokens that may be guessed, the most frequent ones (default: 1024)"
+    parser.add_argument("--tokens", type=int, metavar="N", help=text)
+    _add_training(parser)
+    parser = add_command(commands, "acceptance", _execute, "a head that foresees what is accepted", _ACCEPTANCE)
+    _add_bundles(parser, "DRAFTER", "bundle directory of the draft model")
+    text = "the model that it drafts for: bundle or checkpoint directory, or hub id of either"
+    parser.add_argument("--target", dest="model", metavar="MODEL", required=True, help=text)
+    _add_training(parser)
+    parser.set_defaults(kind="acceptance")
+    parser = add_command(commands, "routers", _execute, "routers that choose layers by the prompt", _ROUTERS)
+    _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
+    text = "share of the layers that replies run with on average (default: 0.75)"
+    parser.add_argument("--keep", type=float, metavar="X", help=text)
+    _add_training(parser)
+    parser.set_defaults(kind="routers")
+
+
+def _add_bundles(parser: Parser, name: str, text: str) -> None:
+    parser.add_argument("target", metavar=name, help=text)
+    text = f"bundle directory to make, a copy of {name}; or {name} itself, which gets them in place of any it has"
+    parser.add_argument("out", metavar="OUT", type=Path, help=text)
+
+
+def _add_training(parser: Parser) -> None:
+    add_training_options(parser)
+    text = "tokens that the model writes to be learnt from besides the text (default: none)"
+    parser.add_argument("--samples", type=int, metavar="N", help=text)
+    add_json_option(parser)
+
+
+def _execute(args: argparse.Namespace) -> int:
+    """Runs any of the three."""
+    source = find_model(args.target)
+    if not is_bundle(source):
+        raise UsageError(f"{args.target} is no bundle, and only bundles keep heads.", "Export it first.")
+    in_place = args.out.exists() and args.out.resolve() == source.resolve()
+    if not in_place:
+        require_free(args.out)
+    with torch_needed():
+        from edgeinfer.export.training.heads_run import HeadsOptions, train_heads
+        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.text import TextSource
+        from edgeinfer.export.training.trainer import find_device
+
+        own = {name: getattr(args, name, None) for name in ("count", "tokens", "keep", "samples")}
+        options = HeadsOptions(args.kind, **given(args), **{n: value for n, value in own.items() if value is not None})
+        device = find_device(options.device)
+        judged = args.kind == "acceptance"
+        model = find_model(args.model) if judged else source
+        target, drafter = load_target(model, device), load_target(source, device) if judged else None
+        text = TextSource(tuple(args.text), target)
+        with working_folder(args) as work, progress_bar(enabled=not args.json) as bar, repliers(model) as replier:
+            trained = train_heads(target, text, options, work, drafter=drafter, replier=replier, progress=bar)
+            _keep(source, args.out, trained.heads, in_place=in_place)
+        facts = {"bundle": str(args.out)} | trained.facts() | _measured(args, trained)
+    _report(args, trained, facts)
+    return 0
+
+
+def _keep(source: Path, out: Path, heads: Heads, *, in_place: bool) -> None:
+    from edgeinfer.bundle.heads import add_heads, copy_with_heads
+
+    if in_place:
+        add_heads(out, heads)
+    else:
+        copy_with_heads(source, out, heads)
+
+
+def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any]:
+    """What heads that draft bring on the engine."""
+    from edgeinfer.distilling import measure_drafter
+
+    if args.kind in ("acceptance", "routers"):
+        return {}
+    prompts = [prompt.tolist() for prompt in trained.prompts[:_MEASURED_PROMPTS]]
+    return {"engine": asdict(measure_drafter(args.out, None, prompts, who=args.kind))}
+
+
+def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, Any]) -> None:
+    from edgeinfer.bundle.heads import JUDGED, TRUSTED
+
+    rows: list[tuple[str, ...]] = [("on text kept for measuring", "before", "after")]
+    rows += [(name, f"{trained.before[name]:.3f}", f"{value:.3f}") for name, value in trained.after.items()]
+    if engine := facts.get("engine"):
+        rows.append(("tokens a pass, accepted", "1.00", f"{engine['mean_accepted_length']:.2f}"))
+        rows.append(("speed", "1.00", f"{engine['speedup']:.2f}"))
+    report(args, facts, rows)
+    judged, trusted = (trained.after.get(name, 0.0) for name in (JUDGED, TRUSTED))
+    if not args.json and judged < trusted:
+        print_note(f"The drafter's own probability tells it better: draft with {args.target}, or train for longer.")
+    if not args.json and args.kind == "routers":
+        print_note(f"Use them: edgeinfer run -m {args.out} --compute routers")

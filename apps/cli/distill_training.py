@@ -1,0 +1,107 @@
+"""What all trainings ask on the command line, and where they keep what is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgeinfer import hub
+from edgeinfer.apps.cli.output import print_json, print_table
+from edgeinfer.bundle import write_file
+from edgeinfer.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.apps.cli.parser import Parser
+
+__all__ = ["add_training_options", "find_model", "given", "report", "require_free", "torch_needed", "working_folder"]
+
+_TRAIN = ("torch", "transformers", "safetensors", "onnx", "scipy")
+# Fields of every training's options, by the names of the arguments.
+_COMMON = ("steps", "minutes", "learning_rate", "rows", "length", "seed", "device", "threads")
+
+
+def add_training_options(parser: Parser, minutes: float | None = None) -> None:
+    """Adds what every training can be told.
+
+    Args:
+        minutes: that it takes unless told otherwise; None where it goes by steps only.
+    """
+    group = parser.add_argument_group("training")
+    text = 'UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages", like what the model will be asked'
+    group.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=text)
+    length = group.add_mutually_exclusive_group()
+    if minutes is not None:
+        text = f"time that all of it may take on this machine (default: {minutes:g})"
+        length.add_argument("--minutes", type=float, metavar="M", help=text)
+    length.add_argument("--steps", type=int, metavar="N", help="steps of training, in place of a time")
+    group.add_argument("--learning-rate", type=float, metavar="X", help="at its highest")
+    group.add_argument("--rows", type=int, metavar="N", help="windows of text in a step")
+    group.add_argument("--length", type=int, metavar="N", help="tokens of a window")
+    group.add_argument("--seed", type=int, metavar="N", help="of everything that is drawn (default: 0)")
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="where to train (default: CUDA if it is there)"
+    )
+    text = "CPU threads (default: torch's own); the same number gives the same result again"
+    group.add_argument("-t", "--threads", type=int, metavar="N", help=text)
+    text = "where an interrupted training is kept (default: OUT.work, which is removed at the end)"
+    group.add_argument("--work", type=Path, metavar="DIR", help=text)
+    group.add_argument("--report", type=Path, metavar="FILE", help="write all figures there as JSON, losses included")
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a training's options that the user gave."""
+    found = {name: getattr(args, name, None) for name in _COMMON}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def find_model(source: str) -> Path:
+    """A bundle or checkpoint on this machine or in the hub; "tales" is the built-in model where no such path is."""
+    return hub.resolve(None) if source == hub.BUILTIN and not Path(source).exists() else hub.find(source)
+
+
+def require_free(out: Path) -> None:
+    """Refuses before hours of work what could not be written after them.
+
+    Raises:
+        StorageError: something is there.
+    """
+    if out.exists():
+        raise StorageError(f"{out} exists already.", "Choose another name, or remove it.")
+
+
+@contextlib.contextmanager
+def torch_needed() -> Iterator[None]:
+    """Says which extra brings what training needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _TRAIN:
+            raise
+        raise UsageError(
+            f"Training needs {error.name}, which is not installed.", "pip install 'edgeinfer[train]'"
+        ) from None
+
+
+@contextlib.contextmanager
+def working_folder(args: argparse.Namespace) -> Iterator[Path]:
+    """Where what is interrupted is kept; removed at the end, unless the user named it."""
+    folder = args.work or args.out.with_name(f"{args.out.name}.work")
+    yield folder
+    if args.work is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def report(args: argparse.Namespace, facts: Mapping[str, Any], rows: list[tuple[str, ...]]) -> None:
+    """Writes and prints what came of it; losses of single steps go to the file only."""
+    if args.report is not None:
+        import json
+
+        write_file(args.report, (json.dumps(facts, indent=1) + "\n").encode())
+    if args.json:
+        print_json({name: value for name, value in facts.items() if name != "losses"})
+    else:
+        print_table(rows)

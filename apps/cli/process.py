@@ -1,0 +1,179 @@
+"""The process around a command: Ctrl-C waits for imports, and refused memory ends in a line of advice.
+
+Modules written in C lose an interruption that comes while they start, or make an ImportError of it: numpy, onnxruntime.
+
+Under a limit on addresses (`ulimit -v`) native libraries abort when memory is refused. A process is forked that does
+the work; this one imports nothing heavy and waits, so it is there to say what happened."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from edgeinfer.errors import BudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["address_limit", "interruptions_wait_for_imports", "is_refused", "refusal", "supervised"]
+
+_IMPORTS = "<frozen importlib._bootstrap>"
+_AGAIN_SECONDS = 0.02
+
+
+@contextlib.contextmanager
+def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
+    """While it is open, Ctrl-C raises `KeyboardInterrupt` at once or, during an import, as soon as that has ended.
+
+    Args:
+        caller: the frame of who opens it. What was being imported when it was opened, as by a script whose import runs
+            a command, does not count.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else's to decide
+        yield
+        return
+    handler = _Handler(caller)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        handler.waiting = False
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Handler:
+    def __init__(self, caller: FrameType) -> None:
+        self._caller = caller
+        self._thread = threading.get_ident()
+        self.waiting = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame is not self._caller:
+            if frame.f_code.co_filename == _IMPORTS:
+                if not self.waiting:
+                    self.waiting = True
+                    # Not `threading`, whose locks the interrupted thread may hold.
+                    _thread.start_new_thread(self._ask_again, ())
+                return
+            frame = frame.f_back
+        self.waiting = False
+        raise KeyboardInterrupt
+
+    def _ask_again(self) -> None:
+        # More than once: a signal that comes just before the thread waits for input is seen after that input only.
+        while True:
+            time.sleep(_AGAIN_SECONDS)
+            if not self.waiting:
+                return
+            if sys.platform == "win32":
+                _thread.interrupt_main()
+            else:
+                signal.pthread_kill(self._thread, signal.SIGINT)
+
+
+# What importing the libraries and loading the built-in model takes on one thread.
+_LEAST_BYTES = 320 * 1000**2
+_M_ARENA_MAX, _PR_SET_PDEATHSIG = -8, 1  # glibc's malloc.h, Linux's prctl.h
+# How libraries put it that are not asked for memory by edgeinfer itself.
+_REFUSED = re.compile(r"failed to map segment|can't start new thread|cannot allocate|bad[ _]alloc|out of memory", re.I)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if sys.platform == "linux" else ()
+_FROM_KERNEL = 0x80  # a terminal's Ctrl-C, which the child has heard itself
+# The last words of a process that was refused memory: its own code ends with none of these.
+_ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, *((-signal.SIGBUS,) if sys.platform != "win32" else ()), 1)
+
+
+def address_limit() -> int | None:
+    """The bytes of addresses that the system lets this process have; None where that is not limited."""
+    if sys.platform != "linux":
+        return None
+    import resource  # absent on Windows
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether an error of any library says that memory was refused."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, ImportError | OSError | RuntimeError) and _REFUSED.search(str(error)) is not None
+    )
+
+
+def refusal(limit: int | None) -> BudgetError:
+    """The error for memory that the system refused."""
+    if limit is None:
+        return BudgetError("The system refuses the memory that this takes.", "Free memory, or take a smaller model.")
+    from edgeinfer.config import format_size  # not before it is needed: it takes others with it
+
+    message = f"The system lets this process have {format_size(limit)} of addresses, which is too little for this."
+    enough = format_size(max(_LEAST_BYTES, 2 * limit))
+    return BudgetError(message, f"Raise the limit (ulimit -v) to {enough} or more, or use fewer threads (-t 1).")
+
+
+def supervised(limit: int) -> int | None:
+    """Forks. In the child it returns None, and the work goes on there; here the child's exit code, when it has ended.
+
+    Raises:
+        BudgetError: memory was refused so that the child could not say so itself.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    noise = os.memfd_create("stderr")
+    signals = {*_PASSED_ON, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        process = os.fork()
+    except OSError as error:
+        raise refusal(limit) from error
+    if process == 0:
+        _begin(noise)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return None
+    code = _wait(process, signals)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if code in _ABORTS:
+        raise refusal(limit)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    with contextlib.suppress(OSError), os.fdopen(noise, "rb") as said:
+        said.seek(0)
+        shutil.copyfileobj(said, sys.stderr.buffer)
+        sys.stderr.flush()
+    return code
+
+
+def _begin(noise: int) -> None:
+    """Makes the child take few addresses, end with its parent, and keep what native code says apart from ours."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if hasattr(libc, "mallopt"):
+        # Each thread would set 64 MB of addresses aside for itself.
+        libc.mallopt(_M_ARENA_MAX, 1)
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(noise, 2)
+
+
+def _wait(process: int, signals: Iterable[int]) -> int:
+    """The child's exit code, minus the signal's number where one ended it; passes on what was sent to this process."""
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        came = signal.sigwaitinfo(signals)
+        if came.si_signo != signal.SIGCHLD and came.si_code != _FROM_KERNEL:
+            os.kill(process, came.si_signo)

@@ -1,0 +1,70 @@
+"""Reads what users give as text: files, stdin, arguments; refuses what is not UTF-8 or far too large."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import BinaryIO
+
+from edgeinfer.config import format_size
+from edgeinfer.errors import PromptError
+
+__all__ = ["read_paragraphs", "read_stream", "read_text", "utf8"]
+
+# The longest contexts, ten million tokens, hold less text.
+_MOST_PROMPT_BYTES = 64 * 1000**2
+
+
+def utf8(text: str, source: str) -> str:
+    """`text`, if the bytes it came from were UTF-8; Python hides others in surrogates.
+
+    Raises:
+        PromptError: they were not.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{source} is not UTF-8 text.", "Convert it, for example with iconv -t UTF-8.") from error
+    return text
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file without a byte order mark and without the newline that editors put at its end.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        # A pipe that nobody writes into is empty, where opening it as usual would wait for somebody.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(handle, "rb") as file:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(handle, True)
+            return read_stream(file, str(path))
+    except OSError as error:
+        raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
+
+
+def read_paragraphs(path: Path) -> list[str]:
+    """The paragraphs of a text file, which empty lines part.
+
+    Raises:
+        PromptError: as `read_text`, or there is no text in it.
+    """
+    paragraphs = [p.strip() for p in re.split(r"\n\s*\n", read_text(path)) if p.strip()]
+    if not paragraphs:
+        raise PromptError(f"{path} has no text.", "Give a file with some paragraphs.")
+    return paragraphs
+
+
+def read_stream(file: BinaryIO, source: str) -> str:
+    """The text of an open file, as `read_text`; `source` names it."""
+    data = file.read(_MOST_PROMPT_BYTES + 1)
+    if len(data) > _MOST_PROMPT_BYTES:
+        raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        hint = "Convert it, for example with iconv -t UTF-8."
+        raise PromptError(f"{source} is not UTF-8 text (byte {error.start}).", hint) from error

@@ -1,0 +1,304 @@
+"""Bodies of requests: how many are received at once, of whom and how large together, and the JSON objects they become.
+
+Where there are too many, the one that came on worst of whoever has the most is given up, so that a body that arrives
+at once always finds a place. Of fields nothing is known but that some hold schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from edgeinfer.apps.server.errors import ClientGoneError
+from edgeinfer.apps.server.security import Security
+from edgeinfer.openai.errors import RequestError
+
+__all__ = ["UPLOAD", "Upload", "Uploads", "compiles", "json_body", "parse_json", "read_json"]
+
+# Where a scope has the context manager in which something is made of the request's body.
+UPLOAD = "edgeinfer.upload"
+# Reading a larger body takes long enough for others' streams to notice: one such is read at a time, by another thread.
+_LARGE = 64 * 1024
+# Clients that wait for their refusals, each of whom keeps a connection.
+_MOST_PUT_OFF = 256
+_HINT = "Try again in a moment."
+
+
+class Uploads:
+    """The bodies that are in hand.
+
+    Args:
+        security: says how many there may be, and how fast they must come.
+    """
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._unfinished: set[Upload] = set()
+        self._held = 0
+        self._put_off = 0
+        self._reading = asyncio.Lock()
+
+    def begin(self, address: str) -> Upload:
+        """A body that somebody is going to send."""
+        upload = Upload(self, address, self._security)
+        self._unfinished.add(upload)
+        self._make_room(upload)
+        return upload
+
+    def _make_room(self, latest: Upload) -> None:
+        """Gives up unfinished bodies until what is left is within the limits.
+
+        Raises:
+            RequestError: the latest is the one that has to go.
+        """
+        while (worst := self._worst(latest)) is not None:
+            worst.give_up()
+            if worst is latest:
+                raise RequestError("The server is taking in as much as it can.", _HINT, status=503, code="server_busy")
+
+    def _worst(self, latest: Upload) -> Upload | None:
+        """Who has to go; nobody while all are within the limits."""
+        security, unfinished = self._security, self._unfinished
+        if unfinished:
+            address, most = Counter(upload.address for upload in unfinished).most_common(1)[0]
+            if len(unfinished) > security.max_uploads or most > security.max_uploads_each:
+                rivals = [upload for upload in unfinished if upload.address == address]
+                return min(rivals, key=lambda upload: (upload is latest, upload.deadline))
+        if self._held <= max(security.max_held, security.max_body):
+            return None
+        # What is complete is not taken back; one of many bytes goes before many of few.
+        return max((*unfinished, latest), key=lambda upload: upload.size)
+
+    async def put_off(self) -> None:
+        """Lets a client wait to hear that its body was refused: who begins again at once costs others less so."""
+        if self._put_off >= _MOST_PUT_OFF:
+            return
+        self._put_off += 1
+        try:
+            # Those who were refused at once shall not come again at once.
+            await asyncio.sleep(self._security.refusal_seconds * random.uniform(0.5, 1.5))
+        finally:
+            self._put_off -= 1
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, size: int) -> AsyncIterator[None]:
+        if size <= _LARGE:
+            yield
+            return
+        async with self._reading:
+            yield
+
+
+class Upload:
+    """One body.
+
+    Attributes:
+        address: who sends it.
+        size: bytes so far.
+        deadline: by the event loop's clock, when more of it must have come.
+    """
+
+    def __init__(self, uploads: Uploads, address: str, security: Security) -> None:
+        self._uploads = uploads
+        self._rate = security.body_rate
+        self._waiting: asyncio.Timeout | None = None
+        self.address = address
+        self.size = 0
+        self.deadline = asyncio.get_running_loop().time() + security.body_seconds
+
+    @contextlib.asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """While the next part is waited for.
+
+        Raises:
+            TimeoutError: it did not come in time, or the body was given up in favour of others.
+        """
+        try:
+            async with asyncio.timeout_at(self.deadline) as self._waiting:
+                yield
+        finally:
+            self._waiting = None
+
+    def add(self, nbytes: int, *, last: bool) -> None:
+        """A part has come; each byte gives its sender more time.
+
+        Raises:
+            RequestError: there is no room for it.
+        """
+        self.size += nbytes
+        self._uploads._held += nbytes
+        self.deadline += nbytes / self._rate
+        if last:
+            self._uploads._unfinished.discard(self)
+        self._uploads._make_room(self)
+
+    def give_up(self) -> None:
+        """Ends it, so that there is room for others."""
+        self.end()
+        self.deadline = 0.0  # which every clock is past
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(self.deadline)
+
+    def read(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """While something is made of it; of large ones, one at a time."""
+        return self._uploads._turn(self.size)
+
+    def end(self) -> None:
+        """What it held is free; any number of times."""
+        self._uploads._unfinished.discard(self)
+        self._uploads._held -= self.size
+        self.size = 0
+
+
+# Fields whose values are compiled, or put before the model as they are; compiling takes time that grows with them.
+_COMPILED = ("response_format", "tools", "functions", "text", "json_schema", "regex", "grammar", "choices")
+# Texts are left out where values are counted, as what stands in them is none.
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+async def read_json(
+    request: Request, security: Security, *, most: int | None = None, optional: bool = False
+) -> dict[str, Any]:
+    """The object that a request's body is.
+
+    Args:
+        most: bytes that it may have, where that is less than the server takes.
+        optional: a request without a body has an object without fields.
+
+    Raises:
+        RequestError: it is none, or too large in some way.
+        ClientGoneError: the client hung up before its end.
+    """
+    async with json_body(request, security, most=most, optional=optional) as body:
+        return body
+
+
+@contextlib.asynccontextmanager
+async def json_body(
+    request: Request, security: Security, *, most: int | None = None, optional: bool = False
+) -> AsyncIterator[dict[str, Any]]:
+    """The same while something is made of it, which of large bodies happens to one at a time."""
+    data = await _bytes(request, most)
+    async with request.scope.get(UPLOAD, contextlib.nullcontext)():
+        if optional and not data:
+            yield {}
+        elif len(data) <= _LARGE:
+            yield parse_json(data, security)
+        else:
+            body = await asyncio.to_thread(parse_json, data, security)
+            del data
+            yield body
+
+
+async def _bytes(request: Request, most: int | None) -> bytes:
+    """A request's body, which is not kept with it; arguments and errors as `json_body`."""
+    announced = request.headers.get("content-length", "")
+    if most is not None and announced.isdecimal() and int(announced[:20]) > most:
+        raise _too_large(most)
+    data = bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            if most is not None and len(data) > most:
+                raise _too_large(most)
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    return bytes(data)
+
+
+def compiles(body: Mapping[str, Any]) -> bool:
+    """Whether a request has something that is compiled, which takes long where it is hostile."""
+    return any(body.get(name) is not None for name in _COMPILED)
+
+
+def parse_json(data: bytes, security: Security) -> dict[str, Any]:
+    """The object that some bytes are; errors as `read_json`."""
+    if not data:
+        raise RequestError("The request has no body.", "Send a JSON object.", code="invalid_json")
+    _check_count(data, security)
+    try:
+        body = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _malformed(f"byte {error.start} is not UTF-8") from error
+    except RecursionError as error:
+        raise _too_deep(security) from error
+    except ValueError as error:
+        # What json says of a mistake tells its place, and quotes nothing.
+        raise _malformed(str(error) if isinstance(error, json.JSONDecodeError) else "a number is too long") from error
+    if not isinstance(body, dict):
+        raise RequestError("The request's body is not a JSON object.", "Send one, as {...}.", code="invalid_json")
+    _check_values(body, security)
+    for name in _COMPILED:
+        if len(data) > security.max_schema and len(json.dumps(body.get(name))) > security.max_schema:
+            message = f"{name} is larger than {security.max_schema} characters."
+            raise RequestError(message, "Send a smaller one.", code="schema_too_large", param=name)
+    return body
+
+
+def _check_count(data: bytes, security: Security) -> None:
+    """Refuses what has so many values that they take far more memory than their text, before they are made."""
+    if _separators(data) > security.max_values and _separators(_TEXT.sub(b"", data)) > security.max_values:
+        message = f"The request's body has more than {security.max_values} values."
+        raise RequestError(message, "Send fewer.", code="too_many_values")
+
+
+def _separators(data: bytes) -> int:
+    """At least as many as there are values, but for one."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def _check_values(body: Mapping[str, Any], security: Security) -> None:
+    """Refuses what is too deep, and numbers and texts that nothing behind this could handle."""
+    level: list[Any] = [body]
+    for _ in range(security.max_depth):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.keys()
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, str):
+                _check_text(value)
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise _malformed("a number is too large")
+        if not inner:
+            return
+        level = inner
+    raise _too_deep(security)
+
+
+def _check_text(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _malformed("a text has half of a surrogate pair, which is no character") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
+
+
+def _malformed(reason: str) -> RequestError:
+    message = f"The request's body is not valid JSON: {reason}."
+    return RequestError(message, "Send a JSON object in UTF-8.", code="invalid_json")
+
+
+def _too_large(most: int) -> RequestError:
+    message = f"The request's body is larger than {most} bytes, far more than the model's context holds."
+    return RequestError(message, "Send less.", status=413, code="body_too_large")
+
+
+def _too_deep(security: Security) -> RequestError:
+    message = f"The request's body has more than {security.max_depth} objects and arrays in one another."
+    return RequestError(message, "Send a flatter one.", code="too_deep")

@@ -1,0 +1,114 @@
+"""Files and bundles written whole or not at all, and what a full disk or a wrong place becomes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from edgeinfer.bundle.digests import hash_file
+from edgeinfer.bundle.manifest import FileEntry, Manifest
+from edgeinfer.errors import StorageError
+
+__all__ = ["MANIFEST", "digest_of", "new_file", "seal", "storage_errors", "write_bundle", "write_file"]
+
+MANIFEST = "edgeinfer.json"
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turns a full disk or a path that cannot be written into a StorageError; nothing inside may read other files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"The disk is full: {path}.", "Free some space or choose another place.") from error
+        raise StorageError(f"Cannot write {path}: {error.strerror}.", "Choose another place.") from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all: beside, synced, renamed."""
+    with new_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a temporary sibling to write; on success it becomes `path`, on any failure it is removed.
+
+    Raises:
+        StorageError: the place cannot be written.
+    """
+    with storage_errors(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path]:
+    """Yields a temporary sibling directory to fill; on success it becomes `path`, on any failure it is removed.
+
+    Raises:
+        StorageError: the place cannot be written, or something is there already.
+    """
+    with storage_errors(path):
+        if path.exists() and not replace_existing:
+            raise StorageError(f"{path} exists already.", "Choose another name, or add --force to replace it.")
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise StorageError(f"{path} exists and is not a bundle, so it is not replaced.", "Choose another name.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        try:
+            work = scratch / "new"
+            work.mkdir()
+            yield work
+            _sync_tree(work)
+            if path.exists():
+                path.rename(scratch / "old")
+            work.rename(path)
+        finally:
+            # The old bundle stays until the new one is there, also when Ctrl-C comes between the two renames.
+            if (scratch / "old").exists() and not path.exists():
+                (scratch / "old").rename(path)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            handle = os.open(Path(folder) / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+def seal(root: Path, manifest: Manifest) -> Manifest:
+    """Lists every file under `root` with size and digest in the manifest and writes `edgeinfer.json`."""
+    files = {}
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST):
+        files[path.relative_to(root).as_posix()] = FileEntry(path.stat().st_size, digest_of(path))
+    sealed = replace(manifest, files=files)
+    (root / MANIFEST).write_text(sealed.to_json(), "utf-8")
+    return sealed
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal digits."""
+    hashed = hash_file(path)
+    assert hashed is not None, "nothing stops it"
+    return hashed[0]

@@ -1,0 +1,232 @@
+"""What a reply may be: how its tokens are sampled, how long it is, where it ends and which form it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgeinfer.errors import UsageError
+from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alone, require_few
+
+__all__ = ["ReplyOptions"]
+
+# What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
+# Each choice is tokenized before a reply begins; characters are of all together.
+MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 1024, 256_000, 4096
+
+# What the reply must be; one at most.
+_FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
+_BIAS = Range(-1e6, 1e6)
+_TOKEN = Range(0, LARGEST_COUNT, whole=True)
+# The heading of help.
+_TEXT = "text"
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """What a reply may be.
+
+    Ranges include what OpenAI's, llama.cpp's and vLLM's servers take in earnest, and results stay numbers of 32 bits.
+    """
+
+    max_tokens: int | None = option(
+        None,
+        help="most tokens to generate (default: until the context is full)",
+        low=1,
+        high=2**63 - 1,
+        cli=("-n", "--max-tokens"),
+        metavar="N",
+        group=_TEXT,
+    )
+    temperature: float = option(
+        0.0,
+        help="0 takes the likeliest token each time; 0.7 is lively, above 1 is wild (default: 0)",
+        low=0,
+        high=100,
+        cli=("--temp", "--temperature"),
+        metavar="T",
+        group=_TEXT,
+        wire=True,
+    )
+    top_k: int = option(
+        0,
+        help="choose among the K likeliest tokens only (default: 0, all)",
+        low=0,
+        high=LARGEST_COUNT,
+        cli="--top-k",
+        metavar="K",
+        group=_TEXT,
+        wire=True,
+    )
+    top_p: float = option(
+        1.0,
+        help="choose among the likeliest tokens that together have probability P (default: 1, all)",
+        low=0,
+        high=1,
+        above=True,
+        cli="--top-p",
+        metavar="P",
+        group=_TEXT,
+        wire=True,
+    )
+    min_p: float = option(
+        0.0,
+        help="drop tokens less likely than P times the likeliest (default: 0, none)",
+        low=0,
+        high=1,
+        cli="--min-p",
+        metavar="P",
+        group=_TEXT,
+        wire=True,
+    )
+    # CTRL's penalty, on tokens of prompt and reply.
+    repetition_penalty: float = option(
+        1.0,
+        help="above 1 makes tokens that occurred less likely (default: 1)",
+        low=0.01,
+        high=100,
+        cli="--repeat-penalty",
+        metavar="X",
+        group=_TEXT,
+        wire=("repetition_penalty", "repeat_penalty"),
+    )
+    frequency_penalty: float = option(
+        0.0,
+        help="subtract X from a token's score for each time it occurred in the reply (default: 0)",
+        low=-100,
+        high=100,
+        cli="--frequency-penalty",
+        metavar="X",
+        group=_TEXT,
+        wire=True,
+    )
+    presence_penalty: float = option(
+        0.0,
+        help="subtract X once from the score of every token that occurred in the reply (default: 0)",
+        low=-100,
+        high=100,
+        cli="--presence-penalty",
+        metavar="X",
+        group=_TEXT,
+        wire=True,
+    )
+    logit_bias: Mapping[int, float] = option(
+        factory=dict, help="numbers added to the logits of these token ids before anything else"
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        help="end the reply before this text; may be given several times",
+        cli="--stop",
+        metavar="TEXT",
+        group=_TEXT,
+        wire=True,
+    )
+    stop_token_ids: tuple[int, ...] = option(
+        (), help="token ids that end the reply, in addition to the model's own", wire=True
+    )
+    ignore_eos: bool = option(False, help="do not stop at the model's end-of-text tokens", wire=True)
+    seed: int | None = option(
+        None,
+        help="the same seed gives the same text (default: random)",
+        low=0,
+        high=2**64 - 1,
+        cli="--seed",
+        metavar="N",
+        group=_TEXT,
+    )
+    choices: tuple[str, ...] = option(
+        (),
+        help="the reply must be one of the texts given by this option; may be given several times",
+        cli="--choice",
+        metavar="TEXT",
+        group=_TEXT,
+        wire=True,
+    )
+    json_schema: Mapping[str, Any] | str | None = option(
+        None, help="the reply must be a JSON document that this schema allows, given as a mapping or as its text"
+    )
+    json_object: bool = option(False, help="the reply must be a JSON object")
+    regex: str | None = option(
+        None, help="the reply must match this regular expression from its first character to its last", wire=True
+    )
+    grammar: str | None = option(None, help="the reply must be a text of this grammar in Lark's notation", wire=True)
+    logprobs: int | None = option(
+        None,
+        help="give the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the likeliest "
+        "tokens at each place (default: none)",
+        low=0,
+        high=20,
+    )
+    parse_special: bool | None = option(
+        None,
+        help="special tokens spelled out in the prompt become those tokens (default: of -p and -f, not of chats)",
+        cli="--parse-special",
+        group=_TEXT,
+        wire=True,
+    )
+
+    def check_reply(self) -> None:
+        """Refuses texts and token ids of another type, or more of them than a reply needs.
+
+        Options come from HTTP requests as they are; neither a wrong type nor a huge text may fail further inside.
+
+        Raises:
+            UsageError: an option has them.
+        """
+        self._check_texts()
+        self._check_tokens()
+        require_alone([name for name in _FORMS if getattr(self, name) not in (None, False, ())])
+
+    def _check_texts(self) -> None:
+        schema = self.json_schema
+        require(isinstance(schema, Mapping | str | None), "json_schema", schema, "a JSON Schema: an object or its text")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, texts, rule, most in (
+            ("choices", self.choices, "several texts", MOST_CHOICES),
+            ("stop", stop, "a string or several", MOST_STOPS),
+        ):
+            are_texts = isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)
+            require(are_texts, name, texts, rule)
+            require_few(name, texts, most)
+            object.__setattr__(self, name, tuple(texts))
+            require(all(texts), name, texts, "free of empty texts")
+        longest = max(map(len, stop), default=0)
+        if longest > MOST_STOP_CHARACTERS:
+            message = f"A stop string has {longest} characters."
+            raise UsageError(message, f"Each string of stop can have {MOST_STOP_CHARACTERS} at most.")
+        together = sum(map(len, self.choices))
+        if together > MOST_CHOICE_CHARACTERS:
+            message = f"choices has {together} characters."
+            raise UsageError(message, f"The texts of choices can have {MOST_CHOICE_CHARACTERS} together at most.")
+
+    def _check_tokens(self) -> None:
+        ids, bias = self.stop_token_ids, self.logit_bias
+        require(isinstance(ids, list | tuple) and all(map(_TOKEN.holds, ids)), "stop_token_ids", ids, "token ids")
+        pairs = isinstance(bias, Mapping) and all(_TOKEN.holds(i) and _is_bias(b) for i, b in bias.items())
+        require(pairs, "logit_bias", bias, f"token ids, each with {_BIAS}, or with an infinite one")
+        require_few("stop_token_ids", ids, MOST_STOP_IDS)
+        require_few("logit_bias", bias, MOST_BIASES)
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    @property
+    def parses_prompt(self) -> bool:
+        """Whether special tokens spelled out in a prompt that the caller wrote as a whole become those tokens: the text
+        of `stream` and `generate`, and `lame_prompt`."""
+        return self.parse_special is not False
+
+    @property
+    def parses_content(self) -> bool:
+        """Whether special tokens spelled out in messages, tools, template variables and choices become those tokens."""
+        return self.parse_special is True
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most likely one."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+def _is_bias(value: object) -> bool:
+    return _BIAS.holds(value) or (isinstance(value, float) and math.isinf(value))

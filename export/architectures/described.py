@@ -1,0 +1,101 @@
+"""What a checkpoint and its config.json say together: the decoder, that every tensor is used, heads wide enough to run.
+
+The kernel wants heads of a multiple of eight. Rows of zeros after each query, key and value head, and matching columns
+of the output projection, add nothing to any product; only the kernel's scale, one over the root of the width, changes,
+and the queries are multiplied by the inverse of that. The result is an ordinary decoder whose heads are wider and
+partly rotated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
+from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+
+__all__ = ["check_tensors", "pad_heads", "pad_values", "read_spec"]
+
+
+def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
+    """The decoder config.json describes; where it does not say whether it is tied, one without a head is."""
+    layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
+    if layers > count:
+        # Before anything is made for each of what may be any number of layers.
+        message = f"config.json: num_hidden_layers={layers}, but the checkpoint has only {count} tensors."
+        raise CheckpointError(message, "Check that config.json belongs to these weights.")
+    silent = hf_config.get("tie_word_embeddings") is None
+    tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
+    try:
+        return family.read(hf_config, tied)
+    except BundleError as error:
+        # The description's own checks speak of bundles; here the checkpoint is at fault.
+        hint = "Check that config.json is complete and belongs to this model."
+        raise CheckpointError(f"config.json: {error.message}", hint) from error
+
+
+def check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
+    """Every planned tensor must be there, and nothing else: a dropped weight would make a wrong model silently."""
+    used = set()
+    for plan in plans:
+        for source in plan.sources:
+            checkpoint.require(source.name, source.stored_shape)
+            used.add(source.name)
+    # A tied checkpoint may store the head's copy of the embedding.
+    ignorable = (*family.ignorable, family.naming.head)
+    unused = sorted(
+        name for name in checkpoint.names - used if not any(fnmatch.fnmatchcase(name, p) for p in ignorable)
+    )
+    if unused:
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        message = f"{checkpoint.folder} has tensors that the architecture does not use: {shown}."
+        raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
+
+
+_MULTIPLE = 8
+
+
+def pad_heads(spec: DecoderSpec, plans: tuple[TensorPlan, ...]) -> tuple[DecoderSpec, tuple[TensorPlan, ...]]:
+    """The same decoder with heads the kernel takes, and plans that pad the tensors concerned.
+
+    Raises:
+        UnsupportedArchitectureError: heads cannot be padded, because they are normalised or packed in the checkpoint.
+    """
+    wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
+    if wide == spec.head_dim:
+        return spec, plans
+    packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
+    if spec.qk_norm or packed:
+        message = f"Heads of width {spec.head_dim}, not a multiple of {_MULTIPLE}, cannot be built for this model."
+        raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
+    return dataclasses.replace(spec, head_dim=wide), tuple(_pad_plan(plan, spec, wide) for plan in plans)
+
+
+def _pad_plan(plan: TensorPlan, spec: DecoderSpec, wide: int) -> TensorPlan:
+    if plan.name.endswith(("attn.qkv", "attn.qkv_bias")):
+        query = HeadPadding(0, spec.num_heads, spec.head_dim, wide, math.sqrt(wide / spec.head_dim))
+        others = HeadPadding(0, spec.num_kv_heads, spec.head_dim, wide)
+        paddings = [query, others, others]
+    elif plan.name.endswith("attn.out"):
+        paddings = [HeadPadding(1, spec.num_heads, spec.head_dim, wide)]
+    else:
+        return plan
+    sources = (dataclasses.replace(s, padding=p) for s, p in zip(plan.sources, paddings, strict=True))
+    return TensorPlan(plan.name, tuple(sources))
+
+
+def pad_values(values: NDArray[np.float32], padding: HeadPadding) -> NDArray[np.float32]:
+    """Pads a whole checkpoint tensor as its source says."""
+    before, after = values.shape[: padding.axis], values.shape[padding.axis + 1 :]
+    wide = np.zeros((*before, padding.heads, padding.wide, *after), np.float32)
+    narrow = values.reshape(*before, padding.heads, padding.width, *after)
+    inner = (slice(None),) * (padding.axis + 1) + (slice(padding.width),)
+    np.multiply(narrow, np.float32(padding.scale), out=wide[inner])
+    return wide.reshape(*before, padding.heads * padding.wide, *after)

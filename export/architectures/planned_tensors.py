@@ -1,0 +1,115 @@
+"""The tensors of a bundle as float32, put together from a checkpoint's as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures import Source, TensorPlan
+from edgeinfer.export.architectures.described import pad_values
+from edgeinfer.export.source.checkpoint import Checkpoint
+
+__all__ = ["PlannedRows", "PlannedTensors"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+# Rows that are looked through at a time for those that are asked for.
+_RUN_VALUES = 1 << 20
+
+
+class PlannedRows:
+    """Rows of a planned tensor, read from the checkpoint as they are asked for.
+
+    What they are multiplied by may change, as scales move from one tensor into another.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, plan: TensorPlan) -> None:
+        self.shape = plan.shape
+        self._checkpoint = checkpoint
+        self._sources = plan.sources
+        self._padded: tuple[Source, Floats] | None = None
+        self._factors: list[Floats] = []
+
+    def __call__(self, start: int, stop: int) -> Floats:
+        """Rows start..stop-1.
+
+        Raises:
+            CheckpointError: the file ended early, or a value is not finite.
+        """
+        parts, offset = [], 0
+        for source in self._sources:
+            count = source.padded_shape[0]
+            first, last = max(start - offset, 0), min(stop - offset, count)
+            if first < last:
+                parts.append(self._read(source, first, last))
+            offset += count
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for factors in self._factors:
+            rows = rows * (factors if len(factors) == 1 else factors[start:stop])
+        return rows
+
+    def multiply(self, factors: Floats) -> None:
+        """Multiplies the tensor from now on by factors of its rows (N, ...), or of the other axes alone (1, ...)."""
+        self._factors.append(factors)
+
+    def _read(self, source: Source, start: int, stop: int) -> Floats:
+        if source.padding is None:
+            return self._finite(source, start, stop)
+        if self._padded is None or self._padded[0] is not source:
+            self._padded = source, pad_values(self._finite(source, 0, source.shape[0]), source.padding)
+        return self._padded[1][start:stop]
+
+    def _finite(self, source: Source, start: int, stop: int) -> Floats:
+        values = self._stored(source, start, stop)
+        if not np.isfinite(values).all():
+            hint = "The checkpoint is damaged or its training diverged."
+            raise CheckpointError(f"Tensor {source.name!r} holds values that are not finite.", hint)
+        if source.scale != 1:
+            values *= np.float32(source.scale)
+        return values
+
+    def _stored(self, source: Source, start: int, stop: int) -> Floats:
+        """Rows start..stop-1 as the checkpoint has them."""
+        before = source.index * source.shape[-1 if source.joined == 1 else 0]
+        if source.joined == 0:
+            return self._checkpoint.read(source.name, before + start, before + stop)
+        if source.joined == 1:
+            rows = self._checkpoint.read(source.name, start, stop)
+            return rows[:, before : before + source.shape[1]].copy()
+        within = source.index if source.stacked else None
+        return self._checkpoint.read(source.name, start, stop, within=within)
+
+
+class PlannedTensors:
+    """All planned tensors by canonical name; see `quant.calibration.ModelReader`."""
+
+    def __init__(self, checkpoint: Checkpoint, plans: Iterable[TensorPlan]) -> None:
+        self._rows = {plan.name: PlannedRows(checkpoint, plan) for plan in plans}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def of(self, name: str) -> PlannedRows:
+        """Rows of one, to be read in runs."""
+        return self._rows[name]
+
+    def tensor(self, name: str) -> Floats:
+        """A whole tensor."""
+        rows = self._rows[name]
+        return rows(0, rows.shape[0])
+
+    def rows(self, name: str, rows: Ints) -> Floats:  # (M,) -> (M, D)
+        """Some rows of a matrix, ascending."""
+        source = self._rows[name]
+        count, width = source.shape
+        out = np.empty((len(rows), width), np.float32)
+        step = max(1, _RUN_VALUES // width)
+        for start in range(0, count, step):
+            first, last = np.searchsorted(rows, [start, start + step])
+            if first < last:
+                out[first:last] = source(start, min(start + step, count))[rows[first:last] - start]
+        return out

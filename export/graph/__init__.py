@@ -1,0 +1,1 @@
+"""The ONNX graph of a decoder, put together of operators."""

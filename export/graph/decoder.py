@@ -1,0 +1,252 @@
+"""The ONNX graph of a decoder as edgeinfer.bundle.graph describes it.
+
+Weights are initializers of the main graph even where only an `If` branch uses them: ONNX Runtime then packs them once
+and drops the raw pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import onnx
+
+from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
+from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.kv_types import FLOAT32, KV, KVType
+from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
+from edgeinfer.export.graph.operators import (
+    NO_EXPERTS,
+    Experts,
+    Operators,
+    declare_choice,
+    mixture,
+    runs_few,
+    runs_many,
+)
+from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
+
+__all__ = ["build_decoder_graph"]
+
+_OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
+
+
+def build_decoder_graph(
+    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout, kv: KVType = KV[FLOAT32]
+) -> onnx.ModelProto:
+    """Builds the graph of a decoder.
+
+    Args:
+        tensors: the tensor table by canonical name; complete for the spec.
+        weights: name of the file the tensors lie in.
+        layout: of the quantized ones.
+        kv: type of the cache.
+    """
+    return _DecoderGraph(spec, GraphBuilder(weights), tensors, _OPERATORS[layout](spec, tensors), kv).build()
+
+
+class _DecoderGraph:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        graph: GraphBuilder,
+        tensors: Mapping[str, TensorEntry],
+        operators: Operators,
+        kv: KVType,
+    ) -> None:
+        self._spec = spec
+        self._graph = graph
+        self._tensors = tensors
+        self._ops = operators
+        self._kv = kv
+        self._ids: list[str] = []
+
+    def build(self) -> onnx.ModelProto:
+        spec, graph = self._spec, self._graph
+        self._declare_inputs()
+        runs = [f"runs.{i}" for i in range(2 * spec.num_layers)]
+        graph.ops("Split", [io.LAYER_MASK], runs, axis=0, num_outputs=len(runs))
+        if spec.moe is not None:
+            several = any(len(self._ops.expert_counts(e)) > 1 for e in self._experts())
+            declare_choice(graph, spec, spec.moe, by_count=several)
+        hidden = self._enter()
+        for layer in range(spec.num_layers):
+            hidden = self._attention(layer, hidden, runs[2 * layer])
+            last = layer == spec.num_layers - 1
+            hidden = self._mlp(layer, hidden, runs[2 * layer + 1], io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
+        self._head(hidden)
+        if spec.moe is not None:
+            graph.op("Concat", self._ids, io.EXPERT_IDS, axis=0)
+        self._declare_outputs()
+        return graph.model("decoder")
+
+    def _experts(self) -> Iterator[Experts]:
+        """The experts of every layer that has any."""
+        for layer in range(self._spec.num_layers):
+            moe = self._spec.experts_of(layer)
+            if moe is not None:
+                yield Experts(layer, moe, self._tensors)
+
+    def _declare_inputs(self) -> None:
+        spec, graph = self._spec, self._graph
+        graph.input(io.INPUT_IDS, "int64", (1, "S"))
+        graph.input(io.POSITION_IDS, "int64", (1, "S"))
+        graph.input(io.COS_CACHE, "float32", ("P", spec.rope.dim // 2))
+        graph.input(io.SIN_CACHE, "float32", ("P", spec.rope.dim // 2))
+        graph.input(io.ATTENTION_BIAS, "float32", (1, 1, "S", "T"))
+        if spec.window_size:
+            graph.input(io.WINDOW_BIAS, "float32", (1, 1, "S", "T"))
+        graph.input(io.SEQLENS_K, "int32", (1,))
+        graph.input(io.TOTAL_LENGTH, "int32", ())
+        graph.input(io.LAYER_MASK, "bool", (2 * spec.num_layers,))
+        graph.input(io.HIDDEN_IN, "float32", (1, "Sh", spec.hidden_size))
+        graph.input(io.USE_HIDDEN, "bool", (1,))
+        graph.input(io.LOGIT_ROWS, "int64", ("R",))
+        for layer in range(spec.num_layers):
+            for name in io.past_names(layer):
+                graph.input(name, self._kv.dtype, self._cache_shape)
+            for name in io.scale_names(layer) if self._kv.quantized else ():
+                graph.input(name, "float32", (spec.kv_size,))
+        self._ops.declare_inputs(graph)
+
+    def _declare_outputs(self) -> None:
+        spec, graph = self._spec, self._graph
+        graph.output(io.LOGITS, "float32", ("R", spec.vocab_size))
+        graph.output(io.HIDDEN_OUT, "float32", (1, "S", spec.hidden_size))
+        for layer in range(spec.num_layers):
+            for name in io.present_names(layer):
+                graph.output(name, self._kv.dtype, self._cache_shape)
+        if spec.moe is not None:
+            # Last: bundles made before it, and those without it, have the other outputs in the same places.
+            graph.output(io.EXPERT_IDS, "int64", (spec.num_layers, "S", "K"))
+
+    @property
+    def _cache_shape(self) -> tuple[int | str, ...]:
+        return (1, self._spec.num_kv_heads, "C", self._kv.width(self._spec.head_dim))
+
+    @property
+    def _hidden_shape(self) -> tuple[int | str, ...]:
+        return (1, "S", self._spec.hidden_size)
+
+    def _enter(self) -> str:
+        """Embeds the tokens, or takes the hidden states that were handed in."""
+        resume, embed = self._graph.branch(), self._graph.branch()
+        resume.output(resume.op("Identity", [io.HIDDEN_IN], "resumed"), "float32", self._hidden_shape)
+        embed.output(self._ops.embed(embed), "float32", self._hidden_shape)
+        self._graph.choose(io.USE_HIDDEN, resume, embed, ["hidden"])
+        return "hidden"
+
+    def _attention(self, layer: int, hidden: str, runs: str) -> str:
+        prefix = f"layers.{layer}.attn"
+        graph = self._graph.branch()
+        norm = f"layers.{layer}.attn_norm"
+        qkv = self._ops.linear(graph, hidden, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm)
+        query, key, value = self._heads(graph, qkv, prefix)
+        past, present = io.past_names(layer), (f"{prefix}.present_key", f"{prefix}.present_value")
+        lengths, window = [io.SEQLENS_K, io.TOTAL_LENGTH], self._spec.window(layer)
+        rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS] if self._fused_rotation else ["", "", ""]
+        bias = io.WINDOW_BIAS if window else io.ATTENTION_BIAS
+        # Between bias and scales: attention sinks, which no family here has.
+        scales = ["", *io.scale_names(layer)] if self._kv.quantized else []
+        graph.ops(
+            "GroupQueryAttention",
+            [query, key, value, *past, *lengths, *rotary, bias, *scales],
+            [f"{prefix}.heads", *present],
+            domain=MICROSOFT,
+            num_heads=self._spec.num_heads,
+            kv_num_heads=self._spec.num_kv_heads,
+            local_window_size=window + io.TREE_ROWS if window else -1,
+            do_rotary=int(self._fused_rotation),
+            **self._cache_attributes,
+        )
+        added = self._ops.linear(graph, f"{prefix}.heads", f"{prefix}.out", f"{prefix}.added", residual=hidden)
+        graph.output(added, "float32", self._hidden_shape)
+        skip = self._graph.branch()
+        skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
+        for name, kept, source in zip(present, ("kept_key", "kept_value"), past, strict=True):
+            graph.output(name, self._kv.dtype, self._cache_shape)
+            skip.output(skip.op("Identity", [source], f"{prefix}.{kept}"), self._kv.dtype, self._cache_shape)
+        self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *io.present_names(layer)])
+        return f"{prefix}.hidden"
+
+    @property
+    def _cache_attributes(self) -> dict[str, str | int]:
+        """What tells GroupQueryAttention the type of its cache."""
+        if not self._kv.quantized:
+            return {}
+        per_channel = "PER_CHANNEL"
+        return {"k_quant_type": per_channel, "v_quant_type": per_channel, "kv_cache_bit_width": self._kv.bits}
+
+    @property
+    def _fused_rotation(self) -> bool:
+        """Whether GroupQueryAttention can rotate; its kernel takes tables whose width is a multiple of eight."""
+        return self._spec.rope.dim % 16 == 0
+
+    def _heads(self, graph: GraphBuilder, qkv: str, prefix: str) -> tuple[str, str, str]:
+        """Queries, keys and values as GroupQueryAttention takes them: packed, unless something is done before it."""
+        spec = self._spec
+        if self._fused_rotation and not spec.qk_norm:
+            return qkv, "", ""
+        query, key, value = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
+        sizes = graph.constant([spec.q_size, spec.kv_size, spec.kv_size])
+        graph.ops("Split", [qkv, sizes], [query, key, value], axis=-1)
+        if spec.qk_norm:
+            query = self._norm_heads(graph, query, f"{prefix}.q_norm", spec.q_size)
+            key = self._norm_heads(graph, key, f"{prefix}.k_norm", spec.kv_size)
+        if not self._fused_rotation:
+            query = self._rotate(graph, query, spec.num_heads)
+            key = self._rotate(graph, key, spec.num_kv_heads)
+        return query, key, value
+
+    def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int) -> str:
+        if self._spec.whole_norm:
+            return self._ops.norm(graph, value, norm)
+        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
+        normed = self._ops.norm(graph, heads, norm)
+        return graph.op("Reshape", [normed, graph.constant([0, 0, size])], f"{value}.normed")
+
+    def _rotate(self, graph: GraphBuilder, value: str, heads: int) -> str:
+        inputs = [value, io.POSITION_IDS, io.COS_CACHE, io.SIN_CACHE]
+        attributes = {"num_heads": heads, "rotary_embedding_dim": self._spec.rope.dim}
+        return graph.op("RotaryEmbedding", inputs, f"{value}.rotated", domain=MICROSOFT, **attributes)
+
+    def _mlp(self, layer: int, hidden: str, runs: str, result: str) -> str:
+        moe = self._spec.experts_of(layer)
+        if moe is not None:
+            return self._mixture(Experts(layer, moe, self._tensors), hidden, runs, result)
+        prefix = f"layers.{layer}.mlp"
+        graph = self._graph.branch()
+        product = self._ops.gated(graph, hidden, prefix, f"layers.{layer}.mlp_norm")
+        added = self._ops.linear(graph, product, f"{prefix}.down", f"{prefix}.added", residual=hidden)
+        graph.output(added, "float32", self._hidden_shape)
+        skip = self._graph.branch()
+        skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
+        self._graph.choose(runs, graph, skip, [result])
+        self._ids.append(NO_EXPERTS)
+        return result
+
+    def _mixture(self, experts: Experts, hidden: str, runs: str, result: str) -> str:
+        """One `If` for each operator of the experts; at most one of them runs, and the others pass on what there is."""
+        prefix, layer, ids = f"layers.{experts.layer}.mlp", experts.layer, NO_EXPERTS
+        counts = self._ops.expert_counts(experts)
+        conditions = [runs] if len(counts) == 1 else [runs_few(layer), runs_many(layer)]
+        for count, condition in zip(counts, conditions, strict=True):
+            graph, skip = self._graph.branch(), self._graph.branch()
+            for branch, values in (
+                (graph, mixture(self._ops, graph, experts, count, hidden)),
+                (skip, [skip.op("Identity", [v], f"{prefix}.kept_{i}") for i, v in enumerate((hidden, ids))]),
+            ):
+                branch.output(values[0], "float32", self._hidden_shape)
+                branch.output(values[1], "int64", (1, "S", "K"))
+            last = count == counts[-1]
+            results = [result if last else f"{prefix}.few", f"{prefix}.expert_ids" if last else f"{prefix}.few_ids"]
+            self._graph.choose(condition, graph, skip, results)
+            hidden, ids = results
+        self._ids.append(ids)
+        return hidden
+
+    def _head(self, hidden: str) -> None:
+        """Normalises the wanted rows only and multiplies them by the head; no rows give no logits."""
+        graph = self._graph
+        flat = graph.op("Squeeze", [hidden, graph.constant([0])], "flat")
+        rows = graph.op("Gather", [flat, io.LOGIT_ROWS], "rows", axis=0)
+        self._ops.linear(graph, rows, "head", io.LOGITS, norm="final_norm")

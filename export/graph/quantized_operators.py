@@ -1,0 +1,187 @@
+"""Quantized weights in both layouts: read in place by our kernel, or by the operators of ONNX Runtime.
+
+Domain `edgeinfer`, version 1, float32 values. The constants of a matrix are vectors of the bytes that
+edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attributes say what matrix they are.
+
+EmbeddingLowBit, attributes N, K, bits, block_size
+  0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
+LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon
+  0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
+  6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
+  7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
+MoELowBit, attributes D, ungated: down(silu(up(x))), otherwise down(silu(gate(x)) * up(x))
+  0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
+  3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
+  offsets of data, low, scales, zero points, -1 for what a matrix does not have · 5 residual (optional) · 6 planes
+  (optional), for the experts of 8 bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edgeinfer.bundle import Blob, DecoderSpec, TensorEntry
+from edgeinfer.bundle import graph as io
+from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
+from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantized_experts
+
+__all__ = ["NativeOperators", "PortableOperators"]
+
+
+class NativeOperators(Operators):
+    """LinearLowBit, with what stands around a product fused into it, MoELowBit and EmbeddingLowBit."""
+
+    def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
+        super().__init__(spec, tensors)
+        # Embedding and head are read whole even by a draft pass: they decide between similar tokens.
+        self._elastic = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
+
+    def declare_inputs(self, graph: GraphBuilder) -> None:
+        """See `Operators.declare_inputs`."""
+        if self._elastic:
+            graph.input(io.PLANES, "int32", (1,))
+
+    def embed(self, graph: GraphBuilder) -> str:
+        """See `Operators.embed`."""
+        entry = self._tensors["embed"]
+        if entry.bits == 32:
+            return super().embed(graph)
+        inputs = [io.INPUT_IDS, *self._bytes(graph, entry)]
+        return graph.op("EmbeddingLowBit", inputs, "embedded", domain=io.NATIVE_DOMAIN, **_matrix(entry))
+
+    def linear(
+        self, graph: GraphBuilder, value: str, name: str, result: str, *, norm: str = "", residual: str = ""
+    ) -> str:
+        """See `Operators.linear`."""
+        if self._tensors[name].bits == 32:
+            return super().linear(graph, value, name, result, norm=norm, residual=residual)
+        return self._fused(graph, value, name, result, norm=norm, residual=residual)
+
+    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "") -> str:
+        """See `Operators.gated`."""
+        name = f"{prefix}.gate_up"
+        if self._tensors[name].bits == 32:
+            return super().gated(graph, value, prefix, norm)
+        return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True)
+
+    def expert_counts(self, experts: Experts) -> tuple[int, ...]:
+        """See `Operators.expert_counts`: ours takes any."""
+        return (experts.moe.top_k,) if experts.quantized else super().expert_counts(experts)
+
+    def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
+        """See `Operators.experts`."""
+        experts, routing = mixing.experts, mixing.routing
+        if not experts.quantized:
+            return super().experts(graph, mixing)
+        moe, prefix = experts.moe, f"layers.{experts.layer}.mlp.experts"
+        table = [(experts.entry(e, experts.into), experts.entry(e, "down")) for e in range(moe.experts)]
+        entries = [entry for pair in table for entry in pair]
+        blobs = [blob for entry in entries for blob in entry.blobs]
+        start, stop = min(b.offset for b in blobs), max(b.offset + b.nbytes for b in blobs)
+        data = graph.weight(prefix, Blob(start, "uint8", (stop - start,)))
+        rows = [[moe.expert_size, *_format(into, start), *_format(out, start)] for into, out in table]
+        directory = graph.table(f"{prefix}.directory", rows)
+        planes = io.PLANES if any(entry.name in self._elastic for entry in entries) else ""
+        inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes]
+        sizes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
+        return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **sizes)
+
+    def _fused(
+        self,
+        graph: GraphBuilder,
+        value: str,
+        name: str,
+        result: str,
+        *,
+        norm: str = "",
+        residual: str = "",
+        swiglu: bool = False,
+    ) -> str:
+        entry = self._tensors[name]
+        weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
+        planes = io.PLANES if name in self._elastic else ""
+        return graph.op(
+            "LinearLowBit",
+            [value, *self._bytes(graph, entry), self._bias(graph, name), weight, residual, planes],
+            result,
+            domain=io.NATIVE_DOMAIN,
+            **_matrix(entry),
+            paired=int(entry.paired),
+            swiglu=int(swiglu),
+            norm_epsilon=self._spec.norm_eps,
+        )
+
+    def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:
+        """Data, low plane, scales and zero points as vectors; empty names for what the matrix does not have."""
+        table = self._table(entry)
+        blobs = {"": entry.data, ".low": entry.low, ".scales": entry.scales, ".zero_points": entry.zero_points}
+        return [
+            graph.weight(f"{table}{part}", blob, (blob.size,)) if blob is not None else ""
+            for part, blob in blobs.items()
+        ]
+
+
+def _format(entry: TensorEntry, start: int) -> list[int]:
+    """Six columns of the directory: what a matrix is and where its parts lie, counted from `start`."""
+    blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
+    return [entry.bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
+
+
+def _matrix(entry: TensorEntry) -> dict[str, int]:
+    n, k = entry.shape
+    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size}
+
+
+# MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
+_INT8_ACTIVATIONS = 4
+
+
+class PortableOperators(Operators):
+    """MatMulNBits, QMoE and GatherBlockQuantized where a weight is quantized."""
+
+    def embed(self, graph: GraphBuilder) -> str:
+        """See `Operators.embed`."""
+        entry = self._tensors["embed"]
+        if entry.bits == 32:
+            return super().embed(graph)
+        rows, blocks, width = entry.data.shape
+        inputs = [graph.weight("embed", entry.data, (rows, blocks * width)), io.INPUT_IDS, *self._blocks(graph, entry)]
+        hidden_size = self._spec.hidden_size
+        padded = hidden_size % entry.block_size != 0
+        name = "embedded.padded" if padded else "embedded"
+        attributes = {"bits": entry.bits, "block_size": entry.block_size, "gather_axis": 0, "quantize_axis": 1}
+        graph.op("GatherBlockQuantized", inputs, name, domain=MICROSOFT, **attributes)
+        if not padded:
+            return name
+        bounds = [graph.constant([0]), graph.constant([hidden_size]), graph.constant([2])]
+        return graph.op("Slice", [name, *bounds], "embedded")
+
+    def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
+        """See `Operators.experts`."""
+        return quantized_experts(graph, mixing) if mixing.experts.quantized else super().experts(graph, mixing)
+
+    def _product(self, graph: GraphBuilder, value: str, name: str, result: str) -> str:
+        entry = self._tensors[name]
+        if entry.bits == 32:
+            return super()._product(graph, value, name, result)
+        # The data keeps a name of its own: the embedding sees the same bytes as two-dimensional.
+        data = graph.weight(entry.name, entry.data)
+        return graph.op(
+            "MatMulNBits",
+            [value, data, *self._blocks(graph, entry), "", self._bias(graph, name)],
+            result,
+            domain=MICROSOFT,
+            N=entry.shape[0],
+            K=entry.shape[1],
+            bits=entry.bits,
+            block_size=entry.block_size,
+            accuracy_level=_INT8_ACTIVATIONS,
+        )
+
+    def _blocks(self, graph: GraphBuilder, entry: TensorEntry) -> tuple[str, str]:
+        """Scales and zero points of the blocks; the latter empty where there are none."""
+        table = self._table(entry)
+        assert entry.scales is not None
+        scales = graph.weight(f"{table}.scales", entry.scales)
+        zeros = entry.zero_points
+        return scales, graph.weight(f"{table}.zero_points", zeros) if zeros is not None else ""

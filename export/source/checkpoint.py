@@ -1,0 +1,219 @@
+"""Lazy reading of a Hugging Face safetensors checkpoint.
+
+Tensors are read with plain file reads rather than through a memory map, because mapped pages would count against the
+memory of an export: own code instead of the `safetensors` library for that reason, and because its numpy side has no
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index, read_into
+from edgeinfer.errors import CheckpointError
+
+__all__ = ["Checkpoint", "parse_object", "read_bytes"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_AGAIN = "Download the checkpoint again."
+# Bytes read at a time; the conversion of one piece to float32 stays small beside the tensor.
+_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of one of the checkpoint's files."""
+
+    file: Path
+    stored: StoredArray
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name; opening reads the headers only.
+
+    Args:
+        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
+
+    Raises:
+        CheckpointError: files are missing, truncated or malformed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tensors: dict[str, _Tensor] = {}
+        self._files: dict[Path, BinaryIO] = {}
+        single, index = folder / _SINGLE, folder / _INDEX
+        if single.is_file():
+            self._tensors = _read_header(single)
+        elif index.is_file():
+            self._read_shards(index)
+        else:
+            raise _no_weights(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._tensors)
+
+    def dtype(self, name: str) -> str:
+        """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
+        return self._tensors[name].stored.dtype
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Checks that a tensor is there with this shape and a floating-point type.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            hint = "The checkpoint is incomplete, or config.json describes another model."
+            raise CheckpointError(f"{self.folder} has no tensor {name!r} (expected shape {shape}).", hint)
+        stored, file = tensor.stored, tensor.file.name
+        if stored.shape != shape:
+            message = f"Tensor {name!r} in {file} has shape {stored.shape}, config.json implies {shape}."
+            raise CheckpointError(message, "Check that config.json belongs to these weights.")
+        if stored.dtype not in ("F32", "F16", "BF16"):
+            hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
+            raise CheckpointError(f"Tensor {name!r} in {file} has type {stored.dtype}.", hint)
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
+    ) -> NDArray[np.float32]:
+        """Rows `start` to `stop` of a tensor as float32; `require` must have accepted the tensor.
+
+        Args:
+            within: rows are those of the tensor with this index along the first axis.
+
+        Raises:
+            CheckpointError: the file ended early, or cannot be read.
+        """
+        tensor = self._tensors[name]
+        shape = tensor.stored.shape if within is None else tensor.stored.shape[1:]
+        stop = shape[0] if stop is None else stop
+        row_items = math.prod(shape[1:])
+        values = np.empty((stop - start, *shape[1:]), np.float32)
+        start += 0 if within is None else within * shape[0]
+        try:
+            self._read_into(values.reshape(-1), tensor, start * row_items)
+        except OSError as error:
+            raise _unreadable(tensor.file, error) from error
+        except ArrayFileError as error:
+            raise CheckpointError(f"{tensor.file} {error}.", _AGAIN) from error
+        return values
+
+    def _read_into(self, flat: NDArray[np.float32], tensor: _Tensor, start: int) -> None:
+        """Fills a flat array with a tensor's numbers from number `start` on, piece by piece."""
+        stored = tensor.stored
+        file = self._open(tensor.file)
+        file.seek(stored.offset + start * stored.item_bytes)
+        step = _PIECE_BYTES // stored.item_bytes
+        for begin in range(0, flat.size, step):
+            piece = flat[begin : begin + step]
+            if stored.dtype == "F32":
+                read_into(file, piece)
+                continue
+            raw = np.empty(piece.size, np.uint16)
+            read_into(file, raw)
+            if stored.dtype == "F16":
+                piece[:] = raw.view(np.float16)
+            else:
+                # bfloat16 is the upper half of a float32.
+                np.left_shift(raw, 16, out=piece.view(np.uint32), dtype=np.uint32)
+
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            try:
+                # Unbuffered: reads are large, and a buffer would be copied through.
+                self._files[path] = path.open("rb", buffering=0)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        return self._files[path]
+
+    def _read_shards(self, index: Path) -> None:
+        data = parse_object(read_bytes(index), str(index))
+        shards = data.get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
+            raise CheckpointError(f"{index} has no weight_map from tensors to files.", _AGAIN)
+        present = {entry.name for entry in self.folder.iterdir() if entry.is_file()}
+        headers: dict[str, dict[str, _Tensor]] = {}
+        for name, file in shards.items():
+            if file not in headers:
+                if PurePosixPath(file).name != file or "\\" in file:
+                    raise CheckpointError(f"{index} names {file!r}, which leaves its folder.", "Do not use it.")
+                if file not in present:
+                    raise CheckpointError(f"{self.folder / file} is missing, {index.name} lists it.", _AGAIN)
+                headers[file] = _read_header(self.folder / file)
+            if name not in headers[file]:
+                raise CheckpointError(f"{self.folder / file} has no tensor {name!r}, {index.name} says so.", _AGAIN)
+            self._tensors[name] = headers[file][name]
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    if not folder.is_dir():
+        return CheckpointError(f"{folder} is not a directory.", "Point to a Hugging Face checkpoint directory.")
+    if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pth")):
+        hint = "Load it with transformers once and save it with save_pretrained(..., safe_serialization=True)."
+        return CheckpointError(f"{folder} has pickled weights only, and pickles are never loaded.", hint)
+    return CheckpointError(f"{folder} has neither {_SINGLE} nor {_INDEX}.", _AGAIN)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Contents of a small file of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.")
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """Parses bytes that must be a JSON object.
+
+    Raises:
+        CheckpointError: they are not; `what` names them.
+    """
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON: {error}.", _AGAIN) from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{what} is not a JSON object.", _AGAIN)
+    return parsed
+
+
+def _read_header(path: Path) -> dict[str, _Tensor]:
+    try:
+        with path.open("rb") as file:
+            index = read_index(file, path.stat().st_size)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ArrayFileError as error:
+        raise CheckpointError(f"{path} {error}.", _AGAIN) from error
+    return {stored.name: _Tensor(path, stored) for stored in index.arrays}

@@ -1,0 +1,192 @@
+"""Typed reading of a checkpoint's config.json, of transformers 4 and 5 alike."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.spec import Activation
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.export.source.checkpoint import parse_object, read_bytes
+
+__all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
+
+OPTIMUM_HINT = "Try --exporter optimum (pip install 'edgeinfer[optimum]')."
+_CONFIG = "config.json"
+_MISMATCH = "Check that config.json is complete and belongs to this model."
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
+
+
+class HFConfig:
+    """A parsed config.json.
+
+    Attributes:
+        architecture: the model class, `architectures[0]`, or "" where none is named.
+        model_type: transformers' name of the family, or "".
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        classes = values.get("architectures")
+        named = isinstance(classes, list) and bool(classes) and isinstance(classes[0], str)
+        self.architecture: str = classes[0] if named and classes else ""
+        self.model_type: str = str(values.get("model_type", ""))
+
+    def get(self, name: str) -> Any:
+        """A raw value; None where it is absent or null."""
+        return self._values.get(name)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer; required unless a default is given."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+            raise _wrong(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; required unless a default is given."""
+        return _number(self._values, name, default)
+
+    def flag(self, name: str) -> bool:
+        """A boolean, false by default."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+        return bool(value)
+
+    def experts(self) -> int:
+        """Experts of a layer, in transformers 4's word or 5's."""
+        return self.integer("num_local_experts" if self.get("num_experts") is None else "num_experts")
+
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers of a Qwen that have an ordinary MLP: `mlp_only_layers`, and all but each `decoder_sparse_step`th."""
+        given = self._values.get("mlp_only_layers") or []
+        if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
+            raise _wrong("mlp_only_layers", given, "a list of layers")
+        step = self.integer("decoder_sparse_step", 1)
+        layers = range(self.integer("num_hidden_layers"))
+        return tuple(layer for layer in layers if layer in given or (layer + 1) % step)
+
+    def activation(self) -> Activation:
+        """The gate's activation function."""
+        name = self._values.get("hidden_act", "silu")
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
+            raise UnsupportedArchitectureError(f"The activation {name!r} is not supported.", OPTIMUM_HINT)
+        return _ACTIVATIONS[name]
+
+    def head_dim(self) -> int:
+        """Width of an attention head, given or derived."""
+        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        given = self._values.get("head_dim")
+        if given is None and hidden % heads:
+            raise _wrong("hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
+        return self.integer("head_dim", hidden // heads)
+
+    def rope(self, head_dim: int) -> RopeSpec:
+        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        if not isinstance(given, dict):
+            raise _wrong("rope_parameters", given, "an object")
+        kind = given.get("rope_type", given.get("type", "default"))
+        theta = _number(given, "rope_theta", self.number("rope_theta", 10000.0))
+        partial = _number(given, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        dim = int(head_dim * partial)
+        if kind in ("su", "longrope"):
+            return self._longrope(given, theta, dim)
+        if kind == "default":
+            return RopeSpec("default", theta, dim)
+        if kind == "linear":
+            return RopeSpec("linear", theta, dim, factor=_number(given, "factor"))
+        if kind == "llama3":
+            return RopeSpec(
+                "llama3",
+                theta,
+                dim,
+                factor=_number(given, "factor"),
+                low_freq_factor=_number(given, "low_freq_factor"),
+                high_freq_factor=_number(given, "high_freq_factor"),
+                original_max_positions=int(_number(given, "original_max_position_embeddings")),
+            )
+        raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
+
+    def _longrope(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
+        longest = self.integer("max_position_embeddings")
+        original = self.integer("original_max_position_embeddings", longest)
+        original = int(_number(given, "original_max_position_embeddings", original))
+        factor = _number(given, "factor", longest / original)
+        # Source: the LongRoPE paper and transformers' _compute_longrope_parameters.
+        derived = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeSpec(
+            "longrope",
+            theta,
+            dim,
+            factor=factor,
+            original_max_positions=original,
+            short_factors=_numbers(given, "short_factor"),
+            long_factors=_numbers(given, "long_factor"),
+            attention_factor=_number(given, "attention_factor", derived),
+        )
+
+    def uniform_windows(self) -> tuple[int, ...]:
+        """One sliding window for all layers, where `sliding_window` gives one."""
+        return self._windows([True] * self.integer("num_hidden_layers"))
+
+    def windows_by_layer(self) -> tuple[int, ...]:
+        """Qwen's windows: by `layer_types`, or from layer `max_window_layers` on, if `use_sliding_window` is set."""
+        layers = self.integer("num_hidden_layers")
+        if not self.flag("use_sliding_window"):
+            return ()
+        kinds = self._values.get("layer_types")
+        if kinds is None:
+            first = self._values.get("max_window_layers", 0)
+            return self._windows([layer >= first for layer in range(layers)])
+        known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
+        if not known or len(kinds) != layers:
+            raise _wrong("layer_types", kinds, f"full_attention or sliding_attention for each of {layers} layers")
+        return self._windows([kind == "sliding_attention" for kind in kinds])
+
+    def _windows(self, slides: list[bool]) -> tuple[int, ...]:
+        given = self._values.get("sliding_window")
+        if given is None or not any(slides):
+            return ()
+        window = self.integer("sliding_window")
+        # A window as long as the context is full attention.
+        if window >= self.integer("max_position_embeddings"):
+            return ()
+        return tuple(window if s else 0 for s in slides)
+
+
+def read_config(folder: Path) -> HFConfig:
+    """Reads config.json.
+
+    Raises:
+        CheckpointError: it is missing or malformed.
+    """
+    path = folder / _CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")
+    return HFConfig(parse_object(read_bytes(path), str(path)))
+
+
+def _wrong(name: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {name}={value!r} must be {expected}.", _MISMATCH)
+
+
+def _number(values: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = values.get(name)
+    value = default if value is None else value
+    # Compared, not converted: an integer may be too large for a float. NaN compares as false.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise _wrong(name, value, "a positive number")
+    return float(value)
+
+
+def _numbers(values: dict[str, Any], name: str) -> tuple[float, ...]:
+    given = values.get(name)
+    if not isinstance(given, list) or not given:
+        raise _wrong(name, given, "a list of numbers")
+    return tuple(_number({name: v}, name) for v in given)

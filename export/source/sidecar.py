@@ -1,0 +1,135 @@
+"""The small files of a bundle: tokenizer, chat template, special tokens, generation defaults."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.source.checkpoint import parse_object, read_bytes
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["Sidecar", "read_sidecar"]
+
+_TOKENIZER = "tokenizer.json"
+_TEMPLATE = "chat_template.jinja"
+_TOKEN_STRINGS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Contents of the small files by name, ready to be written."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Writes all files into a folder."""
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+
+
+def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
+    """Gathers the small files of a checkpoint.
+
+    Raises:
+        CheckpointError: the tokenizer is missing, or a file is malformed.
+    """
+    tokenizer_config = _optional(folder / "tokenizer_config.json")
+    files = {_TOKENIZER: _tokenizer(folder), "special_tokens.json": _json(_special_tokens(tokenizer_config))}
+    template = _template(folder, tokenizer_config)
+    if template is not None:
+        files[_TEMPLATE] = _utf8(template)
+    files["generation_config.json"] = _json(_generation(_optional(folder / "generation_config.json"), config))
+    return Sidecar(files)
+
+
+def _tokenizer(folder: Path) -> bytes:
+    path = folder / _TOKENIZER
+    if path.is_file():
+        data = read_bytes(path)
+        return _lean(data, parse_object(data, str(path)))
+    if (folder / "tokenizer.model").is_file():
+        hint = "Convert it once: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        raise CheckpointError(f"{folder} has a SentencePiece tokenizer.model but no {_TOKENIZER}.", hint)
+    hint = "Copy the tokenizer files of the model into the checkpoint's folder."
+    raise CheckpointError(f"{folder} has no {_TOKENIZER}.", hint)
+
+
+def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
+    """The same tokenizer with its merges as texts instead of pairs, which devices parse in half of the memory.
+
+    As it was where a part of a pair holds the space that would part them, or there are no pairs.
+    """
+    model = tokenizer.get("model")
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(merges, list) or not merges or not all(_is_plain_pair(pair) for pair in merges):
+        return data
+    tokenizer["model"]["merges"] = [" ".join(pair) for pair in merges]
+    try:
+        return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair can only be written as it was
+        return data
+
+
+def _is_plain_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and " " not in p for p in pair)
+
+
+def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = folder / _TEMPLATE
+    if path.is_file():
+        try:
+            return read_bytes(path).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8 text.", "Download the checkpoint again.") from error
+    given = tokenizer_config.get("chat_template")
+    if isinstance(given, list):
+        # Several named templates: transformers falls back on the one called "default".
+        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _utf8(template: str) -> bytes:
+    try:
+        return template.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"The chat template is not Unicode text: lone surrogate at index {error.start}."
+        raise CheckpointError(message, "Correct tokenizer_config.json.") from error
+
+
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:
+    strings: dict[str, str | None] = {}
+    for name in _TOKEN_STRINGS:
+        value = tokenizer_config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        strings[name] = value if isinstance(value, str) else None
+    return strings
+
+
+def _generation(generation: dict[str, Any], config: HFConfig) -> dict[str, Any]:
+    ids = {name: generation.get(name, config.get(name)) for name in _TOKEN_IDS}
+    for name in ("bos_token_id", "pad_token_id"):
+        value = ids[name]
+        # A list of one is how some checkpoints write a single id.
+        ids[name] = value[0] if isinstance(value, list) and value else value
+    end = ids["eos_token_id"]
+    ids["eos_token_id"] = end if isinstance(end, list) else [] if end is None else [end]
+    for name, value in ids.items():
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+            message = f"{name}={value!r} is not a token id."
+            raise CheckpointError(message, "Correct generation_config.json or config.json.")
+    return ids | {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return parse_object(read_bytes(path), str(path)) if path.is_file() else {}
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode("utf-8")

@@ -1,0 +1,1 @@
+"""The weights of a bundle: planned, calibrated, quantized and written."""

@@ -1,0 +1,133 @@
+"""Moves scales of input channels from one layer into the one before it, so that quantizing loses less (AWQ).
+
+A matrix whose columns are multiplied by s, behind something that divides by s, computes the same; but its large inputs
+have become smaller, and the errors of their weights with them. What can divide: the norm before queries, keys and
+values, and before gate and up; the rows of the values, before the attention's output; the rows of up, before down.
+Knows nothing of how scales are found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.quant import InputStatistics
+from edgeinfer.quant.awq import scale_search
+from edgeinfer.quant.plan import QuantPlan
+
+__all__ = ["fold_head", "fold_layer"]
+
+Floats = NDArray[np.float32]
+# Rows of each matrix that scales are searched with.
+_SAMPLE = 256
+
+
+def fold_layer(
+    spec: DecoderSpec, tensors: PlannedTensors, plan: QuantPlan, layer: int, statistics: dict[str, InputStatistics]
+) -> None:
+    """Folds the scales that suit a layer's inputs into its tensors, from which they are read in the future.
+
+    Args:
+        statistics: of what enters each of the layer's matrices, by name; one without is left as it is.
+    """
+    folder, prefix = _Folder(tensors, plan, statistics), f"layers.{layer}"
+    folder.into_norm(f"{prefix}.attn_norm", [f"{prefix}.attn.qkv"])
+    folder.into_values(spec, f"{prefix}.attn.qkv", f"{prefix}.attn.out")
+    moe = spec.experts_of(layer)
+    if moe is None:
+        folder.into_norm(f"{prefix}.mlp_norm", [f"{prefix}.mlp.gate_up"])
+        folder.into_up(f"{prefix}.mlp")
+        return
+    experts = [f"{prefix}.mlp.experts.{e}" for e in range(moe.experts)]
+    shared = [f"{prefix}.mlp.shared"] if moe.shared_size else []
+    readers = [f"{e}.{'gate_up' if moe.gated else 'up'}" for e in experts] + [f"{s}.gate_up" for s in shared]
+    choosers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
+    folder.into_norm(f"{prefix}.mlp_norm", readers, [name for name in choosers if name in tensors])
+    for name in (experts if moe.gated else []) + shared:
+        folder.into_up(name)
+
+
+def fold_head(tensors: PlannedTensors, plan: QuantPlan, statistics: InputStatistics) -> InputStatistics:
+    """Folds scales of a head of its own into the last norm; returns the statistics of what enters it then."""
+    scale = _Folder(tensors, plan, {"head": statistics}).into_norm("final_norm", ["head"])
+    return statistics if scale is None else _divided(statistics, scale)
+
+
+class _Folder:
+    def __init__(self, tensors: PlannedTensors, plan: QuantPlan, statistics: dict[str, InputStatistics]) -> None:
+        self._tensors, self._plan, self._statistics = tensors, plan, statistics
+
+    def into_norm(self, norm: str, readers: Sequence[str], others: Sequence[str] = ()) -> Floats | None:  # (D,)
+        """The norm divides for the matrices that read it, quantized or not; None where none is or is reached."""
+        quantized = [name for name in readers if self._plan.scheme(name) is not None and name in self._statistics]
+        if not quantized:
+            return None
+        scale = self._search(quantized, _joined([self._statistics[name] for name in quantized]))
+        self._tensors.of(norm).multiply(np.float32(1) / scale)
+        for name in (*readers, *others):
+            self._tensors.of(name).multiply(scale[None])
+        return scale
+
+    def into_values(self, spec: DecoderSpec, qkv: str, out: str) -> None:
+        """The rows of the values divide for the output; heads that share values share scales."""
+        statistics = self._statistics.get(out)
+        if statistics is None or self._plan.scheme(out) is None:
+            return
+        heads = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        square = statistics.mean_square.reshape(heads).mean(axis=1, keepdims=True)
+        shared = np.broadcast_to(square, heads).reshape(-1)
+        scale = self._search([out], dataclasses.replace(statistics, mean_square=shared))
+        self._divide_last(qkv, scale.reshape(heads)[:, 0].reshape(-1))
+        self._tensors.of(out).multiply(scale[None])
+
+    def into_up(self, prefix: str) -> None:
+        """The rows of up, behind those of gate, divide for down."""
+        gate_up, down = f"{prefix}.gate_up", f"{prefix}.down"
+        statistics = self._statistics.get(down)
+        if statistics is None or self._plan.scheme(down) is None:
+            return
+        scale = self._search([down], statistics)
+        self._divide_last(gate_up, scale)
+        self._tensors.of(down).multiply(scale[None])
+
+    def _divide_last(self, name: str, scale: Floats) -> None:
+        """Divides the last rows of a matrix, and of its bias."""
+        rows = self._tensors.of(name)
+        factors = np.ones(rows.shape[0], np.float32)
+        factors[-len(scale) :] = 1 / scale
+        rows.multiply(factors[:, None])
+        if f"{name}_bias" in self._tensors:
+            self._tensors.of(f"{name}_bias").multiply(factors)
+
+    def _search(self, names: Sequence[str], statistics: InputStatistics) -> Floats:  # (K,)
+        scheme = self._plan.scheme(names[0])
+        assert scheme is not None, "only what is quantized is searched"
+        return scale_search([self._sample(name) for name in names], statistics, scheme)
+
+    def _sample(self, name: str) -> Floats:  # (at most about _SAMPLE, K)
+        count = self._tensors.of(name).shape[0]
+        return self._tensors.rows(name, np.arange(0, count, max(1, count // _SAMPLE)))
+
+
+def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
+    """The statistics of all tokens that several have seen."""
+    count = sum(part.count for part in parts)
+    shares = [np.float32(part.count / count) for part in parts]
+    hessians = [share * part.hessian for share, part in zip(shares, parts, strict=True) if part.hessian is not None]
+    return InputStatistics(
+        count,
+        np.sum([share * part.mean_square for share, part in zip(shares, parts, strict=True)], axis=0),
+        np.sum([share * part.mean for share, part in zip(shares, parts, strict=True)], axis=0),
+        np.sum(hessians, axis=0) if len(hessians) == len(parts) else None,
+    )
+
+
+def _divided(statistics: InputStatistics, scale: Floats) -> InputStatistics:
+    """The statistics of inputs that are divided by a scale (K,)."""
+    square = None if statistics.hessian is None else statistics.hessian / scale / scale[:, None]
+    return InputStatistics(statistics.count, statistics.mean_square / scale**2, statistics.mean / scale, square)

@@ -1,0 +1,97 @@
+"""Writes tensors into `weights.bin`, quantized or not, each to its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
+from edgeinfer.bundle.experts import widen
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
+from edgeinfer.bundle.tables import Outline
+from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.quant import Grid, InputStatistics, QuantScheme, method_for
+from edgeinfer.quant.blocks import packed
+
+__all__ = ["FloatRows", "outline", "quantized_rows", "stored_rows", "write_floats", "write_quantized"]
+
+# Values of a float32 tensor held at a time, 32 MB: exporting needs little memory whatever the tensor's size.
+_SLAB_VALUES = 1 << 23
+_PAIRED = ".gate_up"
+
+# Gives rows start..stop-1 of a float32 tensor.
+FloatRows = Callable[[int, int], NDArray[np.float32]]
+
+
+def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
+    """What a planned tensor becomes in the bundle."""
+    if scheme is None:
+        # Linear layers are stored as MatMul takes them; vocabulary matrices by rows, which the embedding gathers.
+        return Outline(plan.name, plan.shape, transposed=len(plan.shape) == 2 and not plan.is_vocabulary)
+    return Outline(plan.name, plan.shape, _shape(plan.name, plan.shape, scheme))
+
+
+def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedShape:
+    n, k = shape
+    return QuantizedShape(n, k, scheme.bits, scheme.block_size, not scheme.symmetric, name.endswith(_PAIRED))
+
+
+def quantized_rows(
+    rows: FloatRows, k: int, scheme: QuantScheme, method: str = "rtn", statistics: InputStatistics | None = None
+) -> Rows:
+    """Rows of a matrix of K columns, quantized as they are asked for."""
+    solver = method_for(method, statistics).solver(Grid.of(scheme), k, statistics)
+    return lambda start, stop: packed(solver, rows(start, stop), scheme)
+
+
+def stored_rows(matrix: QuantizedMatrix) -> Rows:
+    """Rows of a matrix that is quantized already."""
+
+    def rows(start: int, stop: int) -> QuantizedMatrix:
+        zeros = None if matrix.zero_points is None else matrix.zero_points[start:stop]
+        return QuantizedMatrix(matrix.data[start:stop], matrix.scales[start:stop], zeros)
+
+    return rows
+
+
+def write_quantized(file: BinaryIO, entry: TensorEntry, rows: Rows, scheme: QuantScheme) -> None:
+    """Writes a matrix quantized by a scheme to its place, which may be wider than the scheme: experts share one format.
+
+    Raises:
+        CheckpointError: the checkpoint's file ended early, or a value is not finite.
+    """
+    source = _shape(entry.name, entry.shape, scheme)
+    CODECS[entry.layout].write(file, entry, lambda start, stop: widen(rows(start, stop), source, entry.quantized))
+
+
+def write_floats(file: BinaryIO, entry: TensorEntry, rows: FloatRows) -> None:
+    """Writes a float32 tensor to its place.
+
+    Raises:
+        CheckpointError: the checkpoint's file ended early, or a value is not finite.
+    """
+    count, width = entry.shape[0], math.prod(entry.shape[1:])
+    step = max(1, _SLAB_VALUES // width)
+    file.seek(entry.data.offset)
+    if entry.transposed:
+        whole = np.empty(entry.data.shape, np.float32)
+        for start, stop in _runs(count, step):
+            whole[:, start:stop] = rows(start, stop).T
+        file.write(whole.data)
+        return
+    if entry.interleaved:
+        half = count // 2
+        for start, stop in _runs(half, max(1, step // 2)):
+            file.write(take_turns(rows(start, stop), rows(half + start, half + stop)).data)
+        return
+    for start, stop in _runs(count, step):
+        file.write(np.ascontiguousarray(rows(start, stop)).data)
+
+
+def _runs(count: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, count)) for start in range(0, count, step))

@@ -1,0 +1,111 @@
+"""What passes with some blocks skipped cost, and how much faster drafting with them would be; knows no search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+
+__all__ = ["BlockCosts", "Gain", "measure_costs"]
+
+_LONGEST = 8
+_REPEATS = 9
+_PAST = 64
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The draft length that pays best, and how many times faster than plain decoding it makes it."""
+
+    length: int
+    speedup: float
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Milliseconds, or any other unit, of the parts of a pass.
+
+    Attributes:
+        fixed: what every pass over one row does beside its blocks: the call, the embedding, the head.
+        blocks: each attention and MLP block in a pass over one row, in the order of a layer mask. (2 L,)
+        whole: c(1), c(2), ...: whole passes over that many rows; at least two, the first is all parts together.
+    """
+
+    fixed: float
+    blocks: tuple[float, ...]
+    whole: tuple[float, ...]
+
+    def ms(self, layer_mask: NDArray[np.bool_]) -> float:  # (2 L,)
+        """A pass over one row in which these blocks run."""
+        return self.fixed + float(np.dot(self.blocks, layer_mask))
+
+    def gain(self, layer_mask: NDArray[np.bool_], acceptance: float) -> Gain:  # (2 L,)
+        """Of drafting with these blocks and then verifying in a whole pass, where tokens are accepted this often."""
+        return self._best(acceptance, self.ms(layer_mask), 0.0, 1.0)
+
+    def exit_gain(self, exit_layer: int, acceptance: float) -> Gain:
+        """Of drafting with the first layers, which see the last token once more, and verifying with the others."""
+        first = sum(self.blocks[: 2 * exit_layer])
+        return self._best(acceptance, self.fixed + first, first, 1 - first / self.whole[0])
+
+    def _best(self, acceptance: float, draft: float, extra: float, share: float) -> Gain:
+        """E(g) c(1) / (g d + extra + share c(g + 1)) over g, E(g) = 1 + a + ... + a^g."""
+        expected, best = 1.0, Gain(0, 0.0)
+        for length in range(1, len(self.whole)):
+            expected += acceptance**length
+            round_ms = length * draft + extra + share * self.whole[length]
+            best = max(best, Gain(length, expected * self.whole[0] / round_ms), key=lambda gain: gain.speedup)
+        return best
+
+
+def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REPEATS, past: int = _PAST) -> BlockCosts:
+    """Times whole passes, and passes without any attention or any MLP block; empties the cache.
+
+    Blocks of one kind are taken as equal: the time of a single one is lost in the noise of a small model.
+
+    Args:
+        longest: longest draft to think of.
+        repeats: times that each pass is measured; the median counts.
+        past: tokens in the cache, which attention reads.
+
+    Raises:
+        UsageError: the cache is too small.
+        CapabilityError: the backend cannot skip layers.
+    """
+    if past + longest >= backend.capacity:
+        message = f"Measuring needs {past + longest + 1} tokens of context, there are {backend.capacity}."
+        raise UsageError(message, "Load with a larger context.")
+    layers = backend.geometry.num_layers
+    is_mlp = np.arange(2 * layers) % 2 == 1
+    everything = np.ones(2 * layers, np.bool_)
+    passes = [(everything, rows) for rows in range(1, longest + 2)] + [(is_mlp, 1), (~is_mlp, 1)]
+    backend.truncate(0)
+    backend.forward(ForwardInput(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))
+    *whole, without_attention, without_mlp = _medians(backend, passes, repeats)
+    backend.truncate(0)
+    # Noise must not make a block pay for being run.
+    attention, mlp = (max(whole[0] - ms, 0.0) / layers for ms in (without_attention, without_mlp))
+    blocks = np.where(is_mlp, mlp, attention)
+    return BlockCosts(max(whole[0] - float(blocks.sum()), 0.0), tuple(blocks.tolist()), tuple(whole))
+
+
+def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], repeats: int) -> list[float]:
+    """Milliseconds of passes with a mask (2 L,) over some rows at the end of the cache; they take turns."""
+    past = backend.length
+    times: list[list[float]] = [[] for _ in passes]
+    for repeat in range(repeats + 1):
+        for (mask, size), taken in zip(passes, times, strict=True):
+            rows = np.arange(size)
+            begun = time.perf_counter()
+            backend.forward(ForwardInput(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
+            if repeat:  # the first round warms up
+                taken.append((time.perf_counter() - begun) * 1e3)
+            backend.truncate(past)
+    return [median(taken) for taken in times]

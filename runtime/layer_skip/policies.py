@@ -1,0 +1,243 @@
+"""Policies that compute less, and which one an option names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SwitchPolicy, Wanted
+from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy
+
+__all__ = [
+    "SKIPPING",
+    "SKIP_LEVELS",
+    "SWITCHING",
+    "CalibratedPolicy",
+    "ImportancePolicy",
+    "PolicyParts",
+    "RoutersPolicy",
+    "SkipLevels",
+    "UnifiedPolicy",
+    "importance",
+    "kept_layers",
+    "layers_mask",
+    "skip_in_order",
+]
+
+
+# Name of its arrays in a profile.
+SKIP_LEVELS = "ladder"
+
+
+def kept_layers(layers: int, speedup: float) -> list[int]:
+    """The authors' rule: first and last, and each multiple of an interval until int(L / speedup) layers are kept.
+
+    Below three layers to keep there is nothing to space; first and last always stay.
+    """
+    count = int(layers / speedup)
+    if count >= layers:
+        return list(range(layers))
+    kept = sorted({0, layers - 1})
+    if count > 2:
+        interval = int(layers / (count - 2 + 1))
+        for layer in range(1, layers - 1):
+            if layer % interval == 0 and len(kept) < count:
+                kept.append(layer)
+    return sorted(kept)
+
+
+def layers_mask(layers: int, kept: list[int]) -> Mask:
+    """Attention and MLP of these layers."""
+    mask = np.zeros((layers, 2), np.bool_)
+    mask[kept] = True
+    return mask.reshape(-1)
+
+
+class UnifiedPolicy:
+    """Implements `contract.SkipPolicy`."""
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+        """The same layers for every prompt."""
+        return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
+
+
+def importance(states: Floats) -> NDArray[np.float64]:  # (L + 1, S, D) -> (L,)
+    """1 - cos(entering, leaving) of each layer, mean over tokens."""
+    before, after = states[:-1].astype(np.float64), states[1:].astype(np.float64)
+    lengths = np.linalg.norm(before, axis=2) * np.linalg.norm(after, axis=2)
+    cosines = (before * after).sum(axis=2) / np.maximum(lengths, 1e-12)
+    turned: NDArray[np.float64] = 1 - cosines.mean(axis=1)
+    return turned
+
+
+def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
+    """Skips layers one after the other until passes are as fast as wanted; first and last always stay."""
+    kept = list(range(layers))
+    for layer in order:
+        if wanted.reached(layers_mask(layers, kept)):
+            break
+        if 0 < layer < layers - 1:
+            kept.remove(layer)
+    return layers_mask(layers, kept)
+
+
+class ImportancePolicy:
+    """Implements `contract.SkipPolicy`."""
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+        """Skips the least important layers of this prompt."""
+        order = np.argsort(importance(prompt.states()), kind="stable").tolist()
+        return skip_in_order(order, prompt.layers, wanted)
+
+
+_NEEDED = 0.5
+
+
+@dataclass(frozen=True)
+class RoutersPolicy:
+    """Implements `contract.SkipPolicy`.
+
+    Attributes:
+        weight, bias: of each layer's router, which takes the mean over the prompt of the states entering the layer.
+            (L, D), (L,)
+
+    Raises:
+        BundleError: their shapes do not belong together, or they hold other than finite numbers.
+    """
+
+    weight: Floats
+    bias: Floats
+
+    def __post_init__(self) -> None:
+        shaped = self.weight.ndim == 2 and self.bias.shape == self.weight.shape[:1]
+        if not (shaped and np.isfinite(self.weight).all() and np.isfinite(self.bias).all()):
+            raise BundleError("The routers of the bundle are damaged.", "Train them again, or export it again.")
+
+    def needed(self, prompt: EvaluatedPrompt) -> NDArray[np.float64]:  # (L,)
+        """Probability that the reply needs each layer."""
+        means = prompt.states()[:-1].mean(axis=1, dtype=np.float64)  # (L, D)
+        if means.shape != self.weight.shape:
+            message = f"Routers of {self.weight.shape} do not fit states of {means.shape}."
+            raise BundleError(message, "Train them again, or export it again.")
+        scores: NDArray[np.float64] = (means * self.weight).sum(axis=1) + self.bias
+        return 1 / (1 + np.exp(-scores))
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+        """Skips what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
+        needed = self.needed(prompt)
+        order = [int(layer) for layer in np.argsort(needed, kind="stable") if needed[layer] <= _NEEDED]
+        return skip_in_order(order, prompt.layers, wanted)
+
+
+@dataclass(frozen=True)
+class SkipLevels:
+    """Sets by ascending saving, each of no less loss than the one before it; the first leaves nothing out.
+
+    Attributes:
+        masks: blocks that run. (N, 2 L)
+        losses: nats from the whole model's predictions on the texts of the search, mean over tokens. (N,)
+    """
+
+    masks: NDArray[np.bool_]
+    losses: NDArray[np.float64]
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """As arrays."""
+        return {"masks": self.masks, "losses": self.losses}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> SkipLevels | None:
+        """Takes back what `state` gave, for a model of so many layers; None where nothing was kept.
+
+        Raises:
+            StorageError: it is damaged, or of another model.
+        """
+        if not state:
+            return None
+        masks, losses = state.get("masks"), state.get("losses")
+        if masks is None or losses is None or not _fit(masks, losses, layers):
+            raise StorageError("The calibrated sets are of another model.", "Run edgeinfer tune --skip again.")
+        return cls(masks, losses)
+
+    def choose(self, wanted: Wanted) -> Mask:
+        """The least harmful set that is as fast as wanted; where none is, the fastest."""
+        every = range(len(self.masks))
+        fast = [row for row in every if wanted.reached(self.masks[row])]
+        if fast:
+            chosen = min(fast, key=lambda row: float(self.losses[row]))
+        else:
+            chosen = min(every, key=lambda row: wanted.costs.ms(self.masks[row]))
+        mask: Mask = self.masks[chosen]
+        return mask
+
+
+def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
+    """Whether this is a ladder of a model of so many layers."""
+    shaped = masks.ndim == 2 and masks.shape[1] == 2 * layers and losses.shape == masks.shape[:1] != (0,)
+    typed = masks.dtype == np.bool_ and losses.dtype == np.float64
+    return shaped and typed and bool(np.isfinite(losses).all() and masks[0].all())
+
+
+@dataclass(frozen=True)
+class CalibratedPolicy:
+    """Implements `contract.SkipPolicy`."""
+
+    ladder: SkipLevels
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+        """The same blocks for every prompt."""
+        return self.ladder.choose(wanted)
+
+
+@dataclass(frozen=True)
+class PolicyParts:
+    """What policies are made of.
+
+    Attributes:
+        ladder: the sets that `edgeinfer tune --skip` found; None where it did not run.
+        routers: gives weights and biases that the bundle has; None where it has none.
+        entropies: of the model and its draft model.
+    """
+
+    ladder: SkipLevels | None
+    routers: Callable[[], tuple[Floats, Floats] | None]
+    entropies: Entropies
+
+
+def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
+    if parts.ladder is None:
+        message = "No sets of blocks to skip are known of this model."
+        raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
+    return CalibratedPolicy(parts.ladder)
+
+
+def _routers(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
+    found = parts.routers()
+    if found is None:
+        message = "The bundle has no routers that choose layers."
+        raise UsageError(message, "Train some with edgeinfer distill routers, or compute 'importance'.")
+    return RoutersPolicy(*found)
+
+
+def _entropy(parts: PolicyParts, options: ComputeOptions) -> SwitchPolicy:
+    return EntropyPolicy(parts.entropies, options.compute_share, options.entropy_threshold, options.entropy_stay)
+
+
+# Ways that skip a set of blocks for the whole reply, and those that let two models take turns.
+SKIPPING: dict[str, Callable[[PolicyParts, ComputeOptions], SkipPolicy]] = {
+    "unified": lambda parts, options: UnifiedPolicy(),
+    "calibrated": _calibrated,
+    "importance": lambda parts, options: ImportancePolicy(),
+    "routers": _routers,
+}
+SWITCHING: dict[str, Callable[[PolicyParts, ComputeOptions], SwitchPolicy]] = {
+    "entropy": _entropy,
+    "random": lambda parts, options: RandomPolicy(options.compute_share, options.entropy_stay, seed=0),
+}

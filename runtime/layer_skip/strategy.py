@@ -1,0 +1,169 @@
+"""What all ways of computing less do alike: the first token, a reply's books, its floor; knows not what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgeinfer.adaptive import ComputeOptions, ComputeUse
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
+from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
+from edgeinfer.runtime.sampling import Sampler
+
+__all__ = ["ReducedDecoding", "StrategyArguments"]
+
+# Tokens of the prompt that are tried before anything is left out.
+_TRIED = 32
+
+
+@dataclass(frozen=True)
+class StrategyArguments:
+    """What the steps of a reply work with.
+
+    Attributes:
+        backend: of the whole model.
+        sampler: of the reply's tokens.
+        options: what was asked for.
+        chunk: most tokens of a pass.
+        rows: most logit rows of a pass, as memory was planned for.
+        plain_ms: a pass of the whole model over one token, as far as that is known already.
+    """
+
+    backend: Backend
+    sampler: Sampler
+    options: ComputeOptions
+    chunk: int
+    rows: int
+    plain_ms: float | None
+
+
+@dataclass
+class ReducedStatistics:
+    """What happened to a reply's tokens after the first."""
+
+    tokens: int = 0
+    reduced: int = 0
+    caught_up: int = 0
+    blocks_skipped: int = 0
+    decide_ms: float = 0.0
+    ms: float = 0.0
+
+
+class ReducedDecoding(DecodingStrategy, ABC):
+    """Decodes one token at a time with less than the whole model.
+
+    Args:
+        given: what it works with.
+    """
+
+    def __init__(self, given: StrategyArguments) -> None:
+        super().__init__(given.backend, given.sampler)
+        self._options = given.options
+        self._chunk = given.chunk
+        self._plain_ms = given.plain_ms
+        # The last row of a pass is the one that counts; samples take the others.
+        self._samples = max(1, min(given.rows - 1, 8))
+        self._limit = DivergenceLimit(given.options.quality_floor)
+        self._statistics = ReducedStatistics()
+        self._tokens: list[int] = []  # prompt and reply; the last is the root
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+        """The token after a prompt that the whole model took in."""
+        accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
+        self._tokens[:] = [*prompt, *accepted]
+        started = time.perf_counter()
+        self._begin(logits)
+        self._statistics.decide_ms += (time.perf_counter() - started) * 1e3
+        return accepted
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        """One further token."""
+        started = time.perf_counter()
+        logits = self._logits(lost)
+        accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
+        self._tokens += accepted
+        self._statistics.tokens += 1
+        self._chosen(logits)
+        self._statistics.ms += (time.perf_counter() - started) * 1e3
+        return accepted
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Rows that the whole model did not make are dropped."""
+
+    @abstractmethod
+    def _begin(self, logits: Floats) -> None:  # (V,)
+        """Decides what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
+
+    def _try(self, share: float) -> None:
+        """Reads the prompt's last tokens in both ways, where a floor is to be kept: if what is left out diverges too
+        far there already, nothing is left out of the reply.
+
+        Args:
+            share: of the reply's tokens that are expected to be made with less.
+        """
+        end = self._backend.length
+        size = min(_TRIED, end - 1, len(self._tokens) - 2)
+        if not self._limit.watching or size < 1:
+            return
+        tokens, start = self._tokens[-1 - size : -1], end - size
+        wanted = sorted({size - 1 - index * size // self._samples for index in range(min(size, self._samples))})
+        self._backend.truncate(start)
+        reduced = self._reduced(tokens, start, wanted)
+        self._backend.truncate(start)
+        trial = DivergenceLimit(self._limit.nats)
+        for index, whole in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
+            trial.add(whole, reduced.get(index, whole))
+        if trial.check(share, 1):
+            self._limit.expect(trial)
+        else:
+            self._limit.refuse()
+
+    @abstractmethod
+    def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
+        """Copies of what is said behind these of the prompt's last tokens with less; those that would be made in full
+        all the same are left out. The cache holds what is before them, and may be written to."""
+
+    @abstractmethod
+    def _logits(self, lost: int) -> Floats:  # (V,)
+        """After the text's last token; a view that the next pass overwrites."""
+
+    @abstractmethod
+    def _chosen(self, logits: Floats) -> None:  # (V,)
+        """A token was chosen from these logits and joined the text, so that passes may run again."""
+
+    def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
+        """What happened so far where reduced tokens run these blocks."""
+        ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
+        use, mask = ReducedDecoding.compute_use(self), tuple(layer_mask.tolist())
+        return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
+
+    def compute_use(self) -> ComputeUse:
+        """What happened so far."""
+        statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
+        plain, sampled = self._plain_ms, self._limit.mean
+        return ComputeUse(
+            compute=self._options.compute,
+            lossless=statistics.reduced == 0,
+            tokens=statistics.tokens,
+            reduced=statistics.reduced,
+            skipped_share=statistics.blocks_skipped / (blocks * statistics.tokens) if statistics.tokens else 0.0,
+            caught_up=statistics.caught_up,
+            decide_ms=statistics.decide_ms,
+            per_token_ms=statistics.ms / statistics.tokens if statistics.tokens else None,
+            plain_ms=plain,
+            saved_ms=None if plain is None else plain * statistics.tokens - statistics.ms - statistics.decide_ms,
+            divergence=None if sampled is None else sampled * statistics.reduced / max(statistics.tokens, 1),
+            sampled=self._limit.sampled,
+            quality_floor=self._limit.nats,
+            stopped_at=self._limit.stopped_at,
+        )

@@ -1,0 +1,196 @@
+"""The configurations that a caller left open."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from edgeinfer.bundle import Manifest
+from edgeinfer.bundle.kv_types import find_kv_type
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.config import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, LoadConfig, drafters_in, format_size
+from edgeinfer.errors import ContextLengthError, UsageError
+from edgeinfer.runtime.planning.configuration import Configuration, Keeping
+from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+
+__all__ = ["configurations", "draft_configuration", "modest_configurations", "wanted_context"]
+
+DEFAULT_CONTEXT = 2048
+# A context that was not asked for is halved down to this before nothing fits.
+_SMALLEST_CONTEXT = 256
+_CHUNKS = (64, 32, 16, 8)
+_LENGTHS = (MOST_DRAFTED, 7, 3, 1)
+# Drafters with large tables go first, those that need none stay longest.
+_WITHOUT_TABLES = ("forced", "copy")
+_SMALL_TABLES = tuple(name for name in DRAFTERS if name != "recycle")
+# Layers that are resident together while the weights are streamed, and shares of the experts where some are left out.
+_WINDOWS = (8, 4, 2, 1)
+_EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
+
+
+def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
+    """The context to plan for if there is room.
+
+    Raises:
+        ContextLengthError: the context asked for is larger than the model allows.
+    """
+    longest = manifest.geometry.max_positions
+    if config.context is not None and config.context > longest:
+        message = f"A context of {config.context} tokens was asked for, the model allows {longest}."
+        raise ContextLengthError(message, f"Use a context of at most {longest} (-c {longest}).")
+    return config.context or min(DEFAULT_CONTEXT, longest)
+
+
+def configurations(subject: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
+    """Every way to run that the caller left open, the one without any concession first.
+
+    Raises:
+        ContextLengthError: as `wanted_context`.
+        UsageError: a kind of cache or of weights is asked for that the model does not have.
+    """
+    return _product(_dimensions(subject, config))
+
+
+def modest_configurations(subject: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
+    """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more.
+
+    One of them takes the least of all; errors as `configurations`.
+    """
+    every = _dimensions(subject, config)
+    least = every._replace(
+        contexts=every.contexts[-1:], kv_types=every.kv_types[-1:], drafts=every.drafts[-1:], chunks=every.chunks[-1:]
+    )
+    return _product(least)
+
+
+class _Dimensions(NamedTuple):
+    """What is open, each from no concession to the largest."""
+
+    contexts: tuple[int, ...]
+    kv_types: tuple[str, ...]
+    weights: tuple[tuple[str, int, int], ...]
+    drafts: tuple[tuple[tuple[str, ...], int], ...]
+    chunks: tuple[int, ...]
+    tokenizers: tuple[Keeping, ...]
+
+
+def _dimensions(subject: PlanInput, config: LoadConfig) -> _Dimensions:
+    return _Dimensions(
+        _contexts(subject.manifest, config),
+        _kv_types(subject, config),
+        _weights(subject, config),
+        _drafts(config),
+        (config.prefill_chunk,) if config.prefill_chunk else _chunks(subject),
+        subject.tokenizers,
+    )
+
+
+def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
+    for context, kv, (weights, window, experts), (drafters, most), chunk, tokenizer in itertools.product(*dimensions):
+        yield Configuration(context, min(chunk, context), kv, weights, window, drafters, most, tokenizer, experts)
+
+
+def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:
+    """How a draft model runs beside its target, with which it shares the tokenizer.
+
+    Args:
+        expert_count: of experts that its tokens use; None leaves it to the model.
+    """
+    return Configuration(
+        context=min(target.context, drafter.manifest.geometry.max_positions),
+        prefill_chunk=target.prefill_chunk,
+        kv=drafter.kv_types[0],
+        weights=drafter.weights_modes[0],
+        window_layers=0,
+        drafters=(),
+        draft_max=0,
+        tokenizer=target.tokenizer,
+        expert_count=expert_count,
+    )
+
+
+def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
+    context = wanted_context(manifest, config)
+    if config.context is not None:
+        return (context,)
+    return (context, *(size for size in (1024, 512, _SMALLEST_CONTEXT) if size < context))
+
+
+def _kv_types(subject: PlanInput, config: LoadConfig) -> tuple[str, ...]:
+    if config.kv is not None:
+        if config.kv not in subject.kv_types:
+            known = ", ".join(subject.kv_types)
+            message = f"{subject.manifest.name} cannot keep its cache in {config.kv} here, only in {known}."
+            hint = "Run edgeinfer tune on it once for the scales, or export it again with this version of edgeinfer."
+            raise UsageError(message, hint)
+        return (config.kv,)
+    # Four bits change texts visibly on some models, and more than usual are for comparisons: only who asks gets them.
+    most = find_kv_type(subject.kv_types[0]).bits
+    return tuple(kv for kv in subject.kv_types if 8 <= find_kv_type(kv).bits <= most)
+
+
+def _chunks(subject: PlanInput) -> tuple[int, ...]:
+    """What was tuned, or is usual, first; less of it takes less memory."""
+    tuned = subject.settings.prefill_chunk
+    return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
+
+
+def _weights(subject: PlanInput, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
+    """Modes, each with its layers in a window and its bytes of experts."""
+    modes = subject.weights_modes
+    if config.weights is not None:
+        if config.weights not in modes:
+            message = f"{subject.manifest.name} cannot run with {config.weights} weights here."
+            in_place = modes[0] == "mapped" and config.weights == "packed"
+            why = "They are used in place, as mapped weights." if in_place else ""
+            raise UsageError(message, f"{why} Choose one of {', '.join(modes)}.".strip())
+        modes = (config.weights,)
+    elif config.expert_memory is not None:
+        if "experts" not in modes:
+            message = f"The experts of {subject.manifest.name} cannot be left out of memory here."
+            raise UsageError(message, "Leave --expert-memory out.")
+        modes = ("experts",)
+    elif subject.settings.weights in modes:
+        modes = (subject.settings.weights, *(mode for mode in modes if mode != subject.settings.weights))
+    layers = subject.manifest.geometry.num_layers
+    found: list[tuple[str, int, int]] = []
+    for mode in modes:
+        if mode == "streamed":
+            windows = [window for window in _WINDOWS if window < layers] or [1]
+            found += [(mode, window, 0) for window in windows]
+        elif mode == "experts":
+            found += [(mode, 0, size) for size in _expert_bytes(subject, config)]
+        else:
+            found.append((mode, 0, 0))
+    return tuple(found)
+
+
+def _expert_bytes(subject: PlanInput, config: LoadConfig) -> tuple[int, ...]:
+    """How much of the experts may stay in memory, from most to least."""
+    takes = ExpertBytes.of(subject.manifest.decoder, tensors_in(subject.manifest, subject.layout))
+    if config.expert_memory is not None:
+        if config.expert_memory < takes.least:
+            message = f"{format_size(config.expert_memory)} hold too few experts for {subject.manifest.name} to run."
+            raise UsageError(message, f"Give at least {format_size(takes.least)} (--expert-memory).")
+        return (config.expert_memory,)
+    sizes = [round(takes.total * share) for share in _EXPERT_SHARES]
+    found = [*(size for size in sizes if size > takes.least), takes.least]
+    # Nothing is gained where one layer's may need as much as all take, but who asks for it gets it.
+    return tuple(size for size in found if size < takes.total or config.weights == "experts")
+
+
+def _drafts(config: LoadConfig) -> tuple[tuple[tuple[str, ...], int], ...]:
+    names = drafters_in(config.speculation)
+    if not names:
+        return (((), 0),)
+    if config.speculation != "auto":
+        return ((names, config.draft_max or MOST_DRAFTED),)
+    lengths = (config.draft_max,) if config.draft_max else _LENGTHS
+    # A draft model was given to be used.
+    given = config.draft_model not in (None, NO_DRAFT_MODEL)
+    model = ("model", "hierarchical") if given else ()
+    sets = (names, _SMALL_TABLES, (*_WITHOUT_TABLES, *model))
+    drafts = tuple((each, length) for each in sets for length in lengths)
+    return drafts if config.draft_max or given else (*drafts, ((), 0))

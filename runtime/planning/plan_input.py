@@ -1,0 +1,142 @@
+"""What is planned for: a model, what there is to choose from, and how a device other than the CPU changes both.
+
+A device with memory of its own holds the weights, and the cache where the graph updates it in place. Those bytes are
+listed, but no budget of the process counts them. What the device's driver takes inside the process is known only once
+it is loaded, so a budget there is watched, not promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from edgeinfer.bundle import Bundle, Layout, Manifest
+from edgeinfer.bundle.kv_types import find_kv_type
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping, ModelMemory
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+
+__all__ = ["OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
+
+
+@dataclass(frozen=True)
+class OptionBytes:
+    """What options take beside the model, told by the rooms that implement them; all figures are upper bounds.
+
+    Attributes:
+        drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out.
+        prefix_cache: of its cap in bytes and the model's number of layers.
+        context_shift: of a policy's name, and a cache of so many tokens.
+    """
+
+    drafting: Callable[[Bundle, Configuration], int]
+    prefix_cache: Callable[[int, int], int]
+    context_shift: Callable[[str, DecoderSpec | None, int], int]
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What is planned for.
+
+    Attributes:
+        backend: name of the backend that runs the model.
+        layout: of the target's weights, as it will run.
+        drafter: a small model that drafts.
+        kv_types: those the bundle has graphs and scales for, the usual one first.
+        weights_modes: those the backend has, the fastest first.
+        tokenizers: ways to have the tokenizer, the usual one first.
+        threads: of the linear algebra.
+        memory: what the model takes.
+        modes_differ: whether weights of another mode are multiplied in another way, at another speed.
+        loads_experts: whether how many experts a token uses is fixed when the model is loaded.
+        settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
+        device: that the model runs on.
+        device_note: why it is not the one that was asked for; empty where it is.
+        option_bytes: what options take beside the model; None for a draft model, which is planned with its target.
+    """
+
+    backend: str
+    bundle: Bundle
+    layout: Layout
+    drafter: PlanInput | None
+    kv_types: tuple[str, ...]
+    weights_modes: tuple[str, ...]
+    tokenizers: tuple[Keeping, ...]
+    threads: int
+    memory: ModelMemory
+    modes_differ: bool = False
+    loads_experts: bool = False
+    settings: TunedSettings = UNTUNED
+    device: Device = CPU
+    device_note: str = ""
+    option_bytes: OptionBytes | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The target's manifest."""
+        return self.bundle.manifest
+
+    def variant(self, configuration: Configuration) -> str:
+        """What passes cost, and may round, as in no other way of running the model: the kind of cache, streaming,
+        experts left out of memory; "" is the usual one."""
+        kv = "" if configuration.kv == self.kv_types[0] else configuration.kv
+        mode = configuration.weights
+        weights = f" {mode}" if self.modes_differ and mode != self.weights_modes[0] else ""
+        streamed = f" streamed {configuration.window_layers}" if configuration.window_layers else ""
+        experts = f" experts {configuration.expert_bytes}" if configuration.expert_bytes else ""
+        return kv + weights + streamed + experts
+
+
+def kv_types_on(device: Device, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the kinds of cache those that the device has kernels for."""
+    return tuple(kv for kv in kinds if device.traits.quantized_kv or not find_kv_type(kv).quantized)
+
+
+def weights_modes_on(device: Device, modes: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the places of the weights the usual one alone, but on the CPU: a provider takes weights as it likes."""
+    return modes if device.on_cpu else modes[:1]
+
+
+def memory_on(device: Device, memory: ModelMemory, *, cache: bool) -> ModelMemory:
+    """What a model takes on a device.
+
+    Args:
+        memory: what it takes on the CPU.
+        cache: whether the cache is where the weights are.
+    """
+    return memory if device.memory == CPU_MEMORY else _OwnMemory(memory, cache)
+
+
+@dataclass(frozen=True)
+class _OwnMemory:
+    """Implements `model_memory.ModelMemory` for a device with memory of its own."""
+
+    memory: ModelMemory
+    cache: bool
+
+    def import_libraries(self) -> None:
+        """Imports what loading will import."""
+        self.memory.import_libraries()
+
+    def weights(self, configuration: Configuration) -> Footprint:
+        """On the device; in the process the pages of the file that they are copied from, which may stay resident."""
+        whole = self.memory.weights(configuration)
+        size = sum(whole.anonymous.values()) + sum(whole.file.values())
+        return Footprint({"weights_packed": 0}, {"weights_mapped": size}, {"weights": size})
+
+    def running(self, configuration: Configuration) -> Footprint:
+        """The cache may be on the device; inputs and outputs of passes stay in the process, as much as on the CPU."""
+        whole = self.memory.running(configuration)
+        if not self.cache:
+            return whole
+        anonymous = dict(whole.anonymous)
+        return Footprint(anonymous | {"kv": 0}, whole.file, {"kv": anonymous["kv"]})
+
+    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+        """As on the CPU."""
+        return self.memory.tokenizer(keeping, used=used)
+
+    def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
+        """As on the CPU: weights are read from their file there too."""
+        return self.memory.phases(outside, running, configuration)

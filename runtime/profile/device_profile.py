@@ -1,0 +1,289 @@
+"""What speculation keeps between sessions per device, bundle and kernel: costs and arrays; knows not what they mean.
+
+A folder of the user's cache for each combination, named by its digest. What lies there was made from private
+conversations (n-grams of tokens), so nobody else may read it, and it may be damaged or forged, so nothing read from it
+is trusted: arrays are plain numbers of bounded size, never pickles, and what cannot be read is dropped and made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Self, TypeVar
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Bundle, Layout, write_file
+from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.system.machine import processor_name
+from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
+from edgeinfer.version import VERSION
+
+__all__ = ["Profile", "forget", "profile_folder", "stamped"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("edgeinfer")
+
+_COSTS = "costs.json"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# Files of a profile, and the temporary siblings that a killed process leaves of them.
+_OURS = re.compile(r"costs\.json|[a-z0-9_-]+\.npz|\.(costs\.json|[a-z0-9_-]+\.npz)\.\w+")
+# Costs are a kilobyte. The largest table of a drafter, candidates of each of 150 thousand tokens, is 5 MB.
+_MOST_COSTS_BYTES = 1 << 16
+_MOST_ARRAYS_BYTES = 32 << 20
+_MOST_PROFILE_BYTES = 64 << 20
+# Of all profiles together: every version, bundle and number of threads makes one.
+_MOST_BYTES = 256 << 20
+_MOST_ARRAYS = 64
+
+
+def profile_folder(
+    bundle: Bundle,
+    layout: Layout,
+    kernel: str,
+    threads: int,
+    exact: bool,
+    drafter: Bundle | None = None,
+    variant: str = "",
+) -> Path:
+    """Where the profile of a bundle as it runs here belongs, with the draft model if any; the folder need not exist.
+
+    Args:
+        variant: of running it, where passes cost something else or round otherwise than in the usual one.
+
+    Raises:
+        StorageError: this user has no home folder.
+    """
+    files = [{n: e.sha256 for n, e in each.manifest.files.items()} for each in (bundle, drafter) if each is not None]
+    key = json.dumps([files, layout, kernel, threads, exact, variant, VERSION], sort_keys=True)
+    return _all_profiles() / hashlib.sha256(key.encode()).hexdigest()
+
+
+def _all_profiles() -> Path:
+    return user_cache() / "edgeinfer" / "speculation"
+
+
+def forget(folder: Path | None = None) -> None:
+    """Removes a profile, or all of them.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    folders = [folder] if folder is not None else [f for f in _children(_all_profiles()) if _DIGEST.fullmatch(f.name)]
+    for each in folders:
+        with storage_errors(each):
+            _remove(each)
+
+
+def _remove(folder: Path) -> None:
+    """Removes what a profile consists of, and the folder if that was all; links are removed, not followed."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    for path in _children(folder):
+        if _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _bytes(folder: Path, but: str = "") -> int:
+    total = 0
+    for path in _children(folder):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size if path.name != but else 0
+    return total
+
+
+def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
+    """Costs that were measured here and now."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Costs(passes, drafts, processor_name(), now)
+
+
+class Profile:
+    """One folder of what is kept. Nothing that is wrong with it raises: it is then as if nothing had been kept.
+
+    Args:
+        folder: made when something is first saved; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    @classmethod
+    def open(cls, folder: Path | None) -> Self:
+        """The profile in a folder, which is made this user's own if it is there."""
+        profile = cls(folder)
+        profile._guarded(lambda folder: make_private(folder) if os.path.lexists(folder) else None)
+        return profile
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept: false without a folder, and after it turned out unusable."""
+        return self._folder is not None
+
+    def costs(self) -> Costs | None:
+        """Costs measured earlier on this device; None where there are none."""
+        costs = self._read(_COSTS, _MOST_COSTS_BYTES, lambda file: Costs.from_dict(json.loads(file.read())))
+        if costs is None or costs.processor == processor_name():
+            return costs
+        _log.info("The costs in %s are another device's; they are measured again.", self._folder)
+        return None
+
+    def save_costs(self, costs: Costs) -> None:
+        """Keeps costs."""
+        data = json.dumps(costs.to_dict(), indent=1) + "\n"
+        self._guarded(lambda folder: _keep(folder, _COSTS, data.encode(), _MOST_COSTS_BYTES))
+
+    def arrays(self, name: str) -> dict[str, NDArray[Any]] | None:
+        """Arrays kept under a name; None where there are none. They can be written to.
+
+        Raises:
+            UsageError: not a name of lower-case letters, digits, dashes and underscores.
+        """
+        return self._read(_file_name(name), _MOST_ARRAYS_BYTES, _read_arrays)
+
+    def save_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keeps arrays of numbers under a name; without any, drops what was kept.
+
+        Raises:
+            UsageError: a name as in `arrays`, or an array that is not of plain numbers.
+        """
+        file_name = _file_name(name)
+        for key, array in arrays.items():
+            if not _plain(array.dtype) or not _KEY.fullmatch(key):
+                raise UsageError(f"{key!r} of {name} cannot be kept.", "Only arrays of plain numbers with names can.")
+        if arrays:
+            data = _npz(arrays)
+            self._guarded(lambda folder: _keep(folder, file_name, data, _MOST_ARRAYS_BYTES))
+        else:
+            self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Forgets the arrays of a name, as whoever they were made for does not understand them."""
+        file_name = _file_name(name)
+        self._guarded(lambda folder: (folder / file_name).unlink(missing_ok=True))
+
+    def _guarded(self, act: Callable[[Path], object]) -> None:
+        """Does something with the folder; where that fails, says so once and keeps nothing from then on."""
+        if self._folder is None:
+            return
+        try:
+            with storage_errors(self._folder):
+                act(self._folder)
+        except StorageError as error:
+            _log.warning("%s What drafters learn is not kept.", error.message)
+            self._folder = None
+
+    def _read(self, name: str, most: int, parse: Callable[[BinaryIO], T]) -> T | None:
+        """What a file of the profile says; None where there is none, or it is damaged and was dropped."""
+        if self._folder is None:
+            return None
+        path = self._folder / name
+        try:
+            if not os.path.lexists(path):
+                return None
+            with path.open("rb") as file:
+                if path.is_symlink() or os.fstat(file.fileno()).st_size > most:
+                    raise StorageError("it is a link, or too large")
+                return parse(file)
+        # What damage makes json, zipfile and numpy raise is not documented, and none of it may stop a session.
+        except Exception as error:
+            reason = str(error).rstrip(".") or type(error).__name__
+            _log.warning("%s cannot be read and is dropped: %s.", path, reason)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+
+
+def _file_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be a name in a profile.", "Use lower-case letters, digits, - and _.")
+    return f"{name}.npz"
+
+
+def _keep(folder: Path, name: str, data: bytes, most: int) -> None:
+    if len(data) > most or _bytes(folder, but=name) + len(data) > _MOST_PROFILE_BYTES:
+        _log.warning("%s would be %d MB and is not kept.", folder / name, len(data) >> 20)
+        return
+    make_private(folder)
+    _make_room(folder, len(data))
+    write_file(folder / name, data)
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Removes the profiles that were written longest ago until all together fit."""
+    others = [f for f in _children(folder.parent) if _DIGEST.fullmatch(f.name) and f != folder]
+    sizes = {other: _bytes(other) for other in others}
+    total = sum(sizes.values()) + _bytes(folder) + size
+    for other in sorted(others, key=written):
+        if total <= _MOST_BYTES:
+            return
+        _remove(other)
+        total -= sizes[other]
+
+
+def _plain(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biuf" and dtype.isnative
+
+
+def _npz(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """What numpy.savez writes, without pickles and whatever the names are."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for key, array in arrays.items():
+            with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
+                npy.write_array(file, np.asarray(array, order="C"), version=(1, 0), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _read_arrays(file: BinaryIO) -> dict[str, NDArray[Any]]:
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if len(members) > _MOST_ARRAYS or sum(member.file_size for member in members) > _MOST_ARRAYS_BYTES:
+            raise StorageError("it holds too much")
+        arrays = {}
+        for member in members:
+            key, suffix = member.filename[:-4], member.filename[-4:]
+            # Ours are stored as they are; a compressed one could be far larger than its file.
+            if member.compress_type != zipfile.ZIP_STORED or suffix != ".npy" or not _KEY.fullmatch(key):
+                raise StorageError(f"it holds {member.filename!r}")
+            arrays[key] = _read_array(archive.read(member))
+        return arrays
+
+
+def _read_array(data: bytes) -> NDArray[Any]:
+    """An array from a .npy file: what its header says must be exactly what follows."""
+    stream = io.BytesIO(data)
+    if npy.read_magic(stream) != (1, 0):
+        raise StorageError("an array is of another format")
+    shape, fortran, dtype = npy.read_array_header_1_0(stream)
+    if not _plain(dtype) or fortran or min(shape, default=0) < 0:
+        raise StorageError("an array is not of plain numbers")
+    array: NDArray[Any] = np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape).copy()
+    if dtype.kind == "b" and (array.view(np.uint8) > 1).any():
+        raise StorageError("an array of truths holds other values")
+    return array

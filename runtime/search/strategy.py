@@ -1,0 +1,264 @@
+"""What searches share: their build arguments, passes that are counted, texts that are read, and going on plainly.
+
+Between two of a search's answers the rows of the cache are those of the reply alone, each computed in a pass of the
+reply's own text, so that the next turn rests on the same bits as without.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.searching import SearchedText, SearchUse
+
+__all__ = [
+    "MOST_ROWS",
+    "Passes",
+    "Reader",
+    "SearchParts",
+    "SearchStatistics",
+    "SearchStrategy",
+    "entropy",
+    "likeliest",
+    "log_probabilities",
+    "logprob",
+]
+
+# Rows of logits that a pass gives at most, as many as drafts of the usual length take.
+MOST_ROWS = 16
+_SEEDS = 2**64
+
+
+@dataclass
+class SearchStatistics:
+    """What searching took."""
+
+    passes: int = 0
+    rows: int = 0
+    branches: int = 0
+    trials: int = 0
+
+
+@dataclass(frozen=True)
+class SearchParts:
+    """What a way is made of.
+
+    Attributes:
+        sampler: of the reply's tokens.
+        stop_ids: that end the reply.
+        cancelled: whether the reply was cancelled.
+        continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
+    """
+
+    backend: Backend
+    sampler: Sampler
+    config: GenerationConfig
+    stop_ids: frozenset[int]
+    tokenizer: TokenizerLike
+    cancelled: Callable[[], bool]
+    continues: bool
+
+    def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
+        """Chooses for one of several replies, by the seed that follows the reply's own by its index."""
+        processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
+        return Sampler(processor, prompt)
+
+    def reader(self, prompt: Sequence[int]) -> Reader:
+        """Reads one of several replies."""
+        return Reader(self, prompt)
+
+
+class Reader:
+    """Turns the tokens of a reply into its text and tells when it ends by itself.
+
+    Attributes:
+        ended: by a stop token or a stop string.
+        tokens: so far, a stop token included.
+    """
+
+    def __init__(self, parts: SearchParts, prompt: Sequence[int]) -> None:
+        self._stop_ids = parts.stop_ids
+        self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if parts.continues else ())
+        self._stops = StopMatcher(parts.config.stop)
+        self._text = ""
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def push(self, token: int) -> None:
+        """The reply's next token."""
+        self.tokens.append(token)
+        if token in self._stop_ids:
+            self.ended = True
+            return
+        text, matched = self._stops.push(self._decoder.push(token))
+        self._text += text
+        self.ended = matched
+
+    def text(self) -> str:
+        """The whole text; nothing is pushed afterwards."""
+        text, matched = self._stops.push(self._decoder.flush())
+        self._text += text if matched else text + self._stops.flush()
+        return self._text
+
+
+class Passes:
+    """Passes over one text at a time, counted.
+
+    Args:
+        parts: of the way.
+        statistics: counts them.
+    """
+
+    def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
+        self._backend, self._cancelled, self._statistics = parts.backend, parts.cancelled, statistics
+
+    def feed(self, token: int) -> Floats:  # (V,)
+        """The logits behind one more token; a view that the next pass overwrites."""
+        return next(self.chain([token]))
+
+    def chain(self, tokens: Sequence[int]) -> Iterator[Floats]:  # of (V,)
+        """The logits behind each of these tokens; views that the next pass overwrites.
+
+        They are fed a few at a time, as they are asked for.
+        """
+        for begin in range(0, len(tokens), MOST_ROWS):
+            self.check()
+            part, start = tokens[begin : begin + MOST_ROWS], self._backend.length
+            rows = np.arange(len(part))
+            output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
+            self._statistics.passes += 1
+            self._statistics.rows += len(part)
+            yield from output.logits
+
+    def check(self) -> None:
+        """Ends the reply where it was cancelled between two passes.
+
+        Raises:
+            PassCancelledError: it was.
+        """
+        if self._cancelled():
+            raise PassCancelledError("The reply was cancelled between two passes.")
+
+
+class SearchStrategy(DecodingStrategy):
+    """What all searches share; where the context has no room for several texts, they go on plainly.
+
+    Attributes:
+        lossless: as `SearchUse` has it.
+    """
+
+    lossless: ClassVar[bool] = False
+    searches = True
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts.backend, parts.sampler)
+        self._parts, self._config = parts, parts.config
+        self._statistics = SearchStatistics()
+        self._passes = Passes(parts, self._statistics)
+        self._settled: int | None = None  # rows of the cache that are the reply's, while others are behind them
+        self._chosen = 0
+        self._texts: tuple[SearchedText, ...] = ()
+
+    @abstractmethod
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """See `DecodingStrategy`."""
+
+    def leave(self) -> None:
+        """Drops the rows of what was looked at."""
+        if self._settled is not None:
+            self._backend.truncate(min(self._settled, self._backend.length))
+            self._settled = None
+
+    def search_use(self) -> SearchUse:
+        """What was done so far."""
+        statistics = self._statistics
+        return SearchUse(
+            search=self._config.search,
+            lossless=self.lossless,
+            passes=statistics.passes,
+            rows=statistics.rows,
+            branches=statistics.branches,
+            trials=statistics.trials,
+            chosen=self._chosen,
+            texts=self._texts,
+        )
+
+    def _forward(self, token: int) -> Floats:  # (V,)
+        return self._passes.feed(token)
+
+    def _take(self, tokens: Sequence[int], logits: Floats) -> Sequence[int]:  # (V,)
+        """The tokens join the reply, and all but the last the cache, by passes of the reply's own text.
+
+        Args:
+            logits: of the first one's place; a copy.
+        """
+        for token in tokens[:1]:
+            self._accept(token, logits)
+        for token, row in zip(tokens[1:], self._passes.chain(tokens[:-1]), strict=True):
+            self._accept(token, row)
+        return tokens
+
+    def _share(self, count: int, room: int) -> int:
+        """Tokens that each of `count` replies side by side may have.
+
+        Raises:
+            UsageError: so many were asked for that they do not fit.
+        """
+        free = (self._backend.capacity - self._backend.length) // count
+        if self._config.max_tokens is not None and free < room:
+            message = f"{count} replies of {room} tokens do not fit the context, which has room for {free} of each."
+            raise UsageError(message, "Ask for fewer or shorter ones, or load the model with a larger context (-c).")
+        if free == 0:
+            message = f"The context has no room for {count} replies side by side."
+            raise UsageError(message, "Shorten the prompt, or load the model with a larger context (-c).")
+        return min(free, room)
+
+    @staticmethod
+    def _told(reader: Reader, score: float) -> SearchedText:
+        """A reply that was looked at to the end.
+
+        Args:
+            score: the sum of its tokens' log-probabilities.
+        """
+        reason = "stop" if reader.ended else "length"
+        return SearchedText(reader.text(), tuple(reader.tokens), score / len(reader.tokens), reason)
+
+
+def log_probabilities(logits: Floats) -> NDArray[np.float64]:  # (V,) -> (V,)
+    """Natural log-probabilities of all tokens."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    normalised: NDArray[np.float64] = shifted - math.log(float(np.exp(shifted).sum()))
+    return normalised
+
+
+def logprob(logits: Floats, token: int) -> float:  # (V,)
+    """Natural log-probability of one token."""
+    best = logits.max()
+    return float(logits[token] - best) - math.log(float(np.exp(logits - best).sum(dtype=np.float64)))
+
+
+def entropy(probabilities: NDArray[np.float64]) -> float:  # (V,)
+    """Entropy of a distribution, in nats."""
+    likely = probabilities[probabilities > 0]
+    return float(-(likely * np.log(likely)).sum())
+
+
+def likeliest(row: NDArray[np.floating], count: int) -> Ints:  # (V,) -> (count,)
+    """The tokens of the largest values, best first, lower ids first on ties."""
+    edge = np.partition(row, len(row) - count)[len(row) - count]
+    ids = np.flatnonzero(row >= edge)
+    order: Ints = ids[np.argsort(-row[ids], kind="stable")][:count]
+    return order

@@ -1,0 +1,145 @@
+"""Measures what passes of the target and guesses of drafters cost on this device.
+
+c(m) is the time of one pass of the target over m new tokens with the logits of all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.speculation.contracts import Context, Drafter
+
+__all__ = ["filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]
+
+# Every size that short drafts have, then steps that show where the cost turns steep.
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+# Sizes that tell anything at all; they are measured even where that takes longer than the budget.
+_FEWEST = 2
+# Visits to a size at most: on the smallest model the budget would allow hundreds.
+_MOST_VISITS = 12
+# Chains asked of a drafter at most, and guesses in each.
+_CHAINS = 8
+_CHAIN = 4
+
+
+def filler_tokens(backend: Backend, count: int, skip: int = 0) -> Ints:  # (count,)
+    """Token ids that look different; the same for the same `skip`.
+
+    Their values change what a pass costs where they choose experts, which may be in memory or not, so passes that are
+    timed are given others each time.
+    """
+    tokens: Ints = ((np.arange(count) + skip) * 7919 + 11) % backend.geometry.vocab_size
+    return tokens
+
+
+def sizes_to_measure(step: int, most: int) -> tuple[int, ...]:
+    """Rows of the passes that `measure_passes` times where cache and time suffice; arguments as it takes them."""
+    return tuple(m for m in _SIZES if (m == 1 or m % step == 0) and m <= max(most, step))
+
+
+def measure_passes(
+    backend: Backend, budget_s: float = 0.6, past: int = 64, step: int = 1, most: int = _SIZES[-1]
+) -> PassCosts:
+    """Times passes of 1 to 32 rows with all their logits; leaves the cache empty.
+
+    The best of a few visits counts, as what else runs on the machine only ever adds, and the few visits that fit the
+    budget are too few for a median. All sizes take turns, ascending; later turns leave out those that have had their
+    share of the budget, so large passes run once where they are slow. What does not fit the budget is not measured.
+
+    Args:
+        backend: the target, whose cache is given up.
+        budget_s: seconds; two sizes are measured even where that takes longer.
+        past: rows in the cache before each pass, fewer where it is small.
+        step: passes are padded to a multiple of so many rows; of larger passes only those multiples are measured.
+        most: rows of the largest pass, for whose logits there is memory.
+    """
+    capacity = backend.capacity
+    past = min(past, max(0, capacity - _SIZES[-1]))
+    sizes = [m for m in sizes_to_measure(step, most) if past + m <= capacity] or [1]
+    backend.truncate(0)
+    _fill(backend, past)
+    deadline = time.perf_counter() + budget_s
+    _timed_pass(backend, past, 1, 0)  # reads the weights' pages in, and is no measure
+    skip = 1
+    best: dict[int, float] = {}
+    spent = dict.fromkeys(sizes, 0.0)
+    for visit in range(_MOST_VISITS):
+        for size in sizes:
+            expected = best.get(size) or max(best.values(), default=0.0)
+            late = time.perf_counter() + expected > deadline
+            if late and len(best) >= _FEWEST:
+                break
+            if visit and spent[size] >= budget_s / len(sizes):
+                continue
+            seconds = _timed_pass(backend, past, size, skip)
+            skip += size
+            spent[size] += seconds
+            best[size] = min(seconds, best.get(size, seconds))
+    backend.truncate(0)
+    return PassCosts(tuple((size, best[size] * 1e3) for size in sizes if size in best), step)
+
+
+def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
+    tokens, rows = filler_tokens(backend, size, skip), np.arange(size)
+    begun = time.perf_counter()
+    backend.forward(ForwardInput(tokens, rows + past, rows))
+    seconds = time.perf_counter() - begun
+    backend.truncate(past)
+    return seconds
+
+
+def _fill(backend: Backend, length: int) -> None:
+    """Puts rows into an empty cache, for passes to attend to."""
+    if backend.capabilities.copies:
+        backend.restore(_blank(backend, length))
+    elif length:
+        backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
+
+
+def _blank(backend: Backend, length: int) -> CacheSnapshot:
+    """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
+    empty = backend.snapshot(0, 0)
+    heads, _, width = empty.keys[0].shape
+    zeros = (np.zeros((heads, length, width), empty.keys[0].dtype),) * backend.geometry.num_layers
+    return replace(empty, length=length, keys=zeros, values=zeros)
+
+
+def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:
+    """Milliseconds of one guess: the median over chains of guesses after different first tokens.
+
+    The first chain is not counted: it takes in the context. Where the drafter works on the target's cache, its rows are
+    left there.
+
+    Args:
+        drafter: which has begun with this context.
+        budget_s: seconds, beyond which no further chain is begun.
+    """
+    deadline = time.perf_counter() + budget_s
+    # Different tokens, so that no chain finds what the one before it left in a cache.
+    starts = list(dict.fromkeys(reversed(context.tokens)))
+    _chain_ms(drafter, context, [starts[0]])
+    each: list[float] = []
+    while not each or (len(each) < _CHAINS and time.perf_counter() < deadline):
+        number = len(each) + 1
+        start = starts[number % len(starts)]
+        each.append(_chain_ms(drafter, context, [start] * (1 + number // len(starts))))
+    return median(each)
+
+
+def _chain_ms(drafter: Drafter, context: Context, drafted: Sequence[int]) -> float:
+    """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
+    path, given = list(drafted), 0
+    begun = time.perf_counter()
+    while given < _CHAIN and (guesses := drafter.guesses(context, path, 1)):
+        given += 1
+        path.append(guesses[0].token)
+    # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
+    return (time.perf_counter() - begun) * 1e3 / max(1, given)

@@ -1,0 +1,164 @@
+"""What a tokenizer promises, the bytes that tokens spell, and whether a text has more tokens than a context holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Protocol
+
+__all__ = [
+    "BYTE_LEVEL",
+    "MARK",
+    "TokenizerLike",
+    "byte_token",
+    "bytes_of",
+    "longest_token",
+    "piece_bytes",
+    "surely_longer",
+    "token_bytes",
+]
+
+# Stands for a special token that was told of apart from the text; no token has this id.
+MARK = -1
+
+
+class TokenizerLike(Protocol):
+    """Text to token ids and back, for several threads at once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's logits may have more columns."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens marked as special."""
+
+    @property
+    def control_texts(self) -> Mapping[str, int]:
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
+
+    @property
+    def decoder_types(self) -> tuple[str, ...]:
+        """Names of the decoding steps in order, such as ("ByteLevel",); empty where tokens are joined by spaces."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text without lone surrogates.
+            add_special_tokens: let the tokenizer add its own, such as a beginning-of-text token.
+            parse_special: turn special tokens spelled out in the text into their ids, as a rendered template needs.
+                False takes them as plain text, as text from strangers needs. Added tokens that the tokenizer does not
+                mark as special are parsed either way.
+
+        Raises:
+            PromptError: the text holds lone surrogates, so it is not Unicode text.
+            TokenizerError: the tokenizer failed.
+            BudgetError: there is not enough memory for it.
+        """
+
+    def encode_between(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of text with special tokens, of which it is known where they are.
+
+        Args:
+            parts: every second one is a special token, for which MARK stands in the ids; the others are plain text.
+
+        Raises:
+            PromptError, TokenizerError, BudgetError: as `encode`.
+        """
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that the vocabulary lacks add nothing."""
+
+    def token_to_id(self, text: str) -> int | None:
+        """The id of one token as the vocabulary spells it, None where it has no such token."""
+
+    def id_to_token(self, id_: int) -> str | None:
+        """The vocabulary's spelling of an id, None where it has no such id."""
+
+    def rest(self) -> None:
+        """No text will be encoded for a while: what only encoding needs may leave memory until then."""
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes of text that a token spells; an added token, written as plain text, spells itself."""
+    alphabet = _byte_alphabet()
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def byte_token(byte: int) -> str:
+    """The spelling of one byte."""
+    return _spellings()[byte]
+
+
+@cache
+def _spellings() -> dict[int, str]:
+    return {byte: character for character, byte in _byte_alphabet().items()}
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet (Radford et al. 2019): printable Latin-1 bytes spell themselves, the rest follow U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_LEVEL = ("ByteLevel",)
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def bytes_of(tokenizer: TokenizerLike, token: int) -> bytes:
+    """The bytes of one token; a special one's are those of its name, none of an id that stands for nothing."""
+    text = tokenizer.id_to_token(token)
+    if text is None:
+        return b""
+    if token in tokenizer.special_ids:
+        return text.encode("utf-8")
+    return token_bytes(text) if tokenizer.decoder_types == BYTE_LEVEL else piece_bytes(text)
+
+
+def piece_bytes(text: str) -> bytes:
+    """The bytes of a piece as SentencePiece spells it."""
+    byte = _BYTE.fullmatch(text)
+    return bytes([int(byte.group(1), 16)]) if byte else text.replace(_SPACE, " ").encode("utf-8")
+
+
+# How many times shorter a tokenizer's normalizer can make a text: NFC and NFKC up to four times. Of those that leave
+# out blanks, this is a cap on how many.
+_SHRINKS = 4
+# Characters of a token of ordinary text, at most: that many are looked at first.
+_USUAL = 8
+# By so much tokens of a part may outnumber those of the whole there: what stands at its end is cut differently.
+_MARGIN = 2
+
+
+def longest_token(tokenizer: TokenizerLike) -> int:
+    """Bytes of text that one token stands for at most."""
+    return max((len(bytes_of(tokenizer, token)) for token in range(tokenizer.vocab_size)), default=1) or 1
+
+
+def surely_longer(tokenizer: TokenizerLike, text: str, tokens: int, longest: Callable[[], int]) -> bool:
+    """Whether a text has more tokens than some number, found out by its size, else by the tokens of its beginning.
+
+    False does not say that it has no more.
+
+    Args:
+        longest: gives what `longest_token` does; asked of long texts only.
+    """
+    part = tokens * _USUAL
+    if len(text) <= part:
+        return False
+    if len(text) > tokens * longest() * _SHRINKS:  # characters, of which none has less than a byte
+        return True
+    while part < len(text):
+        if len(tokenizer.encode(text[:part], add_special_tokens=False)) > _MARGIN * tokens:
+            return True
+        part *= 2
+    return False

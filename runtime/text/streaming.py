@@ -1,0 +1,234 @@
+"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+
+from edgeinfer.runtime.text.contract import TokenizerLike, token_bytes
+
+__all__ = ["StopMatcher", "StreamDecoder"]
+
+# Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
+_CONTEXT_TOKENS = 32
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MAX_CHARACTER_BYTES = 4  # of UTF-8
+
+
+class StreamDecoder:
+    """Streams the text of token ids in constant time per token; special tokens add nothing.
+
+    The pieces and the flush joined are the library's decoding of all ids, with one exception. Where byte tokens
+    (``<0xE6>``) of a SentencePiece-like tokenizer form an invalid run, the library turns the whole run into
+    replacement characters, also those of its bytes that are valid; here valid characters, which may have been shown
+    already, stand, and each invalid byte is one replacement character.
+
+    Args:
+        tokenizer: decodes the ids.
+        context_ids: ids that precede the stream, so that it continues their text: the first word keeps its leading
+            space, and a character they leave incomplete is completed. Only the last few matter.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, context_ids: Sequence[int] = ()) -> None:
+        self._special = tokenizer.special_ids
+        types = tokenizer.decoder_types
+        self._pieces: _Pieces = _BytePieces(tokenizer) if types == ("ByteLevel",) else _WindowPieces(tokenizer)
+        for token_id in context_ids[-_CONTEXT_TOKENS:]:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; empty while a character is incomplete."""
+        return "" if token_id in self._special else self._pieces.push(token_id)
+
+    def flush(self) -> str:
+        """What was held back, with incomplete characters replaced; ends the stream."""
+        return self._pieces.flush()
+
+
+class _Pieces(ABC):
+    """Text of tokens in arrival order; special tokens never get here."""
+
+    @abstractmethod
+    def push(self, token_id: int) -> str: ...
+
+    @abstractmethod
+    def flush(self) -> str: ...
+
+
+class _BytePieces(_Pieces):
+    """Byte-level tokens: each spells bytes in the GPT-2 alphabet, and the text is those bytes as UTF-8."""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer = tokenizer
+        # Replaces each maximal invalid subsequence by one character, as the library does.
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        return self._utf8.decode(token_bytes(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowPieces(_Pieces):
+    """Any other tokenizer: decodes the new tokens behind the last ones that had text, and takes off those ones' text.
+
+    The tokens before are there because decoders treat the start of a text differently.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer = tokenizer
+        self._byte_fallback = "ByteFallback" in tokenizer.decoder_types
+        self._before: list[int] = []  # stays empty until some token has had text
+        self._before_length = 0  # characters that `_before` alone decodes to
+        self._pending: list[int] = []
+        self._bytes = b""  # of the character that the last pending tokens, byte tokens all, have begun
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        match = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
+        if match is not None:
+            return self._push_byte(token_id, bytes([int(match.group(1), 16)]))
+        broken = self._emit() if self._bytes else ""
+        self._pending.append(token_id)
+        text = self._new_text()
+        # Decoders of unknown make may split characters too: wait for the rest, but no longer than one can be.
+        split = not self._byte_fallback and text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_CHARACTER_BYTES
+        return broken if split else broken + self._emit()
+
+    def flush(self) -> str:
+        return self._emit()
+
+    def _push_byte(self, token_id: int, byte: bytes) -> str:
+        # A byte that cannot continue the character leaves its predecessors invalid and starts afresh.
+        broken = self._emit() if self._bytes and not _is_utf8_prefix(self._bytes + byte) else ""
+        self._pending.append(token_id)
+        self._bytes += byte
+        return broken if _is_incomplete(self._bytes) else broken + self._emit()
+
+    def _emit(self) -> str:
+        text = self._new_text()
+        self._bytes = b""
+        # Tokens without text, such as a stripped leading space, stay: what follows them decides what they become.
+        if text or len(self._pending) >= _CONTEXT_TOKENS:
+            length = len(self._tokenizer.decode(self._pending))
+            if length:
+                self._before, self._before_length = self._pending, length
+            self._pending = []
+        return text
+
+    def _new_text(self) -> str:
+        if not self._bytes or not self._before:
+            return self._tokenizer.decode(self._before + self._pending)[self._before_length :] if self._pending else ""
+        # Not through the library: there, one invalid byte would also replace valid characters of its run.
+        if _is_utf8_prefix(self._bytes) and not _is_incomplete(self._bytes):
+            return self._bytes.decode("utf-8")
+        return _REPLACEMENT * len(self._bytes)
+
+
+def _is_incomplete(data: bytes) -> bool:
+    """Whether more bytes can make this one UTF-8 character."""
+    return _is_utf8_prefix(data) and codecs.utf_8_decode(data, "strict", False)[1] == 0
+
+
+def _is_utf8_prefix(data: bytes) -> bool:
+    try:
+        codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class StopMatcher:
+    """Knuth, Morris and Pratt's search for each of the stop strings, fed with text in pieces of any size.
+
+    The match that ends first wins, and of several that end together the longest, so the outcome never depends on
+    how the text was cut into pieces. Takes time that grows with the text times the number of stop strings, and four
+    bytes of memory for each of their characters.
+
+    Args:
+        stops: non-empty strings; with none, all text passes at once.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        assert all(stops), "an empty stop string matches everywhere"
+        # The longest first, so that of several that end together it is the first found.
+        self._searches = [_Search(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
+        self._held = ""
+        self._matched = False
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string was found; all later text is swallowed."""
+        return self._matched
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text that is safe to show, and whether a stop string has been found (then: only what precedes it)."""
+        if self._matched:
+            return "", True
+        # The end of the first match, and where the longest that ends there begins.
+        found = min(
+            ((end, -len(search.stop)) for search in self._searches if (end := search.push(text)) is not None),
+            default=None,
+        )
+        whole = self._held + text
+        if found is not None:
+            shown = whole[: len(self._held) + found[0] + found[1]]
+            self._held, self._matched = "", True
+            return shown, True
+        safe = len(whole) - max((search.length for search in self._searches), default=0)
+        self._held = whole[safe:]
+        return whole[:safe], False
+
+    def flush(self) -> str:
+        """The text held back, at the end of the stream; empty after a match."""
+        held, self._held = self._held, ""
+        for search in self._searches:
+            search.length = 0
+        return held
+
+
+class _Search:
+    """Finds one string.
+
+    Attributes:
+        length: of the longest beginning of the string that the text so far ends with.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._shorter = _borders(stop)
+
+    def push(self, text: str) -> int | None:
+        """Where in the text the string first ends, None where it does not."""
+        stop, shorter, length = self.stop, self._shorter, self.length
+        for index, character in enumerate(text):
+            while length and stop[length] != character:
+                length = shorter[length]
+            length += stop[length] == character
+            if length == len(stop):
+                return index + 1
+        self.length = length
+        return None
+
+
+def _borders(stop: str) -> array[int]:
+    """For each length of a beginning of the string, the length of the longest shorter one that it ends with."""
+    borders = array("I", [0, 0])
+    length = 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = borders[length]
+        length += stop[length] == character
+        borders.append(length)
+    return borders

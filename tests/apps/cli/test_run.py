@@ -1,0 +1,320 @@
+"""`edgeinfer run`: what reaches the model, stdout, stderr and the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.cli.main import COMMANDS, main
+from edgeinfer.apps.cli.output import print_json
+from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
+from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
+from tests.cli import edgeinfer as run
+from tests.fakes import FakeStream
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILTIN = ROOT / "edgeinfer" / "builtin" / "tales" / "edgeinfer.json"
+needs_builtin = pytest.mark.skipif(not BUILTIN.is_file(), reason="the built-in model has not been made")
+WORDS = ("Once", " upon", " a", " time")
+
+
+@dataclass
+class FakeModel:
+    """Records what it is asked."""
+
+    fails: BaseException | None = None
+    interrupt_after: int | None = None
+    loaded: tuple[Any, dict[str, Any]] | None = None
+    prompts: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    systems: list[str | None] = field(default_factory=list)
+    streams: list[FakeStream] = field(default_factory=list)
+    closed: bool = False
+
+    def load(self, model: Any = None, **options: Any) -> Self:
+        self.loaded = (model, options)
+        return self
+
+    def chat(self, system: str | None = None) -> Self:
+        self.systems.append(system)
+        return self
+
+    def stream(self, prompt: str, **options: Any) -> FakeStream:
+        if self.fails is not None:
+            raise self.fails
+        self.prompts.append((prompt, options))
+        self.streams.append(FakeStream(WORDS, self.interrupt_after))
+        return self.streams[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
+    model = FakeModel()
+    monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
+    with interruptible():
+        yield model
+
+
+def test_text_goes_to_stdout_and_nothing_to_stderr(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-p", "Hi"]) == 0
+    assert capsys.readouterr() == ("HiOnce upon a time\n", "")
+    assert model.loaded == (None, {})
+    assert model.prompts == [("Hi", {"max_tokens": 128})]
+    assert model.closed
+    assert model.streams[0].closed
+
+
+def test_verbose_adds_a_summary(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-p", "Hi", "-v"]) == 0
+    assert capsys.readouterr().err == "4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB\n"
+
+
+def test_options_reach_the_model(model: FakeModel) -> None:
+    line = (
+        "run -m some/dir -p Hi -n 7 -c 512 -t 3 --memory 600MB --temp 0.7 --top-k 5 --top-p 0.9 --min-p 0.1"
+        " --repeat-penalty 1.1 --frequency-penalty 0.2 --presence-penalty 0.3 --seed 1 --stop END --stop ."
+        " --no-exact --backend reference --spec copy,model --draft-model small --spec-draft-n-max 9 --no-remember"
+        " --spec-verify rejection --spec-tree-width 2 --choice yes --choice no"
+    )
+    assert main(line.split()) == 0
+    loading = {"memory": 600_000_000, "context": 512, "threads": 3, "exact": False, "backend": "reference"}
+    loading |= {"speculation": "copy,model", "draft_model": "small", "draft_max": 9, "remember": False}
+    assert model.loaded == ("some/dir", loading)
+    assert model.prompts[0][1] == {
+        "max_tokens": 7,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "seed": 1,
+        "stop": ("END", "."),
+        "speculation": "copy,model",
+        "verification": "rejection",
+        "draft_width": 2,
+        "choices": ("yes", "no"),
+    }
+
+
+def test_chat_applies_the_template(model: FakeModel) -> None:
+    assert main(["run", "-p", "Hi", "--chat", "--system", "Be brief."]) == 0
+    assert model.systems == ["Be brief."]
+    assert model.prompts[0][0] == "Hi"
+
+
+def test_json_is_the_only_output(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-p", "Hi", "--json"]) == 0
+    out, err = capsys.readouterr()
+    data = json.loads(out)
+    assert data["text"] == "Once upon a time"
+    assert data["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert err == ""
+
+
+def test_ctrl_c_stops_the_reply(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    model.interrupt_after = 2
+    handler = signal.getsignal(signal.SIGINT)
+    assert main(["run", "-p", "Hi"]) == 130
+    assert capsys.readouterr().out == "HiOnce upon\n"
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_with_json_still_prints_the_result(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    model.interrupt_after = 2
+    assert main(["run", "-p", "Hi", "--json"]) == 130
+    data = json.loads(capsys.readouterr().out)
+    assert (data["text"], data["finish_reason"]) == ("Once upon", "cancelled")
+
+
+def test_prompt_from_a_file(model: FakeModel, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\ufeffZwölf\n\n".encode())
+    assert main(["run", "-f", str(file)]) == 0
+    assert model.prompts[0][0] == "Zwölf\n"
+
+
+def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("día".encode()), encoding="ascii"))
+    assert main(["run", "-f", "-"]) == 0
+    assert model.prompts[0][0] == "día"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run"],
+        ["run", "-p", "Hi", "-f", "x"],
+        ["run", "-p", "Hi", "--bits", "4"],
+        ["run", "-p", "Hi", "-n", "many"],
+        ["run", "-p", "Hi", "-n", "0"],
+        ["run", "-p", "Hi", "-t", "0"],
+        ["run", "-p", "Hi", "--memory", "lots"],
+        ["run", "-p", "Hi", "--temp", "-1"],
+        ["run", "-p", "Hi", "--temp", "nan"],
+        ["run", "-p", "Hi", "--top-p", "2"],
+        ["run", "-p", "Hi", "--seed", "-1"],
+        ["run", "-p", "Hi", "--stop", ""],
+        ["run", "-p", "Hi", "--choice", ""],
+        ["run", "-p", "Hi", "--spec", ""],
+        ["run", "-p", "Hi", "--spec", "nonsense"],
+        ["run", "-p", "Hi", "--spec", "copy,"],
+        ["run", "-p", "Hi", "--spec", "auto,copy"],
+        ["run", "-p", "Hi", "--spec-draft-n-max", "0"],
+        ["run", "-p", "Hi", "--spec-draft-n-max", "1000"],
+        ["run", "-p", "Hi", "--spec-draft-n-max", "many"],
+        ["run", "-p", "Hi", "--spec-tree-width", "0"],
+        ["run", "-p", "Hi", "--spec-tree-width", "9"],
+        ["run", "-p", "Hi", "--spec-verify", "hope"],
+        ["run", "-p", "Hi", "--system", "x"],
+        ["run", "-p", "\udcff"],
+        ["run", "-p", "Hi", "--chat", "--system", "\udcff"],
+        ["run", "-p", "Hi", "--stop", "\udcff"],
+        ["run", "-p", "Hi", "--choice", "\udcff"],
+        ["run", "-f", "does-not-exist.txt"],
+        ["run", "-f", str(ROOT)],
+        ["walk"],
+        [],
+    ],
+    ids=lambda arguments: ascii(" ".join(arguments)),
+)
+def test_bad_usage_is_one_line_and_2(
+    model: FakeModel, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert model.loaded is None
+
+
+def test_prompt_file_that_is_not_utf8(model: FakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(b"caf\xe9")
+    assert main(["run", "-f", str(file)]) == 2
+    assert "not UTF-8 text (byte 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (PromptError("The prompt is empty.", "Give some text."), 2),
+        (BundleError("weights.bin is missing.", "Export it again."), 3),
+        (BudgetError("Needs 2 GB.", "Allow more."), 4),
+        (BackendError("The engine failed."), 5),
+        (ValueError("odd\nvalue"), 5),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_exit_codes(model: FakeModel, capsys: pytest.CaptureFixture[str], failure: BaseException, code: int) -> None:
+    model.fails = failure
+    assert main(["run", "-p", "Hi"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == (0 if code == 130 else 1)
+    if isinstance(failure, ValueError):
+        assert err == "error: unexpected ValueError: odd value. Run again with --debug for the traceback.\n"
+    assert model.closed
+
+
+def test_debug_shows_the_traceback(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    model.fails = ValueError("odd")
+    assert main(["run", "-p", "Hi", "--debug"]) == 5
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--version"], ["--help"], ["run", "--help"]):
+        assert main(arguments) == 0
+    assert f"edgeinfer {edgeinfer.__version__}" in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    line = [sys.executable, "-m", "edgeinfer", "run", "--context", "no"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--context" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"  edgeinfer {command}" in capsys.readouterr().out
+
+
+def test_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            command("run", "--help"), env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=TIME_LIMIT
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@needs_builtin
+@pytest.mark.slow
+def test_builtin_model_tells_a_story() -> None:
+    """The same in another process."""
+    story = ("run", "-p", "Once upon a time", "-n", "16")
+    first = run(*story)
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout.split()) > 5
+    assert edgeinfer_process(*story).stdout == first.stdout
+
+
+@needs_builtin
+def test_builtin_model_answers_in_json() -> None:
+    done = run("run", "-p", "Once upon a time", "-n", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["usage"]["completion_tokens"] == len(data["token_ids"]) == 8
+    assert data["memory"]["peak_rss_bytes"] > 0
+
+
+def test_json_is_written_as_people_read_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"text": "naïve 猫"})
+    assert '"text": "naïve 猫"' in capsys.readouterr().out
+
+
+@needs_builtin
+def test_builtin_model_in_too_small_a_budget() -> None:
+    refuses(4, "MB", run("run", "-p", "Once upon a time", "--memory", "1MB"))
+
+
+@needs_builtin
+@pytest.mark.slow
+def test_ctrl_c_in_a_real_process() -> None:
+    # The reference backend is slow enough for the signal to come before the end.
+    with start("run", "-p", "Once upon a time", "-n", "400", "--backend", "reference", "--spec", "off") as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 130
+    assert out.endswith(b"\n")
+    assert err == b""

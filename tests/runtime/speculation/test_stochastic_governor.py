@@ -1,0 +1,129 @@
+"""Drafts whose tokens are drawn from distributions: whole replies are distributed as plain sampling's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
+from edgeinfer.runtime.speculation.verification import find_verification
+from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.test_engine import TableBackend
+
+V = 4
+TOKENS = 4
+PROMPT = [1, 2]
+each_rule = pytest.mark.parametrize(
+    ("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("k-seq", 3), ("keyed", 1)]
+)
+
+
+@cache
+def noise(seed: int, size: float, *latest: int) -> NDArray[np.float64]:  # (V,)
+    return np.random.default_rng([seed, *latest]).normal(0, size, V)
+
+
+def target_logits(context: Sequence[int]) -> Floats:  # (V,)
+    return noise(3, 1.2, *context[-2:]).astype(np.float32)
+
+
+def drafter_logits(context: Sequence[int]) -> Floats:  # (V,)
+    return (target_logits(context) + noise(4, 1.0, *context[-2:])).astype(np.float32)
+
+
+class Target(TableBackend):
+    """A model of four tokens whose logits depend on the last two."""
+
+    geometry = TableBackend.geometry.__class__(V, 1, 1, 1, 1, 1000)
+    capabilities = TableBackend.capabilities.__class__(layer_skip=False, hidden=False, tree=True)
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        tokens, tree = batch.tokens, batch.tree
+        parents = range(-1, len(tokens) - 1) if tree is None else tree.tolist()
+        paths: list[list[int]] = []
+        for token, parent in zip(tokens.tolist(), parents, strict=True):
+            paths.append([*(self.held if parent < 0 else paths[parent]), token])
+        self.held += tokens.tolist()
+        logits = [target_logits(paths[row]) for row in batch.rows]
+        return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
+
+
+class Drafter(LogitDrafter):
+    """Proposes by logits of its own."""
+
+    name = "model"
+    uses_target = False
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats:
+        return drafter_logits([*context.tokens, *drafted])
+
+
+def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
+    backend = Target()
+    processor = LogitsProcessor(config, V, config.seed or 0)
+    sampler = Sampler(processor, PROMPT)
+    drafter, verification = Drafter(V), find_verification(config.verification)
+    acceptance = Acceptance()
+    acceptance.add("model", [0.9] * len(drafter.priors))
+    kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
+    governor = kind([drafter], Prices(FLAT), acceptance, 6, width)
+    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, timed=lambda ms: None)
+    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
+    tokens = tuple(step.token for step in steps)
+    assert rounds.statistics.drafted > 0
+    return tokens
+
+
+def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
+    """Probability of every reply."""
+    processor = LogitsProcessor(config, V, 0)
+    replies: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for said, probability in replies.items():
+            probabilities = processor.probabilities(target_logits([*PROMPT, *said]))
+            for token in range(V):
+                if probabilities[token] > 0:
+                    longer[(*said, token)] = probability * float(probabilities[token])
+        replies = longer
+    return replies
+
+
+def check_distribution(name: str, width: int, seeds: int) -> None:
+    """Chi-square of so many replies; false of one right rule in ten thousand, however many they are."""
+    config = GenerationConfig(temperature=0.9, verification=name)
+    distributions = expected(config)
+    counts = Counter(reply(config.replace(seed=seed), width) for seed in range(seeds))
+    assert set(counts) <= set(distributions)
+    # Rare replies together, so that every cell has some.
+    likely = [said for said, probability in distributions.items() if probability * seeds >= 8]
+    seen = [counts[said] for said in likely]
+    wanted = [distributions[said] * seeds for said in likely]
+    p = chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue
+    assert p > 1e-4
+
+
+@each_rule
+def test_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
+    check_distribution(name, width, 400)
+
+
+@pytest.mark.slow
+@each_rule
+def test_thousands_of_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
+    check_distribution(name, width, 3000)
