@@ -31,8 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.apps.bench.safetensors_file import encode, write_header
-from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, Shape
+from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, Shape, encode, write_header
 from edgeinfer.apps.bench.trained import EMBEDDING, FINAL_NORM, TrainedCheckpoint, final_norms
 from edgeinfer.errors import CheckpointError, UsageError
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.apps.bench.safetensors_file import Dtype, encode, write_header
+from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.errors import UsageError
 
 __all__ = [
@@ -22,9 +23,12 @@ __all__ = [
     "SPECIAL_TOKENS",
     "Dtype",
     "Shape",
+    "convert_checkpoint",
+    "encode",
     "find_shape",
     "pseudo_text",
     "synthesize_vocabulary",
+    "write_header",
     "write_random_checkpoint",
     "write_tokenizer",
 ]
@@ -117,6 +121,9 @@ def pseudo_text(words: int, seed: int = 1) -> str:
     return " ".join(next(source) for _ in range(words))
 
 
+Dtype = Literal["float32", "float16", "bfloat16"]
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 STANDARD_DEVIATION = 0.02
 SLAB_ELEMENTS = 1 << 22
 
@@ -282,3 +289,37 @@ def _slabs(generator: np.random.Generator, size: int, *, ones: bool) -> Iterator
             slab = generator.standard_normal(count, np.float32)
             slab *= STANDARD_DEVIATION
             yield slab
+
+
+def write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> None:
+    """Writes the header; the tensors' data follow it in its order."""
+    file.write(encode_header({name: (_TYPES[dtype], shape) for name, shape in shapes.items()}, {"format": "pt"}))
+
+
+def encode(values: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:
+    """Little-endian storage of the values; bfloat16 keeps the upper half of each float32."""  # any shape, kept
+    if dtype == "float32":
+        return values.astype("<f4", copy=False)
+    if dtype == "float16":
+        return values.astype("<f2")
+    return (values.view(np.uint32) >> 16).astype("<u2")
+
+
+def convert_checkpoint(source: Path, target: Path, dtype: Dtype) -> None:
+    """Writes a checkpoint again in another type, in one file, with whatever else its folder holds.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else than floating point.
+    """
+    from edgeinfer.export.source.checkpoint import Checkpoint  # needs the export extra
+
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (_WEIGHTS, _CONFIG):
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((source / _CONFIG).read_text("utf-8"))
+    (target / _CONFIG).write_text(json.dumps(config | {"torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n", "utf-8")
+    with Checkpoint(source) as tensors, (target / _WEIGHTS).open("wb") as file:
+        write_header(file, tensors.shapes, dtype)
+        for name in tensors.shapes:
+            file.write(encode(tensors.read(name), dtype).data)

@@ -30,7 +30,7 @@ class SearchStatistics(DecodingStatistics):
     """What searching took.
 
     Attributes:
-        branches: texts that were begun side by side.
+        branches: texts that were started side by side.
         trials: as `SearchUse` has it.
     """
 

@@ -1,7 +1,4 @@
-"""What a caller may ask of the form of a reply, as source for the grammar engine, and what is wrong with it in words.
-
-Knows nothing of tokens.
-"""
+"""What a caller may ask of the form of a reply, as source for the grammar engine, and what is wrong with it."""
 
 from __future__ import annotations
 

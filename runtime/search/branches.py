@@ -1,4 +1,4 @@
-"""Several continuations of one text in one cache, the text itself stored once; knows nothing of why there are several.
+"""Several continuations of one text in one cache, the text itself stored once.
 
 One pass feeds any of the live branches. Each row sees the trunk, the rows of its own branch and nothing else, so the
 attention over a shared beginning is exact and its memory is taken once. Rows that no live branch has are moved out of

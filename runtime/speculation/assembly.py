@@ -1,4 +1,4 @@
-"""Puts together a loaded model's speculation: draft model, profile, self-check; knows nothing of rounds."""
+"""Puts together a loaded model's speculation: draft model, profile, self-check."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def make_speculator(
         CapabilityError: the backend cannot do what a drafter that is asked for needs.
         ModelError: the draft model cannot be loaded.
     """
-    # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
+    # Where nothing is drafted, it takes turns with its target (runtime/layer_skip).
     model = None if drafter is None else _draft_backend(drafter, config, plan)
-    resident = None
+    cached_experts = None
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
-        resident = target.expert_cache.bias
+        cached_experts = target.expert_cache.bias
     tuning = _tuning(profile, target)
     acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
     parts = DrafterParts(
@@ -58,7 +58,7 @@ def make_speculator(
         plan.prefill_chunk,
         tuning,
         config.draft_experts,
-        resident,
+        cached_experts,
         bundle,
         acceptance,
         () if drafter is None else trained_depths(drafter.bundle.manifest),

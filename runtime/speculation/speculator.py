@@ -1,4 +1,4 @@
-"""Speculation of a loaded model: its drafters, what they have learnt, what they cost; knows nothing of text.
+"""Speculation of a loaded model: its drafters, what they have learnt, what they cost.
 
 Made once per model. Each generation takes its `strategy`, and its `summary` when it is over.
 """
@@ -21,13 +21,13 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import ACCEPTANCE, LAYER_DRAFTING, LayerDrafting, PositionAcceptance
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import Drafter, State
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
-from edgeinfer.runtime.speculation.verification import Verification, find_verification
+from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
 __all__ = ["Speculator"]
 
@@ -211,7 +211,7 @@ class Speculator:
     def _made(self, name: str) -> Drafter:
         return make_drafter(name, self._parts)
 
-    def _width(self, config: GenerationConfig, verification: Verification) -> int:
+    def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
         if verification.iid_chains:
             return max(_CHAINS, config.draft_width)
         if config.draft_width > 1 and not self._parts.target.capabilities.tree:
@@ -318,7 +318,7 @@ class Speculator:
             self._parts.model.close()
 
 
-def _governor(verification: Verification) -> type[Governor]:
+def _governor(verification: VerificationRule) -> type[Governor]:
     if not verification.stochastic:
         return Governor
     return ChainsGovernor if verification.iid_chains else StochasticGovernor

@@ -10,13 +10,75 @@ from collections.abc import Sequence
 
 from edgeinfer.runtime.text.contract import TokenizerLike, token_bytes
 
-__all__ = ["StopMatcher", "StreamDecoder"]
+__all__ = ["ReplyText", "StopMatcher", "StreamDecoder"]
 
 # Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
 _CONTEXT_TOKENS = 32
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
+
+
+class ReplyText:
+    """The text of a reply as its tokens come, up to a stop token or a stop string.
+
+    Args:
+        tokenizer: decodes the tokens.
+        stops: stop strings.
+        stop_ids: stop tokens, which have no text.
+        context_ids: as `StreamDecoder` takes them.
+
+    Attributes:
+        tokens: so far, a stop token included.
+        decoded: text that became certain with the last of them, whether it may be shown or not.
+        ended: by a stop token or a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        context_ids: Sequence[int] = (),
+    ) -> None:
+        self._stop_ids = stop_ids
+        self._decoder = StreamDecoder(tokenizer, context_ids)
+        self._stops = StopMatcher(stops) if stops else None
+        self._shown: list[str] = []
+        self.tokens: list[int] = []
+        self.decoded = ""
+        self.ended = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops is not None and self._stops.matched
+
+    @property
+    def text(self) -> str:
+        """What was shown so far."""
+        return "".join(self._shown)
+
+    def push(self, token: int) -> str:
+        """The reply's next token: the text that may be shown with it."""
+        self.tokens.append(token)
+        if token in self._stop_ids:
+            self.ended = True
+            return ""
+        self.decoded = text = self._decoder.push(token)
+        if self._stops is not None:
+            text, self.ended = self._stops.push(text)
+        self._shown.append(text)
+        return text
+
+    def finish(self) -> str:
+        """The text that was held back; no tokens come afterwards."""
+        text = self._decoder.flush()
+        if self._stops is not None:
+            text, found = self._stops.push(text)
+            text += "" if found else self._stops.flush()
+        self._shown.append(text)
+        return text
 
 
 class StreamDecoder:

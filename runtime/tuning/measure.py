@@ -16,7 +16,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 
 __all__ = [
     "DecodeTimes",
@@ -223,7 +223,7 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     """
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
-    if engine.overflow is None:
+    if engine.context_shift is None:
         _require_room(engine, len(tokens))
     engine.forget()
     return _logit_chunks(engine, np.array(tokens, np.int64))

@@ -18,7 +18,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.divergence import divergence
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.tuning.measure import token_logits
 
 __all__ = ["ReplyReading", "read_reply"]

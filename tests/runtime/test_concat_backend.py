@@ -25,7 +25,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from tests.runtime.interrupts import within_runs
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12

@@ -1,4 +1,4 @@
-"""Drafts by tables of n-grams learnt from every text seen, prompts and replies; knows nothing of models.
+"""Drafts by tables of n-grams learnt from every text seen, prompts and replies.
 
 ADED's adaptive table (algorithms.md C3) with contexts of one to six tokens in place of its trigrams: the longest one
 that is known decides. Contexts are hashed into arrays of fixed size, where those seldom seen give way to new ones. What
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 
 __all__ = ["NgramDrafter"]
 

@@ -1,4 +1,4 @@
-"""Drafts by what the target found best whenever a token was fed (Token Recycling); knows nothing of passes.
+"""Drafts by what the target found best whenever a token was fed (Token Recycling).
 
 A matrix holds eight candidates for every token (algorithms.md C1). The first pass over a token fills its row with the
 best eight of its logits; every further one moves its best to the front. In simulation on stories that drafts trees
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 
 __all__ = ["RecycleDrafter", "best_tokens"]
 
@@ -79,7 +79,7 @@ class RecycleDrafter(Drafter):
         return [Guess(token, _RANKED + rank if rank else came) for rank, token in enumerate(best) if token != _NONE]
 
     def observe(self, round: Round) -> None:
-        """Takes in the best tokens behind every one that was fed, also those that were rejected."""
+        """Learns the best tokens behind every one that was fed, also those that were rejected."""
         best, came, last = self._best_at, self._came_at, self._last
         for token in round.committed:
             if last != _NONE:

@@ -26,7 +26,7 @@ from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptState
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.drafters.models import export, make_backend
 
@@ -102,8 +102,8 @@ def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: 
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
     ]
     text = [*PROMPT, *made]
-    assert engine.backend.cache.length == len(engine.held)
-    assert list(engine.held) == text[: len(engine.held)]
+    assert engine.backend.cache.length == len(engine.cached_tokens)
+    assert list(engine.cached_tokens) == text[: len(engine.cached_tokens)]
     held = engine.backend.cache.snapshot()
     engine.backend.cache.trim(0)
     again = list(feed(whole_pass(engine.backend), text[: held.length], 0, [], 4))

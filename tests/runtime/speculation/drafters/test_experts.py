@@ -13,7 +13,11 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
-from edgeinfer.runtime.speculation.drafters.self_drafters import ExpertsDrafter, ResidentDrafter, fewer_experts
+from edgeinfer.runtime.speculation.drafters.self_drafters import (
+    CachedExpertsDrafter,
+    ExpertsDrafter,
+    fewer_experts,
+)
 from tests.runtime.speculation.drafters.models import (
     Plain,
     assert_same_cache,
@@ -103,7 +107,7 @@ def test_only_experts_in_memory_draft() -> None:
     assert decoder is not None
     target = CachedExpertsBackend(inner, decoder, 10_000_000)
     cache = target.expert_cache
-    drafter = ResidentDrafter(target, cache.bias)
+    drafter = CachedExpertsDrafter(target, cache.bias)
     plain = Plain.decode(target, PROMPT, 12)
     assert speculate(target, drafter, plain, 0) == list(plain.reply)
     assert_same_cache("native", target.cache.snapshot(), plain.cache)
