@@ -34,6 +34,7 @@ __all__ = [
 
 # Name of its arrays in a profile.
 SKIP_LEVELS = "ladder"
+_NEEDED = 0.5
 
 
 def kept_layers(layers: int, speedup: float) -> list[int]:
@@ -61,7 +62,7 @@ def layers_mask(layers: int, kept: list[int]) -> Mask:
 
 
 class UnifiedPolicy:
-    """Implements `contract.SkipPolicy`."""
+    """Unified Layer Skipping (Liu et al. 2024): keeps evenly spaced layers, as many as the wanted speed-up leaves."""
 
     def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """The same layers for every prompt."""
@@ -89,7 +90,7 @@ def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
 
 
 class ImportancePolicy:
-    """Implements `contract.SkipPolicy`."""
+    """Skips the layers that change the prompt's states least; nothing is trained."""
 
     def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
         """Skips the least important layers of this prompt."""
@@ -97,12 +98,9 @@ class ImportancePolicy:
         return skip_in_order(order, prompt.layers, wanted)
 
 
-_NEEDED = 0.5
-
-
 @dataclass(frozen=True)
 class RoutersPolicy:
-    """Implements `contract.SkipPolicy`.
+    """FiRST (Jain et al. 2025): a trained router per layer tells from the prompt whether its reply needs the layer.
 
     Attributes:
         weight, bias: of each layer's router, which takes the mean over the prompt of the states entering the layer.
@@ -187,7 +185,7 @@ def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
 
 @dataclass(frozen=True)
 class CalibratedPolicy:
-    """Implements `contract.SkipPolicy`."""
+    """Skips the blocks that `edgeinfer tune --skip` found least harmful."""
 
     levels: SkipLevels
 

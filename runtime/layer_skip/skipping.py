@@ -23,6 +23,8 @@ __all__ = ["LayerSkipDecoding", "PromptStates"]
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
+# Tokens that are looked at, the last ones: of longer prompts the request itself, which stands at their end.
+_MOST = 128
 
 
 class LayerSkipDecoding(ReducedDecoding):
@@ -112,10 +114,6 @@ class LayerSkipDecoding(ReducedDecoding):
         if self._mask is None:
             return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
-
-
-# Tokens that are looked at, the last ones: of longer prompts the request itself, which stands at their end.
-_MOST = 128
 
 
 class PromptStates:

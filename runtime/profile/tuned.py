@@ -42,6 +42,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1 << 16
 _MOST_KEPT = 256
 _MOST_TEXT = 256
+_log = logging.getLogger("edgeinfer")
+# What LoadConfig.profile says to take none.
+OFF = "off"
+_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
+_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
 
 
 @dataclass(frozen=True)
@@ -187,14 +192,6 @@ def _make_room(path: Path) -> None:
     for old in sorted(others, key=written)[: max(0, len(others) + 1 - _MOST_KEPT)]:
         with contextlib.suppress(OSError):
             old.unlink()
-
-
-_log = logging.getLogger("edgeinfer")
-
-# What LoadConfig.profile says to take none.
-OFF = "off"
-_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
-_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
 
 
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
