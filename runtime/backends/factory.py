@@ -14,7 +14,7 @@ from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.devices.selection import choose_device
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
@@ -102,7 +102,7 @@ class BackendFactory(ABC):
     def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
         """What a bundle takes."""
 
-    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
         return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
 
