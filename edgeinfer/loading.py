@@ -36,7 +36,7 @@ from edgeinfer.runtime.loading.registry import (
     plan_input_of,
 )
 from edgeinfer.runtime.planning.configuration import TOKENIZER
-from edgeinfer.runtime.planning.ledger import Ledger, Relief
+from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
 from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
@@ -351,10 +351,10 @@ def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_
         return engine.backend.nbytes() | {name: size for name, size in held.items() if size}
 
     reliefs = (
-        Relief("", _release),
-        Relief("long drafts", speculator.shorten, speculator.recover),
-        Relief("drafting", speculator.drop, speculator.recover),
-        Relief("other conversations", evict),
+        MemoryRelief("", _release),
+        MemoryRelief("long drafts", speculator.shorten, speculator.recover),
+        MemoryRelief("drafting", speculator.drop, speculator.recover),
+        MemoryRelief("other conversations", evict),
     )
     return Ledger(plan, terms, reliefs, replan, apply)
 

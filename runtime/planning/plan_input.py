@@ -14,7 +14,7 @@ from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
 __all__ = ["BackendChoice", "OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
@@ -78,7 +78,7 @@ class PlanInput:
     drafter: PlanInput | None
     kv_types: tuple[str, ...]
     weights_modes: tuple[str, ...]
-    tokenizers: tuple[Keeping, ...]
+    tokenizers: tuple[TokenizerMode, ...]
     threads: int
     memory: ModelMemory
     modes_differ: bool = False
@@ -154,7 +154,7 @@ class _OwnMemory:
         anonymous = dict(whole.anonymous)
         return Footprint(anonymous | {"kv": 0}, whole.file, {"kv": anonymous["kv"]})
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """Takes what it takes on the CPU."""
         return self.memory.tokenizer(keeping, used=used)
 

@@ -10,7 +10,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.llamacpp.memory import GgufMemory, fits_blocks, packed_bytes
-from edgeinfer.runtime.planning.configuration import Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.contract import TokenizerLike
 
@@ -55,7 +55,7 @@ class LlamaCppFactory(BackendFactory):
         """Of a context."""
         return GgufMemory(choice.bundle)
 
-    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """llama.cpp has the vocabulary in memory whether it is used or not."""
         return ("model",)
 
