@@ -1,4 +1,4 @@
-"""`edgeinfer chat`: opens the chat app, or the chat in the terminal; knows nothing of what is said there."""
+"""`edgeinfer chat`: opens the chat app, or the chat in the terminal."""
 
 from __future__ import annotations
 

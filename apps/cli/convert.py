@@ -1,4 +1,4 @@
-"""`edgeinfer convert`: a bundle in the other layout of weights, or a .gguf file in another type; knows neither."""
+"""`edgeinfer convert`: a bundle in the other layout of weights, or a .gguf file in another type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgeinfer eval`: how well a model predicts a text, alone or beside a reference; knows nothing of how it is done."""
+"""`edgeinfer eval`: how well a model predicts a text, alone or beside a reference."""
 
 from __future__ import annotations
 

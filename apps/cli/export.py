@@ -1,4 +1,4 @@
-"""`edgeinfer export`: a checkpoint becomes a bundle; knows nothing of graphs or bits."""
+"""`edgeinfer export`: a checkpoint becomes a bundle."""
 
 from __future__ import annotations
 

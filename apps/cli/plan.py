@@ -1,4 +1,4 @@
-"""`edgeinfer plan`: what a model would need before any of it is loaded; knows nothing of how it is reckoned."""
+"""`edgeinfer plan`: what a model would need before any of it is loaded."""
 
 from __future__ import annotations
 

@@ -54,6 +54,9 @@ def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
 
 
 class _Handler:
+    # Walking frames is the one public way to tell whether this thread is importing: locks of modules and of specs being
+    # initialized are private, and say nothing of an import that was going on when the command was called.
+
     def __init__(self, caller: FrameType) -> None:
         self._caller = caller
         self._thread = threading.get_ident()

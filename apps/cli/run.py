@@ -1,4 +1,4 @@
-"""`edgeinfer run`: one prompt, streamed text; knows nothing of how text comes about."""
+"""`edgeinfer run`: one prompt, streamed text."""
 
 from __future__ import annotations
 

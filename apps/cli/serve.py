@@ -1,4 +1,4 @@
-"""`edgeinfer serve`: a model behind an OpenAI-compatible endpoint; knows nothing of requests."""
+"""`edgeinfer serve`: a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the running app, made once and handed to every endpoint; knows nothing of endpoints."""
+"""The parts of the running app, made once and handed to every endpoint."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Services:
             feed.publish("conversations", {})
 
         replies = ConversationReplies(
-            host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told
+            host, history, control.loaded_or_failed, lambda: {**control.defaults, **kept.now.options}, told
         )
         downloads = Downloads(lambda state: feed.publish("download", asdict(state), state.key))
         notices = tuple(

@@ -1,4 +1,4 @@
-"""Conversations as files: JSON that can be imported again, Markdown to read; knows nothing of databases or requests."""
+"""Conversations as files: JSON that can be imported again, Markdown to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts endpoints, guard and errors together into one ASGI application; knows nothing of how any of them works."""
+"""Puts endpoints, guard and errors together into one ASGI application."""
 
 from __future__ import annotations
 

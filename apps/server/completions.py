@@ -105,7 +105,7 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
     """Makes all replies of a request, and calls `emit` with the events of each step.
 
     Args:
-        owner: who the replies are made for, among whom the model's time is shared.
+        owner: who the replies are made for; owners share the model's time.
 
     Raises:
         EdgeInferError: what ended the first reply that failed, or there is no room in the queue; the others are

@@ -68,7 +68,7 @@ class HostReply:
         self._worker = worker
         self._items: asyncio.Queue[Chunk | ReplyEnd | Exception] = asyncio.Queue()
         self._result: Result | None = None
-        # Nothing of it leads back here, so that what a request held is free when its reply is left.
+        # Nothing of it leads back here, so that what a request kept is free when its reply is left.
         self._job = Job(start, partial(_on, asyncio.get_running_loop(), self._items.put_nowait))
         worker.add(self._job, owner)
 
@@ -265,7 +265,7 @@ class ModelHost:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(set: Callable[[Any], None], value: Any) -> None:
+        def resolve(set: Callable[[Any], None], value: Any) -> None:
             if not future.done():
                 set(value)
 
@@ -273,9 +273,9 @@ class ModelHost:
             try:
                 value = work()
             except Exception as error:  # the caller's, on its own thread
-                _on(loop, settle, future.set_exception, error)
+                _on(loop, resolve, future.set_exception, error)
             else:
-                _on(loop, settle, future.set_result, value)
+                _on(loop, resolve, future.set_result, value)
 
         self._worker.do(task)
         return await future

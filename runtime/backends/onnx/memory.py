@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.streaming import (
@@ -87,7 +87,7 @@ class OnnxMemory:
             {"code": _RUNNING_CODE_BYTES},
         )
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of it: all, or what decoding needs."""
         size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
         held = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
