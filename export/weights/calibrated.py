@@ -16,17 +16,33 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.weights.folding import fold_head, fold_layer
+from edgeinfer.export.weights.planning import WeightPlan
 from edgeinfer.export.weights.writer import quantized_rows, stored_rows, write_floats, write_quantized
 from edgeinfer.quant import METHODS, InputStatistics, dequantized, quantize
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate, default_streams
 from edgeinfer.quant.plan import QuantPlan
 
-__all__ = ["Progress", "write_calibrated", "write_plain"]
+__all__ = ["Progress", "write_calibrated", "write_plain", "write_weights"]
 
 Floats = NDArray[np.float32]
 Progress = Callable[[str, int, int], None]
 
 _log = logging.getLogger("edgeinfer")
+
+
+def write_weights(
+    file: BinaryIO,
+    spec: DecoderSpec,
+    tensors: PlannedTensors,
+    entries: Sequence[TensorEntry],
+    plan: WeightPlan,
+    progress: Progress | None = None,
+) -> None:
+    """Writes all tensors as planned; errors as `write_plain` and `write_calibrated`."""
+    if plan.text is not None and plan.is_calibrated:
+        write_calibrated(file, spec, tensors, entries, plan.quant, plan.text.texts, progress)
+    else:
+        write_plain(file, tensors, entries, plan.quant, progress)
 
 
 def write_plain(
