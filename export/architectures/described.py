@@ -1,4 +1,4 @@
-"""What a checkpoint and its config.json say together: the decoder, that every tensor is used, heads wide enough to run.
+"""The decoder that a checkpoint and its config.json describe, with every tensor used and heads wide enough to run.
 
 The kernel wants heads of a multiple of eight. Rows of zeros after each query, key and value head, and matching columns
 of the output projection, add nothing to any product; only the kernel's scale, one over the root of the width, changes,
@@ -59,7 +59,7 @@ def describe(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) 
 
 
 def _read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
-    """The decoder config.json describes; where it does not say whether it is tied, one without a head is."""
+    """Reads the decoder of config.json; where that does not say whether it is tied, one without a head is."""
     layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
     if layers > count:
         # Before anything is made for each of what may be any number of layers.
@@ -76,7 +76,7 @@ def _read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
-    """Every planned tensor must be there, and nothing else: a dropped weight would make a wrong model silently."""
+    """Refuses missing and unused tensors: a dropped weight would silently make a wrong model."""
     used = set()
     for plan in plans:
         for source in plan.sources:
@@ -94,7 +94,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
 
 
 def pad_heads(described: Described) -> Described:
-    """The same decoder with heads the kernel takes, and plans that pad the tensors concerned.
+    """Pads heads to a width that the kernel supports, and the tensors concerned with them.
 
     Raises:
         UnsupportedArchitectureError: heads cannot be padded, because they are normalised or packed in the checkpoint.

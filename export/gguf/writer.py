@@ -50,7 +50,7 @@ _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A checkpoint that has been found to have a GGUF: what it is, and its tensors here and there.
+    """A checkpoint that llama.cpp can express: its decoder, and its tensors by both sides' names.
 
     Attributes:
         spec: with heads as wide as the checkpoint's.
@@ -72,7 +72,7 @@ class GgufSource:
 
 
 def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
-    """Finds what a checkpoint is in llama.cpp, and checks that every tensor is there.
+    """Finds a checkpoint's architecture in llama.cpp, and checks that every tensor is there.
 
     Raises:
         CheckpointError: files, tensors or configuration of the checkpoint.

@@ -1,4 +1,4 @@
-"""Writes the weights of a model while it runs over texts: each matrix is quantized for what will enter it.
+"""Writes the weights of a model while it runs over texts: each matrix is quantized for its own inputs.
 
 Layer by layer, so that memory holds one of them and the hidden states.
 """
@@ -52,7 +52,7 @@ def write_plain(
     plan: QuantPlan,
     progress: Progress | None = None,
 ) -> None:
-    """Writes all tensors without knowing what will enter them, a few MB at a time.
+    """Writes all tensors without looking at their inputs, a few MB at a time.
 
     Raises:
         CheckpointError: a file of the checkpoint ended early, or a tensor holds a value that is not finite.
@@ -71,7 +71,7 @@ def write_calibrated(
     texts: Sequence[NDArray[np.int64]],
     progress: Progress | None = None,
 ) -> Calibration:
-    """Writes all tensors, matrices quantized by the plan's method for what enters them when the model reads the texts.
+    """Writes all tensors; matrices are quantized by the plan's method for their inputs when the model reads the texts.
 
     Args:
         texts: token ids of each.
@@ -141,7 +141,7 @@ class _Writer:
         return weight
 
     def write_rest(self, statistics: dict[str, InputStatistics]) -> None:
-        """Writes all that was not."""
+        """Writes the tensors that are left."""
         for name in tuple(self._left):
             self.write(name, statistics.get(name))
 
@@ -152,7 +152,7 @@ class _Writer:
 
 
 class _Visitor:
-    """Quantizes and writes what calibration shows; see `quant.calibration.Visitor`."""
+    """Quantizes and writes the matrices that calibration visits; see `quant.calibration.Visitor`."""
 
     def __init__(self, spec: DecoderSpec, writer: _Writer) -> None:
         self._spec, self._writer = spec, writer

@@ -1,4 +1,4 @@
-"""What an export asks for, made definite for one checkpoint: the bits of every matrix, the text to calibrate with."""
+"""Plans the weights of one checkpoint: the bits of every matrix, and the text to calibrate with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["WeightPlan", "plan_weights", "resolve"]
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What every matrix is quantized to, and the text that the model reads meanwhile.
+    """What every matrix is quantized to, and the text that it is calibrated with.
 
     Attributes:
         text: None where nothing is calibrated.
@@ -47,13 +47,13 @@ class WeightPlan:
 
 
 def resolve(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportConfig:
-    """The configuration with everything decided that depends on the model's size."""
+    """Decides everything in the configuration that depends on the model's size."""
     sizes = {plan.name: math.prod(plan.shape) for plan in plans}
     return config.resolve(sum(sizes.values()), sizes["embed"])
 
 
 def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
-    """The text to calibrate with, in the model's tokens; None where none is given. Of a resolved configuration only."""
+    """Reads the calibration text of a resolved configuration in the model's tokens; None where there is none."""
     if config.calibration is None:
         return None
     assert config.calibration_tokens is not None, "resolve first"
@@ -69,7 +69,7 @@ def plan_weights(
     parameters: int,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> WeightPlan:
-    """The plan of a resolved configuration; where it has a budget, the model is probed for what it loses least by.
+    """Plans the weights of a resolved configuration; where it has a budget, the model is probed for the smallest loss.
 
     Args:
         sidecar: with the tokenizer, for the calibration text.
