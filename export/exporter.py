@@ -21,7 +21,7 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.architectures.described import Described, describe, pad_heads
+from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.graph.decoder import build_decoder_graph
 from edgeinfer.export.options.config import ExportConfig
@@ -71,7 +71,8 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
-        stored = describe(hf_config, family, checkpoint)
+        spec = read_spec(hf_config, family, checkpoint)
+        stored = describe(spec, hf_config, family, checkpoint)
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans
         config = resolve(config, plans)

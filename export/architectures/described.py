@@ -22,7 +22,7 @@ from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["Described", "describe", "pad_heads", "pad_values"]
+__all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec"]
 
 # What the kernel's heads are a multiple of.
 _MULTIPLE = 8
@@ -45,20 +45,18 @@ class Described:
         return sum(plan.parameters for plan in self.plans)
 
 
-def describe(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> Described:
-    """Reads config.json as a decoder of the family and checks that its tensors, and no others, are there.
+def describe(spec: DecoderSpec, hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> Described:
+    """Plans the tensors of a decoder that `read_spec` read, and checks that these, and no others, are there.
 
     Raises:
-        CheckpointError: the configuration or the tensors are wrong.
-        UnsupportedArchitectureError: the family's builder cannot express the model.
+        CheckpointError: a tensor is missing, unused or of another shape.
     """
-    spec = _read_spec(hf_config, family, checkpoint)
     plans = family.tensors(hf_config, spec, checkpoint.names)
     _check_tensors(checkpoint, family, plans)
     return Described(spec, plans)
 
 
-def _read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
+def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
     """Reads the decoder of config.json; where that does not say whether it is tied, one without a head is."""
     layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
     if layers > count:

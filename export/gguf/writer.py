@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.errors import CheckpointError, StorageError, UsageError
 from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.architectures.described import describe
+from edgeinfer.export.architectures.described import describe, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.architectures import FILE_TYPES, GgufArchitecture, add_decoder, find_gguf_architecture
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
@@ -81,9 +81,9 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
     config = read_config(checkpoint.folder)
     refined = find_architecture(config)
     family = dataclasses.replace(refined, refine=None)
-    described = describe(config, family, checkpoint)
-    spec, plans = described.spec, described.plans
+    spec = read_spec(config, family, checkpoint)
     arch = find_gguf_architecture(family, spec)
+    plans = describe(spec, config, family, checkpoint).plans
     computing = refined.tensors(config, spec, checkpoint.names)
     return GgufSource(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
 

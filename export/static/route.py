@@ -26,7 +26,7 @@ from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.architectures.described import Described, describe
+from edgeinfer.export.architectures.described import Described, describe, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -56,11 +56,12 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
-        stored = describe(hf_config, family, checkpoint)
-        if stored.spec.moe is not None:
+        spec = read_spec(hf_config, family, checkpoint)
+        if spec.moe is not None:
             message = "Mixtures of experts cannot be exported with static shapes: which experts run is not fixed."
             raise UsageError(message, "Leave --static out.")
-        graphs = config.static.graphs(stored.spec)
+        stored = describe(spec, hf_config, family, checkpoint)
+        graphs = config.static.graphs(spec)
         described = _keep_layers(stored, graphs)
         spec, plans = described.spec, described.plans
         config = resolve(config, plans)
