@@ -1,4 +1,4 @@
-"""Log-probabilities of a reply's tokens, told as their text shows; knows nothing of how they come about or are sent."""
+"""Log-probabilities of a reply's tokens, told as their text shows."""
 
 from __future__ import annotations
 

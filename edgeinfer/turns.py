@@ -1,4 +1,4 @@
-"""Whose turn it is among the replies of one model, of which one runs at a time; knows nothing of how they are made."""
+"""Whose turn it is among the replies of one model, of which one runs at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Turn(Protocol):
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody but the calling thread can still be reading it."""
+        """Whether only the calling thread can still be reading it."""
 
     def close(self) -> None:
         """Finishes it now, which leaves."""

@@ -1,4 +1,4 @@
-"""`edgeinfer chat`: opens the chat app, or the chat in the terminal; knows nothing of what is said there."""
+"""`edgeinfer chat`: opens the chat app, or the chat in the terminal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def execute(args: argparse.Namespace) -> int:
 def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     for name in _OF_THE_WINDOW:
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is of the window.", "Leave out it or --terminal.")
+            raise UsageError(f"--{name.replace('_', '-')} belongs to the window.", "Leave out either it or --terminal.")
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
         options = {**_CONVERSATIONAL, **_recommended(args.model), **given}

@@ -65,13 +65,13 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
     text = "also make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
     parser.add_argument("--into", type=Path, metavar="BUNDLE", help=text)
-    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="of a weight (default: 8)")
-    text = "of the embedding, which is most of a tiny model (default: as --bits)"
+    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="bits of each weight (default: 8)")
+    text = "bits of the embedding, which is most of a tiny model (default: as --bits)"
     parser.add_argument("--head-bits", type=int, choices=(4, 8, 32), help=text)
     text = "at 4 bits give layers of at most 65536 weights 4 bits too, instead of 8"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", help=text)
     add_training_options(parser, _MINUTES)
-    text = "tokens that the model writes to be learnt from (default: by the time)"
+    text = "tokens that the model itself writes to train on (default: by the time)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
     add_json_option(parser)
 
@@ -112,7 +112,7 @@ def _checked(args: argparse.Namespace) -> Path:
         require_free(args.into)
         if not hub.is_bundle(source):
             hint = "Export it first, or leave --into out."
-            raise UsageError(f"{args.target} is a checkpoint, into which no drafter goes.", hint)
+            raise UsageError(f"{args.target} is a checkpoint, which cannot contain a drafter.", hint)
     return source
 
 
@@ -155,7 +155,8 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     if not args.json:
         size = f"{choice.size.width}x{choice.size.layers}"
         print_note(
-            f"A drafter of {size} may make it {choice.speedup:.2f} times as fast, at {choice.acceptance:.0%} accepted."
+            f"A drafter of {size} may make the model {choice.speedup:.2f} times as fast, "
+            f"with {choice.acceptance:.0%} of its tokens accepted."
         )
     return choice.size
 

@@ -35,13 +35,13 @@ def add_training_options(parser: Parser, minutes: float | None = None) -> None:
     group.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=text)
     length = group.add_mutually_exclusive_group()
     if minutes is not None:
-        text = f"time that all of it may take on this machine (default: {minutes:g})"
+        text = f"minutes that the whole training may take on this machine (default: {minutes:g})"
         length.add_argument("--minutes", type=float, metavar="M", help=text)
-    length.add_argument("--steps", type=int, metavar="N", help="steps of training, in place of a time")
-    group.add_argument("--learning-rate", type=float, metavar="X", help="at its highest")
-    group.add_argument("--rows", type=int, metavar="N", help="windows of text in a step")
-    group.add_argument("--length", type=int, metavar="N", help="tokens of a window")
-    group.add_argument("--seed", type=int, metavar="N", help="of everything that is drawn (default: 0)")
+    length.add_argument("--steps", type=int, metavar="N", help="training steps, instead of a time")
+    group.add_argument("--learning-rate", type=float, metavar="X", help="highest learning rate")
+    group.add_argument("--rows", type=int, metavar="N", help="windows of text per step")
+    group.add_argument("--length", type=int, metavar="N", help="tokens per window")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of all random draws (default: 0)")
     group.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="where to train (default: CUDA if it is there)"
     )

@@ -42,9 +42,9 @@ def add_parser(commands: Subparsers) -> None:
     text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"
     parser.add_argument("path", metavar="PATH", nargs="?", help=text)
     parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and type")
-    text = "compare every file with its recorded sha256, a .gguf file with what it was at first use"
+    text = "compare every file with its recorded sha256, a .gguf file with the one that was first used here"
     parser.add_argument("--verify", action="store_true", help=text)
-    text = "take a .gguf file that was replaced on purpose as the right one from now on"
+    text = "accept a .gguf file that was replaced on purpose"
     parser.add_argument("--accept", action="store_true", help=text)
     add_json_option(parser)
 
@@ -70,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
         rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
     if "first" in verified.values():
-        print_note("Replies are given from now on as long as the file stays what it is.")
+        print_note("The file is accepted from now on, as long as it does not change.")
     elif verified:
         print_note("Every file matches its sha256.")
     return 0
@@ -208,7 +208,7 @@ def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
     rows = [("weights", format_size(gguf.tensor_bytes))]
     tokens = min(_EXAMPLE_TOKENS, context)
     for kv, per_token in _kv_bytes(gguf).items():
-        shown = "not possible: a head is no whole blocks of it"
+        shown = "not possible: a head is not a multiple of its blocks"
         if per_token is not None:
             shown = f"{per_token:,} bytes per token, {format_size(per_token * tokens)} for {tokens:,}"
         rows.append((f"KV cache {kv}", shown))

@@ -1,4 +1,4 @@
-"""What the command line writes besides a model's text: errors, tables, progress; knows nothing of models.
+"""What the command line writes besides a model's text: errors, tables, progress.
 
 Colour and bars appear on terminals only, and colour not under NO_COLOR: rich sees to both.
 """
@@ -73,7 +73,7 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
 
 @contextlib.contextmanager
 def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
-    """A bar on stderr, fed by calls (stage, done, total), from the first of them on; None where nobody would see it."""
+    """A bar on stderr from the first call (stage, done, total) on; None where stderr is not a terminal."""
     if not (enabled and sys.stderr.isatty()):
         yield None
         return

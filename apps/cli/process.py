@@ -54,6 +54,9 @@ def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
 
 
 class _Handler:
+    # Walking frames is the one public way to tell whether this thread is importing: locks of modules and of specs being
+    # initialized are private, and say nothing of an import that was going on when the command was called.
+
     def __init__(self, caller: FrameType) -> None:
         self._caller = caller
         self._thread = threading.get_ident()
@@ -114,10 +117,10 @@ def is_refused(error: BaseException) -> bool:
 def refusal(limit: int | None) -> BudgetError:
     """The error for memory that the system refused."""
     if limit is None:
-        return BudgetError("The system refuses the memory that this takes.", "Free memory, or take a smaller model.")
+        return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
     from edgeinfer.config import format_size  # not before it is needed: it takes others with it
 
-    message = f"The system lets this process have {format_size(limit)} of addresses, which is too little for this."
+    message = f"The system limits this process to {format_size(limit)} of address space, which is too little."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))
     return BudgetError(message, f"Raise the limit (ulimit -v) to {enough} or more, or use fewer threads (-t 1).")
 

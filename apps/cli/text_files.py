@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
         PromptError: it cannot be read, or is not UTF-8.
     """
     try:
-        # A pipe that nobody writes into is empty, where opening it as usual would wait for somebody.
+        # A pipe without a writer is empty; opening it as usual would wait for one.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(handle, "rb") as file:
             if hasattr(os, "O_NONBLOCK"):

@@ -41,10 +41,10 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--quick", action="store_true", help=text)
     text = "write the settings to FILE, for --profile FILE, instead of keeping them for this user"
     group.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "drop the settings that were kept of this model, and do nothing else"
+    text = "drop the settings that were kept for this model, and do nothing else"
     group.add_argument("--forget", action="store_true", help=text)
-    group = parser.add_argument_group("answers that take less compute (lossy); only what is named here is tuned then")
-    text = "find the blocks that answers can skip at the least harm, for --compute calibrated"
+    group = parser.add_argument_group("less compute (lossy); if any of these is given, only that is tuned")
+    text = "find the blocks that answers can skip with the least harm, for --compute calibrated"
     group.add_argument("--skip", action="store_true", help=text)
     text = "find how unsure --draft-model is of this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
@@ -55,7 +55,7 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
     text = "sets of layers to try at most (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the search (default: 0)")
     add_json_option(parser)
 
 
@@ -92,14 +92,14 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if args.json:
         print_json({"forgotten": forgotten})
     else:
-        print_note("Forgot the settings of this model." if forgotten else "No settings of this model were kept.")
+        print_note("Dropped the settings of this model." if forgotten else "No settings of this model were kept.")
     return 0
 
 
 def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
     """What answers may leave out, and when a draft model may write them."""
     if args.entropy and "draft_model" not in options:
-        raise UsageError("There is no second model whose entropy could be looked at.", "Name one with --draft-model.")
+        raise UsageError("--entropy needs a second model.", "Name one with --draft-model.")
     found: dict[str, Any] = {}
     with load_model(args.model, options) as model, progress_bar() as bar:
         if args.skip:
@@ -121,12 +121,12 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
     """What to tune by; refuses what can be known to be wrong before minutes of measuring."""
     if args.granularity < 1 or args.evaluations < 1:
         message = "A search needs a granularity and a number of evaluations."
-        raise UsageError(message, "Give numbers from 1 on.")
+        raise UsageError(message, "Give numbers of at least 1.")
     if args.text is None:
         return None
     prompts = [line for line in read_text(args.text).splitlines() if line.strip()]
     if not prompts:
-        raise UsageError(f"In {args.text} there is no text to score by.", "Give a prompt on each line.")
+        raise UsageError(f"{args.text} has no text to score.", "Give a prompt on each line.")
     return prompts
 
 
@@ -182,7 +182,7 @@ def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
     print_table(rows, title="on this device", header=("", "usual", "tuned", "faster"))
     where = [] if tuning.path is None else [("written to", str(out)) if out else ("kept", "for this user's next loads")]
     if tuning.busy is not None and tuning.busy > _BUSY:
-        text = f"{tuning.busy:.1f} threads of other programs ran when it began; tune again on a machine at rest"
+        text = f"{tuning.busy:.1f} threads of other programs ran at the start; tune again on an idle machine"
         where.append(("busy", text))
     print_table([("settings", _settings(tuning)), *where])
     tried = [
@@ -202,7 +202,7 @@ def _settings(tuning: DeviceTuning) -> str:
     if chosen:
         return chosen
     if tuning.rejected is not None:
-        return f"as usual: {_named(tuning.rejected)} looked better, but not when proved together"
+        return f"as usual: {_named(tuning.rejected)} looked better, but not when checked together"
     return "as usual: nothing else was better beyond doubt"
 
 
@@ -238,10 +238,10 @@ def _print_layers(result: TuneResult) -> None:
     """The layers that draft."""
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
-        ("  matchness", f"{result.exit.matchness:.3f}"),
+        ("  match rate", f"{result.exit.match_rate:.3f}"),
         ("  predicted speed-up", _gain(result.exit.speedup, result.tuning.exit_layer is not None)),
         ("blocks skipped", f"{int((~result.skip.layer_mask).sum())} of {len(result.skip.layer_mask)}"),
-        ("  matchness", f"{result.skip.matchness:.3f}"),
+        ("  match rate", f"{result.skip.match_rate:.3f}"),
         ("  predicted speed-up", _gain(result.skip.speedup, result.tuning.layer_mask is not None)),
         ("sets tried", f"{result.skip.evaluations}"),
     ]
@@ -280,7 +280,7 @@ def _layer_facts(result: TuneResult) -> dict[str, Any]:
         name: {
             "layers": each.layers,
             "layer_mask": each.layer_mask.tolist(),
-            "matchness": each.matchness,
+            "matchness": each.match_rate,
             "predicted_speedup": each.speedup,
             "draft_length": each.length,
             "sets_tried": each.evaluations,

@@ -1,4 +1,4 @@
-"""Endpoints about the app's state: settings, models, plans, loading, downloads, events; knows no conversations."""
+"""Endpoints about the app's state: settings, models, plans, loading, downloads, events."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Downloads:
     async def _run(self, key: str) -> None:
         try:
             await self._follow(key)
-        except Exception as error:  # a process that cannot be started, or says what nobody expects
+        except Exception as error:  # a process that cannot be started, or says something unexpected
             self._fail(key, f"The download failed: {error}.")
 
     async def _follow(self, key: str) -> None:

@@ -140,7 +140,7 @@ class History:
                 for row in rows:
                     with self._database.transaction() as connection:
                         connection.execute("DELETE FROM messages WHERE number = ?", (row["number"],))
-                    self._database.settle()
+                    self._database.checkpoint()
                 self._delete(id)
 
     def _delete(self, id: str) -> None:

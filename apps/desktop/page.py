@@ -1,4 +1,4 @@
-"""The page and who may see it: a key in the address, then a cookie; knows nothing of what the page does."""
+"""The page and who may see it: a key in the address, then a cookie."""
 
 from __future__ import annotations
 

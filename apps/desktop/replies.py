@@ -1,4 +1,4 @@
-"""Replies under way: made by the host, kept in the history as they grow, followed by windows; knows no requests.
+"""Replies under way: made by the host, kept in the history as they grow, followed by windows.
 
 A reply belongs to its conversation, not to the window that asked for it: it goes on when the window closes.
 """

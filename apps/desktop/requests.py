@@ -1,4 +1,4 @@
-"""What endpoints share: bodies checked field by field, errors as JSON, server-sent events; knows no endpoint."""
+"""What endpoints share: bodies checked field by field, errors as JSON, server-sent events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the running app, made once and handed to every endpoint; knows nothing of endpoints."""
+"""The parts of the running app, made once and handed to every endpoint."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Services:
             feed.publish("conversations", {})
 
         replies = ConversationReplies(
-            host, history, control.settled, lambda: {**control.defaults, **kept.now.options}, told
+            host, history, control.loaded_or_failed, lambda: {**control.defaults, **kept.now.options}, told
         )
         downloads = Downloads(lambda state: feed.publish("download", asdict(state), state.key))
         notices = tuple(
-            f"The file of your {what} was damaged. It was put aside as {path}, and a new one begun."
+            f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."
             for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))
             if path is not None
         )

@@ -1,4 +1,4 @@
-"""What the user set, kept in a JSON file; knows nothing of who reads it.
+"""What the user set, kept in a JSON file.
 
 The file is written beside the old one and renamed, so that a crash leaves one or the other.
 """

@@ -1,4 +1,4 @@
-"""Bodies of requests: how many are received at once, of whom and how large together, and the JSON objects they become.
+"""Bodies of requests: how many are received at once, from which address and how large together, and their JSON.
 
 Where there are too many, the one that came on worst of whoever has the most is given up, so that a body that arrives
 at once always finds a place. Of fields nothing is known but that some hold schemas."""
@@ -27,7 +27,7 @@ __all__ = ["UPLOAD", "Upload", "Uploads", "compiles", "json_body", "parse_json",
 UPLOAD = "edgeinfer.upload"
 # Reading a larger body takes long enough for others' streams to notice: one such is read at a time, by another thread.
 _LARGE = 64 * 1024
-# Clients that wait for their refusals, each of whom keeps a connection.
+# Clients that wait for their refusals; each keeps a connection.
 _MOST_PUT_OFF = 256
 _HINT = "Try again in a moment."
 
@@ -42,7 +42,7 @@ class Uploads:
     def __init__(self, security: Security) -> None:
         self._security = security
         self._unfinished: set[Upload] = set()
-        self._held = 0
+        self._kept_bytes = 0
         self._put_off = 0
         self._reading = asyncio.Lock()
 
@@ -62,17 +62,17 @@ class Uploads:
         while (worst := self._worst(latest)) is not None:
             worst.give_up()
             if worst is latest:
-                raise RequestError("The server is taking in as much as it can.", _HINT, status=503, code="server_busy")
+                raise RequestError("The server is receiving as much as it can.", _HINT, status=503, code="server_busy")
 
     def _worst(self, latest: Upload) -> Upload | None:
-        """Who has to go; nobody while all are within the limits."""
+        """The one that has to go; None while all are within the limits."""
         security, unfinished = self._security, self._unfinished
         if unfinished:
             address, most = Counter(upload.address for upload in unfinished).most_common(1)[0]
             if len(unfinished) > security.max_uploads or most > security.max_uploads_each:
                 rivals = [upload for upload in unfinished if upload.address == address]
                 return min(rivals, key=lambda upload: (upload is latest, upload.deadline))
-        if self._held <= max(security.max_held, security.max_body):
+        if self._kept_bytes <= max(security.max_bodies, security.max_body):
             return None
         # What is complete is not taken back; one of many bytes goes before many of few.
         return max((*unfinished, latest), key=lambda upload: upload.size)
@@ -134,7 +134,7 @@ class Upload:
             RequestError: there is no room for it.
         """
         self.size += nbytes
-        self._uploads._held += nbytes
+        self._uploads._kept_bytes += nbytes
         self.deadline += nbytes / self._rate
         if last:
             self._uploads._unfinished.discard(self)
@@ -152,9 +152,9 @@ class Upload:
         return self._uploads._turn(self.size)
 
     def end(self) -> None:
-        """What it held is free; any number of times."""
+        """Frees what it kept; may be called any number of times."""
         self._uploads._unfinished.discard(self)
-        self._uploads._held -= self.size
+        self._uploads._kept_bytes -= self.size
         self.size = 0
 
 
@@ -300,5 +300,5 @@ def _too_large(most: int) -> RequestError:
 
 
 def _too_deep(security: Security) -> RequestError:
-    message = f"The request's body has more than {security.max_depth} objects and arrays in one another."
+    message = f"The request's body nests objects and arrays more than {security.max_depth} levels deep."
     return RequestError(message, "Send a flatter one.", code="too_deep")

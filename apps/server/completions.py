@@ -105,7 +105,7 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
     """Makes all replies of a request, and calls `emit` with the events of each step.
 
     Args:
-        owner: who the replies are made for, among whom the model's time is shared.
+        owner: who the replies are made for; owners share the model's time.
 
     Raises:
         EdgeInferError: what ended the first reply that failed, or there is no room in the queue; the others are
@@ -135,7 +135,7 @@ async def _follow(reply: HostReply, index: int, completion: Completion, emit: Em
     if result is not None:
         metrics.finished(result)
     if result is None or result.finish_reason == "cancelled":
-        message = "The reply was cut short: the server stops, or changes its model."
+        message = "The reply was cut short: the server is stopping or changing its model."
         raise RequestError(message, "Ask again in a moment.", status=503, code="cancelled")
     await emit(completion.finished(index, result))
 

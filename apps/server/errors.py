@@ -1,4 +1,4 @@
-"""Answers that errors become, and what is logged of them; knows nothing of what raises them."""
+"""Answers that errors become, and what is logged of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OUR_FAULT = 500
 
 
 class ClientGoneError(Exception):
-    """The client hung up: there is nobody to answer."""
+    """The client hung up, so no answer is wanted."""
 
 
 def let_go(error: BaseException) -> None:
-    """Frees what the calls held that an error ended: traceback, calls and error refer to each other in circles, which
-    would keep a request until cycles are next collected. The traceback still tells the places."""
+    """Frees what an error's frames keep alive: traceback, frames and error refer to each other in circles, which would
+    keep a request until cycles are next collected. The traceback still tells the places."""
     known: set[int] = set()
     left = [error]
     while left:

@@ -1,5 +1,5 @@
-"""ASGI middleware around everything served: admits requests, limits bodies, answers what nobody handled, writes the
-access log; knows nothing of what is served."""
+"""ASGI middleware around everything served: admits requests, limits bodies, answers what was not handled, and writes
+the access log."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Guard:
         self._open += 1
 
     def end(self) -> None:
-        """A request that has begun is over."""
+        """A request that was started is over."""
         self._open -= 1
 
     async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
@@ -154,7 +154,7 @@ class _Answer:
         await self._send(message)
 
     async def instead(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """Answers, where that has not begun in another way; the client of one that breaks off sees its end missing."""
+        """Answers, unless another answer has started; the client of one that breaks off sees its end missing."""
         if not self.status:
             await response(scope, receive, self)
 
@@ -162,7 +162,7 @@ class _Answer:
 class _Body:
     """Receives a request's body and refuses what is too large or takes too long.
 
-    A request takes one of the server's places once its body is there: those who never send theirs keep nobody out.
+    A request takes one of the server's places once its body is there: those who never send theirs keep no one out.
     Where a key is asked for, its body is not even waited for without.
     """
 
@@ -174,7 +174,7 @@ class _Body:
         self._address = str((scope.get("client") or ("",))[0])
         self._announced = headers.get("content-length", "")
         self._received = 0
-        self._begun = False
+        self._started = False
         # Without these there is no body, and nothing to wait for.
         self._complete = "transfer-encoding" not in headers and self._announced.strip("0") == ""
         self._upload: Upload | None = None
@@ -215,7 +215,7 @@ class _Body:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[None]:
-        """While something is made of the body, which nobody holds any more afterwards; of large ones, one at a time."""
+        """While something is made of the body, which is freed afterwards; large ones take turns."""
         if self._upload is None:
             yield
             return
@@ -229,14 +229,14 @@ class _Body:
         """The request is over."""
         if self._upload is not None:
             self._upload.end()
-        if self._begun:
-            self._begun = False
+        if self._started:
+            self._started = False
             self._guard.end()
 
     def _begin(self) -> None:
-        if not self._begun:
+        if not self._started:
             self._guard.begin()
-            self._begun = True
+            self._started = True
 
     def _too_large(self) -> RequestError:
         message = f"The request's body is larger than {self._security.max_body} bytes."
@@ -244,7 +244,7 @@ class _Body:
 
 
 def _preflight(headers: Headers) -> Response:
-    """Tells a browser what its page may send; to whom, `Guard` has said."""
+    """Tells a browser what its page may send; `Guard` has said where."""
     asked: dict[str, Any] = {
         "Access-Control-Allow-Methods": "GET, POST, DELETE, PATCH",
         "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "Authorization, Content-Type"),

@@ -68,7 +68,7 @@ class HostReply:
         self._worker = worker
         self._items: asyncio.Queue[Chunk | ReplyEnd | Exception] = asyncio.Queue()
         self._result: Result | None = None
-        # Nothing of it leads back here, so that what a request held is free when its reply is left.
+        # Nothing of it leads back here, so that what a request kept is free when its reply is left.
         self._job = Job(start, partial(_on, asyncio.get_running_loop(), self._items.put_nowait))
         worker.add(self._job, owner)
 
@@ -80,7 +80,7 @@ class HostReply:
             UsageError: it is not finished, or was cancelled before it began.
         """
         if self._result is None:
-            raise UsageError("The reply is not finished, or never began.", "Iterate to the end first.")
+            raise UsageError("The reply is not finished, or was never started.", "Iterate to the end first.")
         return self._result
 
     def cancel(self) -> None:
@@ -222,7 +222,7 @@ class ModelHost:
         if self.state.status != "ready":
             raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
         if self.waiting >= self._queue:
-            raise BusyError(f"{self.waiting} requests wait already.", "Try again in a moment.")
+            raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
         return HostReply(self._worker, start, owner)
 
     async def ask(self, question: Callable[[Model], T]) -> T:
@@ -265,7 +265,7 @@ class ModelHost:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(set: Callable[[Any], None], value: Any) -> None:
+        def resolve(set: Callable[[Any], None], value: Any) -> None:
             if not future.done():
                 set(value)
 
@@ -273,9 +273,9 @@ class ModelHost:
             try:
                 value = work()
             except Exception as error:  # the caller's, on its own thread
-                _on(loop, settle, future.set_exception, error)
+                _on(loop, resolve, future.set_exception, error)
             else:
-                _on(loop, settle, future.set_result, value)
+                _on(loop, resolve, future.set_result, value)
 
         self._worker.do(task)
         return await future

@@ -1,4 +1,4 @@
-"""What every endpoint is given, and the model it may use; knows nothing of endpoints."""
+"""What every endpoint is given, and the model it may use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Service:
         model, name = self.model(), body.get("model")
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a text.", "GET /v1/models lists what is served.", param="model")
-        # As it was asked for on the command line will do too, though a path is nobody's to read.
+        # As it was asked for on the command line will do too, though a path is not listed.
         if name and name not in (*self.names(model), self.host.state.model):
             raise unknown_model(name)
         return model

@@ -219,7 +219,7 @@ class ExportConfig:
         }
         for name, is_asked in asked.items():
             if is_asked:
-                hint = "Leave it out, and choose a type, as --type Q4_K_M."
+                hint = "Leave it out, and choose a type, such as --type Q4_K_M."
                 raise UsageError(f"{name} is not possible with a GGUF model.", hint)
         if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
             message = f"{self.gguf_kind} needs a calibration text, which tells what to keep."

@@ -74,6 +74,11 @@ class Checkpoint:
         """Names of all tensors."""
         return frozenset(self._tensors)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        return {name: tensor.stored.shape for name, tensor in self._tensors.items()}
+
     def dtype(self, name: str) -> str:
         """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
         return self._tensors[name].stored.dtype

@@ -52,7 +52,7 @@ _MOST_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
 _BLANK = "0" * 64
 _ELSE = "Give a file written by Chat.save or Model.save_session."
-_COPY = "Use another copy of it, or begin the conversation anew."
+_COPY = "Use another copy of it, or start the conversation again."
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Several continuations of one text in one cache, the text itself stored once; knows nothing of why there are several.
+"""Several continuations of one text in one cache, the text itself stored once.
 
 One pass feeds any of the live branches. Each row sees the trunk, the rows of its own branch and nothing else, so the
 attention over a shared beginning is exact and its memory is taken once. Rows that no live branch has are moved out of
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import ForwardInput, Visibility
+from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.visibility import Visibility
 from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.search.strategy import Passes, SearchParts
 

@@ -1,4 +1,4 @@
-"""What options take in memory beside the models: drafting, cached prefixes and context shift."""
+"""The memory that options take beside the models: drafting, cached prefixes and context shift."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads_taken(bundle: Bundle) -> dict[str, int]:
         if stored := heads_bytes(bundle, name):
             taken[name] = stored + 2 * _FLOAT_BYTES * geometry.vocab_size
     if "prompt" in taken:
-        # Prompt tokens also ride along in passes, each with a row of logits.
+        # Prompt tokens are also probe rows of passes, each with a row of logits.
         probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
         taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, 2 * probes)
     return taken

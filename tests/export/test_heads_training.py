@@ -26,7 +26,7 @@ from edgeinfer.export.training.trainer import Trainer
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
 from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter, StateDrafter
 from edgeinfer.runtime.speculation.drafters.model import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter

@@ -21,7 +21,7 @@ def read_input(value: Any, instructions: str | None) -> list[Message]:
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
-        raise RequestError("input is no text and no non-empty list of items.", "Give one.", param="input")
+        raise RequestError("input is neither a text nor a non-empty list of items.", "Give one.", param="input")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     for index, item in enumerate(items):
         messages += _messages(item, f"input[{index}]")

@@ -99,12 +99,12 @@ def _refuse(fields: Fields) -> None:
     """What is ignored, and what cannot be."""
     fields.ignore(*IGNORED, "stream_options", "max_tool_calls")
     fields.only("background", (False,), "Wait for the answer, or have it streamed.")
-    fields.refuse("previous_response_id", "conversation", hint="Nothing is kept here: send all of the conversation.")
-    fields.refuse("prompt", hint="Nothing is kept here: send the text as input.")
-    fields.only("truncation", ("disabled",), "Nothing of a conversation is left out silently: shorten it.")
-    fields.refuse("context_management", hint="Nothing of a conversation is left out silently: shorten it.")
-    fields.refuse("moderation", hint="Nothing is judged here.")
-    fields.refuse("image", hint="Text is all that this model writes.")
+    fields.refuse("previous_response_id", "conversation", hint="Nothing is stored here: send the whole conversation.")
+    fields.refuse("prompt", hint="Nothing is stored here: send the text as input.")
+    fields.only("truncation", ("disabled",), "No part of a conversation is dropped silently: shorten it.")
+    fields.refuse("context_management", hint="No part of a conversation is dropped silently: shorten it.")
+    fields.refuse("moderation", hint="Replies are not moderated here.")
+    fields.refuse("image", hint="This model writes text only.")
 
 
 def _told_format(options: Mapping[str, Any]) -> dict[str, Any]:

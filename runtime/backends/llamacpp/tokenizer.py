@@ -39,7 +39,7 @@ _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _STRIPPED, "gemma4": _PIECES}
 
 
 class LlamaTokenizer:
-    """Implements `contracts.TokenizerLike` over a loaded model; of no use once that is closed.
+    """Implements `contract.TokenizerLike` over a loaded model; of no use once that is closed.
 
     Args:
         model: whose vocabulary it is.

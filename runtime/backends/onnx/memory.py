@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, Keeping
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
+from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.streaming import (
     loading_bytes,
     looked_up_bytes,
@@ -22,7 +23,7 @@ from edgeinfer.runtime.weights.streaming import (
     streamed_bytes,
 )
 
-__all__ = ["OnnxMemory"]
+__all__ = ["OnnxMemory", "memory_of"]
 
 # Session and graph of onnxruntime: in all, and per layer; pages of code that running touches beyond those of importing,
 # and what loading touches besides: of code, and of raw weights while they are packed.
@@ -86,7 +87,7 @@ class OnnxMemory:
             {"code": _RUNNING_CODE_BYTES},
         )
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of it: all, or what decoding needs."""
         size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
         held = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
@@ -195,3 +196,11 @@ def _scores(manifest: Manifest, chunk: int, context: int) -> int:
     """Bytes of attention's scores where those of every head are there at once."""
     heads = -(-manifest.geometry.hidden_size // manifest.geometry.head_dim)
     return _FLOAT_BYTES * _LIVE_WIDTHS * heads * chunk * context
+
+
+def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False) -> ModelMemory:
+    """What a bundle takes, with all weights multiplied out to floats if so."""
+    from edgeinfer.runtime.backends.onnx.packed_cache import is_packed
+
+    pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
+    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and is_packed(bundle), floats)

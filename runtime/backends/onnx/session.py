@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TypeAlias
 
 import onnxruntime as ort
 
+from edgeinfer.bundle import Capabilities
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
@@ -15,7 +17,7 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
 from edgeinfer.runtime.system.memory import release_code, stack_bytes
 
-__all__ = ["Binding", "OrtSession"]
+__all__ = ["Binding", "OrtSession", "capabilities_on"]
 
 _TERMINATED = "terminate flag"
 
@@ -170,3 +172,19 @@ class OrtSession:
     def cancel(self) -> None:
         """Ends the running run; safe from any thread."""
         self._run_options.terminate = True
+
+
+def capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
+    """What is left of a bundle's capabilities on a device.
+
+    Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
+    """
+    traits = device.traits
+    return dataclasses.replace(
+        whole,
+        tree=whole.tree and traits.tree_bias,
+        branches=whole.tree and traits.tree_bias,
+        layer_skip=whole.layer_skip and traits.in_place_kv,
+        hidden=whole.hidden and traits.in_place_kv,
+        exact=whole.exact and device.on_cpu,
+    )

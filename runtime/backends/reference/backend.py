@@ -18,15 +18,9 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import (
-    ExpertChoice,
-    ForwardInput,
-    ForwardOutput,
-    ancestors,
-    check_pass,
-    in_window,
-)
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.visibility import ancestors, in_window
 
 __all__ = ["ReferenceBackend"]
 

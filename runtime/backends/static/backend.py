@@ -25,9 +25,8 @@ from edgeinfer.runtime.backends.contract import (
 )
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import OrtSession
-from edgeinfer.runtime.backends.static.file import check_graph_file
 from edgeinfer.runtime.backends.static.passes import Run, choose_graphs, visible_rows
-from edgeinfer.runtime.backends.static.session import StaticSession
+from edgeinfer.runtime.backends.static.session import StaticSession, check_graph_file
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.system.memory import MappedFile
 

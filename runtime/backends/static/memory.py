@@ -14,7 +14,7 @@ from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.passes import GraphSet, choose_graphs
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
 
 __all__ = ["StaticMemory"]
 
@@ -72,9 +72,9 @@ class StaticMemory:
             {"code": _RUNNING_CODE_BYTES},
         )
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, mode: TokenizerMode, *, used: bool) -> Footprint:
         """As of any bundle."""
-        return self.ordinary.tokenizer(keeping, used=used)
+        return self.ordinary.tokenizer(mode, used=used)
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
         """While the tokenizer is parsed, while the last session is made, and while a transient tokenizer is parsed."""

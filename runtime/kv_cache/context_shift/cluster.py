@@ -16,9 +16,7 @@ import numpy as np
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
-from edgeinfer.runtime.kv_cache.context_shift.merging import Indices, cosines, merge_rows
-from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
+from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, Removed, Rotation, cosines, merge_rows
 from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 __all__ = ["ClusterOptions", "ClusterPolicy"]

@@ -9,8 +9,8 @@ from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
-from edgeinfer.runtime.kv_cache.context_shift.contracts import OverflowPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
+from edgeinfer.runtime.kv_cache.context_shift.policy import OverflowPolicy
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 
 __all__ = ["POLICIES", "make_overflow", "planned_bytes"]

@@ -13,8 +13,7 @@ import numpy as np
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Removed
-from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
+from edgeinfer.runtime.kv_cache.context_shift.policy import Removed, Rotation
 
 __all__ = ["SINKS", "WindowPolicy"]
 

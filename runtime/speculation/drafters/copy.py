@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
 __all__ = ["CopyDrafter", "ForcedDrafter"]
 
 
 class ForcedDrafter(Drafter):
-    """Implements `contracts.Drafter`: proposes what `context.forced` says, whatever the model thinks."""
+    """Implements `Drafter`: proposes what `context.forced` says, whatever the model thinks."""
 
     name = "forced"
     # The target's own choice goes by the same constraint: of a closed list nothing else can come, of a grammar nothing
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
 
 class CopyDrafter(Drafter):
-    """Implements `contracts.Drafter`: repeats the conversation."""
+    """Implements `Drafter`: repeats the conversation."""
 
     name = "copy"
     priors: Sequence[float] = _PRIORS

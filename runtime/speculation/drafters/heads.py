@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, require
-from edgeinfer.runtime.speculation.contracts import Context, Round
+from edgeinfer.runtime.speculation.drafters.contract import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = ["HydraDrafter", "Matrix", "MedusaDrafter", "OutputRows", "StateDrafter", "silu"]
@@ -111,7 +111,7 @@ class StateDrafter(LogitDrafter):
         self._seen = False
 
     def observe(self, round: Round) -> None:
-        """Takes in the state that predicted the new root."""
+        """Keeps the state that predicted the new root."""
         super().observe(round)
         self._seen = round.hidden is not None
         if round.hidden is not None:
@@ -143,7 +143,7 @@ class StateDrafter(LogitDrafter):
 
 
 class MedusaDrafter(StateDrafter):
-    """Implements `contracts.Drafter`.
+    """Implements `Drafter`.
 
     Args:
         target: whose states the heads read.
@@ -171,7 +171,7 @@ class MedusaDrafter(StateDrafter):
 
 
 class HydraDrafter(StateDrafter):
-    """Implements `contracts.Drafter`.
+    """Implements `Drafter`.
 
     Args:
         target: whose states the heads read.

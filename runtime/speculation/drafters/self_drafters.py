@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
-from edgeinfer.runtime.speculation.contracts import Context, Resumption
+from edgeinfer.runtime.speculation.drafters.contract import Context, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = [
     "BitsDrafter",
+    "CachedExpertsDrafter",
     "EarlyExitDrafter",
     "ExpertsDrafter",
-    "ResidentDrafter",
     "SelfDrafter",
     "SkipDrafter",
     "every_second",
@@ -73,7 +73,7 @@ _FIRST_ROWS = 16
 
 
 class EarlyExitDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Implements `Drafter`.
 
     Args:
         target: must skip layers and resume from hidden states.
@@ -148,7 +148,7 @@ def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
 
 
 class SkipDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Implements `Drafter`.
 
     Args:
         target: must skip layers.
@@ -177,7 +177,7 @@ class SkipDrafter(SelfDrafter):
 
 
 class BitsDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Implements `Drafter`.
 
     Args:
         target: must be able to read one plane.
@@ -210,7 +210,7 @@ def fewer_experts(target: Backend) -> int:
 
 
 class ExpertsDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Implements `Drafter`.
 
     Args:
         target: must be able to use fewer experts.
@@ -239,7 +239,7 @@ class ExpertsDrafter(SelfDrafter):
         return ExpertChoice(self._count)
 
 
-class ResidentDrafter(ExpertsDrafter):
+class CachedExpertsDrafter(ExpertsDrafter):
     """Drafts with experts that are in memory, so that drafting fetches none.
 
     Args:

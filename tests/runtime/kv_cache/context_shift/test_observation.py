@@ -19,7 +19,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.kv_cache.context_shift.observation import Observer, attention
+from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow, planned_bytes
 from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint

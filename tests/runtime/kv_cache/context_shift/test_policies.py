@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy, Removed, overflow_summary
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy
+from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, OverflowPolicy, Removed, overflow_summary
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 from tests.runtime.kv_cache.context_shift.store import HEAD, SPEC, Store, raw_keys
 

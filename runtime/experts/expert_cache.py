@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.weights.expert_bytes import AROUND_BYTES
 
-__all__ = ["Pages", "Residency"]
+__all__ = ["ExpertCache", "Pages"]
 
 # Tokens after which a use counts half.
 _HALF_LIFE = 64.0
@@ -33,7 +33,7 @@ class Pages(Protocol):
         """Has the system read them."""
 
 
-class Residency:
+class ExpertCache:
     """The experts of one model.
 
     Args:
@@ -42,8 +42,8 @@ class Residency:
         limit: bytes of experts that may be resident at once, what the system maps around them included.
 
     Attributes:
-        resident: those whose pages may be in memory. (L, E)
-        resident_bytes: of these.
+        cached: those whose pages may be in memory. (L, E)
+        cached_bytes: of these.
         limit: as given.
     """
 
@@ -51,8 +51,8 @@ class Residency:
         self._parts = parts
         self._sizes = sizes
         self.limit = limit
-        self.resident: NDArray[np.bool_] = np.zeros(sizes.shape, np.bool_)
-        self.resident_bytes = 0
+        self.cached: NDArray[np.bool_] = np.zeros(sizes.shape, np.bool_)
+        self.cached_bytes = 0
         self.expert_bytes = int(sizes.sum())
         order = list(parts)
         self._beside = {
@@ -79,29 +79,29 @@ class Residency:
 
         Of equals those go first whose layer comes last to run again.
         """
-        inside = np.zeros(len(self.resident), np.bool_)
+        inside = np.zeros(len(self.cached), np.bool_)
         inside[layers.start : layers.stop] = True
         # A layer that may use all its experts takes no more for having some of them already.
-        whole = inside & (most >= self.resident.shape[1])
-        goes = self.resident & ~whole[:, None]
+        whole = inside & (most >= self.cached.shape[1])
+        goes = self.cached & ~whole[:, None]
         held = int(self._sizes[goes].sum())
         over = held + sum(self.need(layer, most) for layer in layers) - self.limit
         if over <= 0:
             return
         places = np.argwhere(goes)  # (n, 2)
-        distance = (places[:, 0] - layers.start) % len(self.resident)
+        distance = (places[:, 0] - layers.start) % len(self.cached)
         freed = 0
         for layer, expert in places[np.lexsort((-distance, self._worth[goes]))].tolist():
             if freed >= over:
                 break
             freed += int(self._sizes[layer, expert])
-            self.resident[layer, expert] = False
+            self.cached[layer, expert] = False
             self._parts[layer, expert].release()
-        self.resident_bytes -= freed
+        self.cached_bytes -= freed
 
     def used(self, ids: Ints) -> None:  # (L, S, k)
         """Tokens used these experts, which are in memory now; -1 are none."""
-        layers, experts = self.resident.shape
+        layers, experts = self.cached.shape
         places = ids + experts * np.arange(layers)[:, None, None]
         counts = np.bincount(places[ids >= 0], minlength=layers * experts).reshape(layers, experts)
         self._weight *= 2 ** (ids.shape[1] / _HALF_LIFE)
@@ -110,29 +110,29 @@ class Residency:
             self._worth /= self._weight
             self._weight = 1.0
         touched = counts > 0
-        came = touched & ~self.resident
+        came = touched & ~self.cached
         self._uses += int(touched.sum())
         self._hits += int(touched.sum() - came.sum())
-        self.resident |= came
-        self.resident_bytes += int(self._sizes[came].sum())
+        self.cached |= came
+        self.cached_bytes += int(self._sizes[came].sum())
         for layer, expert in np.argwhere(came).tolist():
             # The system maps pages around those that are touched.
             for neighbour in self._beside[layer, expert]:
-                if not self.resident[neighbour]:
+                if not self.cached[neighbour]:
                     self._parts[neighbour].release()
 
     def fetch(self, layer: int) -> None:
         """Has the system read a layer's experts that are not in memory; returns at once."""
-        for expert in np.flatnonzero(~self.resident[layer]).tolist():
+        for expert in np.flatnonzero(~self.cached[layer]).tolist():
             self._parts[layer, expert].prefetch()
 
     def forget(self) -> None:
         """All pages were dropped."""
-        self.resident[...] = False
-        self.resident_bytes = 0
+        self.cached[...] = False
+        self.cached_bytes = 0
 
     def bias(self) -> Floats:  # (L, E)
         """What keeps routers from choosing experts that are not in memory, in layers that have any there."""
-        some = self.resident.any(axis=1, keepdims=True)
-        bias: Floats = np.where(some & ~self.resident, np.float32(-1e9), np.float32(0))
+        some = self.cached.any(axis=1, keepdims=True)
+        bias: Floats = np.where(some & ~self.cached, np.float32(-1e9), np.float32(0))
         return bias

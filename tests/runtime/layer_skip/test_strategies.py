@@ -18,7 +18,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, Wanted, feed, whole_pass
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
 from edgeinfer.runtime.layer_skip.policies import importance
@@ -26,7 +26,7 @@ from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptState
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.drafters.models import export, make_backend
 
@@ -57,7 +57,7 @@ class Fixed:
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         return self._mask
 
 
@@ -102,8 +102,8 @@ def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: 
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
     ]
     text = [*PROMPT, *made]
-    assert engine.backend.cache.length == len(engine.held)
-    assert list(engine.held) == text[: len(engine.held)]
+    assert engine.backend.cache.length == len(engine.cached_tokens)
+    assert list(engine.cached_tokens) == text[: len(engine.cached_tokens)]
     held = engine.backend.cache.snapshot()
     engine.backend.cache.trim(0)
     again = list(feed(whole_pass(engine.backend), text[: held.length], 0, [], 4))

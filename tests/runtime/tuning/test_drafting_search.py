@@ -57,7 +57,7 @@ def samples() -> list[Sample]:
 def test_blocks_that_do_nothing_are_found(planted: Backend, samples: list[Sample]) -> None:
     found = best_skip_set(planted, samples, EVEN, evaluations=60)
     assert np.flatnonzero(~found.layer_mask).tolist() == list(IDLE)
-    assert found.matchness == 1.0
+    assert found.match_rate == 1.0
     gain = EVEN.gain(found.layer_mask, 1.0)
     assert (found.length, found.speedup) == (gain.length, gain.speedup)
     assert found.speedup > 1
@@ -69,7 +69,7 @@ def test_blocks_that_do_nothing_are_found(planted: Backend, samples: list[Sample
 def test_the_same_arguments_find_the_same_set(planted: Backend, samples: list[Sample]) -> None:
     one, same = (best_skip_set(planted, samples, EVEN, evaluations=25, seed=3) for _ in range(2))
     assert one.layer_mask.tolist() == same.layer_mask.tolist()
-    assert (one.matchness, one.speedup, one.evaluations) == (same.matchness, same.speedup, same.evaluations)
+    assert (one.match_rate, one.speedup, one.evaluations) == (same.match_rate, same.speedup, same.evaluations)
 
 
 def test_matchness_is_of_a_pass_behind_the_whole_models_cache(planted: Backend, samples: list[Sample]) -> None:
@@ -82,8 +82,8 @@ def test_matchness_is_of_a_pass_behind_the_whole_models_cache(planted: Backend, 
         whole = take_in(planted, fed)
         planted.cache.trim(len(sample.prompt) - 1)
         right += int((take_in(planted, fed, layer_mask=found.layer_mask).argmax(1) == whole.argmax(1)).sum())
-    assert found.matchness == right / 32
-    assert 0 < found.matchness < 1
+    assert found.match_rate == right / 32
+    assert 0 < found.match_rate < 1
     # The first set that is scored is SWIFT's: the second layer and the fourth.
     assert np.flatnonzero(~found.layer_mask).tolist() == [2, 3, 6, 7]
 
@@ -93,7 +93,7 @@ def test_what_costs_nothing_is_not_worth_a_risk(planted: Backend, samples: list[
     costs = BlockCosts(1.0, tuple(8.0 if block == 3 else 0.0 for block in range(10)), (9.0,) * 9)
     found = best_skip_set(planted, samples, costs, evaluations=60)
     assert not found.layer_mask[3]
-    assert found.matchness == 1.0
+    assert found.match_rate == 1.0
 
 
 def test_groups_of_layers_are_skipped_together(planted: Backend, samples: list[Sample]) -> None:
@@ -116,7 +116,7 @@ def test_the_exit_before_idle_layers_is_found(samples: list[Sample]) -> None:
     found = best_exit(target, samples, EVEN)
     assert found.layers == 3
     assert found.layer_mask.tolist() == [True] * 6 + [False] * 4
-    assert found.matchness == 1.0
+    assert found.match_rate == 1.0
     assert found.evaluations == LAYERS - 1
     assert found.speedup == EVEN.exit_gain(3, 1.0).speedup
     assert target.cache.length == 0

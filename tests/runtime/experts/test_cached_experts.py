@@ -18,9 +18,9 @@ from edgeinfer.errors import CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
-from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
-from edgeinfer.runtime.experts.residency import Residency
+from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.runtime.system.memory import process_memory
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from tests.kernel import require_kernel
@@ -51,7 +51,7 @@ def bundle() -> Bundle:
     return export()
 
 
-Pair = tuple[ResidentBackend | StreamedBackend, OnnxBackend]
+Pair = tuple[CachedExpertsBackend | StreamedBackend, OnnxBackend]
 
 
 @pytest.fixture(scope="module", params=["least", "half", "all", "streamed"])
@@ -60,10 +60,10 @@ def pair(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Pair]:
     whole = takes(bundle)
     inner = OnnxBackend(bundle, CAPACITY)
     if request.param == "streamed":
-        other: ResidentBackend | StreamedBackend = StreamedBackend(inner, 1)
+        other: CachedExpertsBackend | StreamedBackend = StreamedBackend(inner, 1)
     else:
         limits = {"least": whole.least, "half": max(whole.least, whole.total // 2), "all": 10 * whole.total}
-        other = ResidentBackend(inner, decoder_of(bundle), limits[request.param])
+        other = CachedExpertsBackend(inner, decoder_of(bundle), limits[request.param])
     plain = OnnxBackend(bundle, CAPACITY)
     yield other, plain
     other.close()
@@ -122,22 +122,24 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
 
 def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     whole = takes(bundle)
-    backend = ResidentBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2))
+    backend = CachedExpertsBackend(
+        OnnxBackend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2)
+    )
     chance = np.random.default_rng(0)
     for start in range(0, 40):
         used = backend.forward(ForwardInput(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
         assert used is not None
         # Those of the last layers ran last, and nothing has taken their place.
-        assert backend.residency.resident[LAYERS - 1][used[LAYERS - 1, 0]].all()
-        assert backend.residency.resident_bytes <= backend.residency.limit
-    assert backend.residency.hit_rate is not None and 0.2 < backend.residency.hit_rate < 1
+        assert backend.expert_cache.cached[LAYERS - 1][used[LAYERS - 1, 0]].all()
+        assert backend.expert_cache.cached_bytes <= backend.expert_cache.limit
+    assert backend.expert_cache.hit_rate is not None and 0.2 < backend.expert_cache.hit_rate < 1
     backend.drop_pages()
-    assert backend.residency.resident_bytes == 0
+    assert backend.expert_cache.cached_bytes == 0
     backend.close()
 
 
 @pytest.mark.slow
-def test_memory_is_what_the_residency_says() -> None:
+def test_memory_is_what_the_expert_cache_says() -> None:
     """Pages of the file that the process has, against what it believes to have."""
     require_kernel()
     sizes: dict[str, Any] = {
@@ -150,7 +152,7 @@ def test_memory_is_what_the_residency_says() -> None:
     whole = takes(bundle)
     plain = OnnxBackend(bundle, CAPACITY)
 
-    def peak(backend: OnnxBackend | ResidentBackend, first: int) -> int:
+    def peak(backend: OnnxBackend | CachedExpertsBackend, first: int) -> int:
         """Most resident bytes of files after any of a prompt's and a reply's passes."""
         chance, most = np.random.default_rng(1), 0
         backend.cache.trim(0)
@@ -165,7 +167,7 @@ def test_memory_is_what_the_residency_says() -> None:
     nothing = process_memory().file
     limit = whole.total // 3
     assert limit > whole.least
-    backend = ResidentBackend(plain, decoder_of(bundle), limit)
+    backend = CachedExpertsBackend(plain, decoder_of(bundle), limit)
     some = peak(backend, 32) - nothing
     others = sum(t.nbytes for t in tensors_in(bundle.manifest, NATIVE) if find_expert(t.name) is None)
     assert 0.5 * limit < some < limit + others + 1_000_000
@@ -174,15 +176,15 @@ def test_memory_is_what_the_residency_says() -> None:
 
 
 def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
-    backend = ResidentBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
-    ran = Residency.used
+    backend = CachedExpertsBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
+    ran = ExpertCache.used
 
-    def used(residency: Residency, ids: Any) -> None:
-        ran(residency, ids)
+    def used(cache: ExpertCache, ids: Any) -> None:
+        ran(cache, ids)
         backend.cancel()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Residency, "used", used)
+        patch.setattr(ExpertCache, "used", used)
         with pytest.raises(PassCancelledError):
             backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
     assert backend.cache.length == 0
@@ -192,9 +194,9 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
 
 def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     windows: list[int] = []
-    monkeypatch.setattr(Residency, "used", lambda residency, ids: windows.append(len(ids)))
+    monkeypatch.setattr(ExpertCache, "used", lambda cache, ids: windows.append(len(ids)))
     for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
-        backend = ResidentBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), limit)
+        backend = CachedExpertsBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), limit)
         backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
         assert len(windows) == expected
         windows.clear()
@@ -204,7 +206,7 @@ def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypa
 def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
     inner = OnnxBackend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match=r"experts of one layer take .* give more memory"):
-        ResidentBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
+        CachedExpertsBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
     inner.close()
 
 
@@ -212,5 +214,5 @@ def test_experts_in_one_matrix_are_refused() -> None:
     bundle = export(layout=PORTABLE)
     inner = OnnxBackend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match="cannot be left out of memory"):
-        ResidentBackend(inner, decoder_of(bundle), 10**9)
+        CachedExpertsBackend(inner, decoder_of(bundle), 10**9)
     inner.close()

@@ -16,17 +16,17 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.wrapped import Window, WindowedBackend
-from edgeinfer.runtime.experts.residency import Residency
+from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
+from edgeinfer.runtime.experts.expert_cache import ExpertCache
 
-__all__ = ["ResidentBackend"]
+__all__ = ["CachedExpertsBackend"]
 
 # Share of the limit that a window may fetch where its pass needs several: what is made room for is lost to experts that
 # could have stayed, but every further window costs a run of the graph.
 _WINDOW_SHARE = 0.25
 
 
-class ResidentBackend(WindowedBackend[OnnxBackend]):
+class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
     """Implements `contracts.Backend` around a backend that reads its weights in place.
 
     Args:
@@ -35,7 +35,7 @@ class ResidentBackend(WindowedBackend[OnnxBackend]):
         limit: bytes of experts that may be resident at once.
 
     Attributes:
-        residency: of the experts.
+        expert_cache: of the experts.
 
     Raises:
         CapabilityError: its experts do not lie on pages of their own, it cannot skip layers or resume, or the limit is
@@ -54,9 +54,9 @@ class ResidentBackend(WindowedBackend[OnnxBackend]):
         sizes = np.zeros((decoder.num_layers, decoder.moe.experts), np.int64)
         for (layer, expert), part in parts.items():
             sizes[layer, expert] = part.nbytes
-        self.residency = Residency(parts, sizes, limit)
+        self.expert_cache = ExpertCache(parts, sizes, limit)
         self._moe = decoder.moe
-        least = max(self.residency.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
+        least = max(self.expert_cache.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
         if limit < least:
             message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
             raise CapabilityError(message, "Stream the weights (--weights streamed), or give more memory.")
@@ -70,10 +70,10 @@ class ResidentBackend(WindowedBackend[OnnxBackend]):
         # Padding is a twin of a real row, and chooses the same but for rounding.
         most = len(batch.tokens) * count
         runs = np.ones(2 * layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
-        needs = [self.residency.need(layer, most) if runs[2 * layer + 1] else 0 for layer in range(layers)]
+        needs = [self.expert_cache.need(layer, most) if runs[2 * layer + 1] else 0 for layer in range(layers)]
         starts, size = [0], 0
         for layer, need in enumerate(needs):
-            if layer > starts[-1] and size + need > _WINDOW_SHARE * self.residency.limit:
+            if layer > starts[-1] and size + need > _WINDOW_SHARE * self.expert_cache.limit:
                 starts.append(layer)
                 size = 0
             size += need
@@ -89,15 +89,15 @@ class ResidentBackend(WindowedBackend[OnnxBackend]):
         return found
 
     def _prepare(self, layers: range, most: int, ahead: Iterable[int]) -> None:
-        self.residency.make_room(layers, most)
+        self.expert_cache.make_room(layers, most)
         for layer in ahead:
-            self.residency.fetch(layer)
+            self.expert_cache.fetch(layer)
 
     def _ran(self, output: ForwardOutput) -> None:
         assert output.experts is not None, "a model with experts tells which it used"
-        self.residency.used(output.experts)
+        self.expert_cache.used(output.experts)
 
     def drop_pages(self) -> None:
         """Lets go of pages of the weights' file, of all experts too."""
         super().drop_pages()
-        self.residency.forget()
+        self.expert_cache.forget()

@@ -1,4 +1,4 @@
-"""What drafters promise, what a draft is and what a round tells; knows nothing of models, costs or policies.
+"""What drafters promise, what a draft is and what a round tells.
 
 Words: the *root* is the last committed token, which is chosen but not yet in the target's cache. A draft is a tree of
 tokens below the root; a chain is a tree without branches. The target's pass feeds the root and then the draft's nodes,

@@ -27,7 +27,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.profile import device_profile as module
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import Profile, forget, profile_folder, stamped
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, forget, profile_folder, stamped
 
 COSTS = stamped(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05))
 TABLES: dict[str, NDArray[Any]] = {
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def kept(folder: Path) -> Path:
     """A profile with something in it."""
-    profile = Profile.open(folder)
+    profile = DeviceProfile.open(folder)
     profile.save_costs(COSTS)
     profile.save_arrays("ngram", TABLES)
     return folder
@@ -71,7 +71,7 @@ def assert_same(found: dict[str, NDArray[Any]] | None, wanted: dict[str, NDArray
 
 
 def test_what_is_saved_comes_back_in_another_session(kept: Path, log: pytest.LogCaptureFixture) -> None:
-    again = Profile.open(kept)
+    again = DeviceProfile.open(kept)
     assert again.costs() == COSTS
     assert_same(again.arrays("ngram"), TABLES)
     assert again.arrays("recycle") is None
@@ -90,8 +90,8 @@ ARRAYS = st.dictionaries(
 @given(ARRAYS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arrays_of_any_shape_come_back(folder: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    Profile.open(folder).save_arrays("some", arrays)
-    assert_same(Profile.open(folder).arrays("some"), arrays)
+    DeviceProfile.open(folder).save_arrays("some", arrays)
+    assert_same(DeviceProfile.open(folder).arrays("some"), arrays)
 
 
 def test_the_file_is_numpys_own(kept: Path) -> None:
@@ -101,12 +101,12 @@ def test_the_file_is_numpys_own(kept: Path) -> None:
 
 def test_a_transposed_array_is_kept(folder: Path) -> None:
     array = np.arange(6).reshape(2, 3).T
-    Profile.open(folder).save_arrays("some", {"a": array})
-    assert_same(Profile.open(folder).arrays("some"), {"a": array})
+    DeviceProfile.open(folder).save_arrays("some", {"a": array})
+    assert_same(DeviceProfile.open(folder).arrays("some"), {"a": array})
 
 
 def test_saving_nothing_or_dropping_forgets_an_array(kept: Path) -> None:
-    profile = Profile.open(kept)
+    profile = DeviceProfile.open(kept)
     profile.save_arrays("ngram", {})
     assert profile.arrays("ngram") is None
     profile.save_arrays("ngram", TABLES)
@@ -117,7 +117,7 @@ def test_saving_nothing_or_dropping_forgets_an_array(kept: Path) -> None:
 
 def test_names_stay_inside_the_folder(kept: Path) -> None:
     for name in ("", "..", "../ngram", "a/b", "Ngram", "a.b", "a" * 65, "a\n"):
-        for act in (Profile.open(kept).arrays, Profile.open(kept).drop):
+        for act in (DeviceProfile.open(kept).arrays, DeviceProfile.open(kept).drop):
             with pytest.raises(UsageError, match="cannot be a name"):
                 act(name)
                 pytest.fail(f"{name!r} was taken")
@@ -126,7 +126,7 @@ def test_names_stay_inside_the_folder(kept: Path) -> None:
 def test_only_plain_numbers_are_kept(folder: Path) -> None:
     for array in (np.array([{}]), np.array(["a"]), np.zeros(1, np.complex64), np.zeros(1, ">i4")):
         with pytest.raises(UsageError, match="plain numbers"):
-            Profile.open(folder).save_arrays("some", {"a": array})
+            DeviceProfile.open(folder).save_arrays("some", {"a": array})
             pytest.fail(f"{array!r} was kept")
     assert not folder.exists()
 
@@ -189,7 +189,7 @@ def test_a_damaged_table_is_dropped_and_made_again(kept: Path, log: pytest.LogCa
     for damage, data in DAMAGE.items():
         log.clear()
         (kept / "ngram.npz").write_bytes(data)
-        profile = Profile.open(kept)
+        profile = DeviceProfile.open(kept)
         assert profile.arrays("ngram") is None, damage
         assert len(log.messages) == 1 and "is dropped" in log.messages[0], damage
         assert not (kept / "ngram.npz").exists(), damage
@@ -202,7 +202,7 @@ def test_a_pickle_is_never_loaded(kept: Path, tmp_path: Path) -> None:
     trap = np.array([Trap(tmp_path / "sprung")], object)
     np.savez(kept / "ngram.npz", a=trap, allow_pickle=True)
     (kept / "bare.npz").write_bytes(pickle.dumps(trap))
-    assert [Profile.open(kept).arrays(name) for name in ("ngram", "bare")] == [None, None]
+    assert [DeviceProfile.open(kept).arrays(name) for name in ("ngram", "bare")] == [None, None]
     assert not (tmp_path / "sprung").exists()
 
 
@@ -211,19 +211,19 @@ def test_a_file_cut_anywhere_is_no_crash(kept: Path) -> None:
         whole = (kept / name).read_bytes()
         for length in range(0, len(whole) - 1, max(1, len(whole) // 60)):
             (kept / name).write_bytes(whole[:length])
-            profile = Profile.open(kept)
+            profile = DeviceProfile.open(kept)
             assert (profile.costs() if name == "costs.json" else profile.arrays("ngram")) is None
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_changed_byte_is_no_crash(kept: Path, data: st.DataObject) -> None:
-    Profile.open(kept).save_arrays("ngram", TABLES)
+    DeviceProfile.open(kept).save_arrays("ngram", TABLES)
     whole = bytearray((kept / "ngram.npz").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     (kept / "ngram.npz").write_bytes(whole)
-    found = Profile.open(kept).arrays("ngram")
+    found = DeviceProfile.open(kept).arrays("ngram")
     assert found is None or all(array.dtype.kind in "biuf" for array in found.values())
 
 
@@ -232,17 +232,17 @@ def test_damaged_costs_are_dropped(kept: Path, log: pytest.LogCaptureFixture) ->
     for text in texts:
         log.clear()
         (kept / "costs.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-        assert Profile.open(kept).costs() is None, text[:20]
+        assert DeviceProfile.open(kept).costs() is None, text[:20]
         assert len(log.messages) == 1 and not (kept / "costs.json").exists(), text[:20]
 
 
 def test_costs_with_unknown_fields_are_dropped(kept: Path) -> None:
     (kept / "costs.json").write_text(json.dumps(COSTS.to_dict() | {"more": 1}), "utf-8")
-    assert Profile.open(kept).costs() is None
+    assert DeviceProfile.open(kept).costs() is None
 
 
 def test_costs_of_another_device_are_not_used(kept: Path) -> None:
-    profile = Profile.open(kept)
+    profile = DeviceProfile.open(kept)
     profile.save_costs(replace(COSTS, processor="another"))
     assert profile.costs() is None
     profile.save_costs(COSTS)
@@ -254,7 +254,7 @@ def test_nobody_else_reads_a_profile(kept: Path) -> None:
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     assert [stat.S_IMODE(path.stat().st_mode) for path in kept.iterdir()] == [0o600, 0o600]
     kept.chmod(0o755)
-    Profile.open(kept)
+    DeviceProfile.open(kept)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
 
 
@@ -264,7 +264,7 @@ def test_another_users_folder_is_refused(
 ) -> None:
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    profile = Profile.open(kept)
+    profile = DeviceProfile.open(kept)
     assert profile.costs() is None and profile.arrays("ngram") is None and not profile.keeps
     assert len(log.messages) == 1 and "another user" in log.messages[0]
 
@@ -274,18 +274,18 @@ def test_links_are_not_followed(kept: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere.npz"
     (kept / "ngram.npz").rename(elsewhere)
     (kept / "ngram.npz").symlink_to(elsewhere)
-    assert Profile.open(kept).arrays("ngram") is None
+    assert DeviceProfile.open(kept).arrays("ngram") is None
     assert elsewhere.exists() and not (kept / "ngram.npz").is_symlink()
     link = kept.with_name("1" * 64)
     link.symlink_to(kept)
-    assert not Profile.open(link).keeps
+    assert not DeviceProfile.open(link).keeps
 
 
 def test_a_folder_that_cannot_be_made_keeps_nothing_and_says_so_once(
     folder: Path, log: pytest.LogCaptureFixture
 ) -> None:
     folder.parent.parent.write_text("in the way")
-    profile = Profile.open(folder)
+    profile = DeviceProfile.open(folder)
     assert profile.keeps and profile.costs() is None
     profile.save_costs(COSTS)
     profile.save_arrays("ngram", TABLES)
@@ -299,14 +299,14 @@ def test_a_folder_that_cannot_be_made_keeps_nothing_and_says_so_once(
 def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path, log: pytest.LogCaptureFixture) -> None:
     folder.parent.mkdir(parents=True)
     folder.parent.chmod(0o500)
-    profile = Profile.open(folder)
+    profile = DeviceProfile.open(folder)
     profile.save_costs(COSTS)
     folder.parent.chmod(0o700)
     assert not profile.keeps and len(log.messages) == 1
 
 
 def test_without_a_folder_nothing_is_kept(log: pytest.LogCaptureFixture) -> None:
-    profile = Profile.open(None)
+    profile = DeviceProfile.open(None)
     profile.save_costs(COSTS)
     profile.save_arrays("ngram", TABLES)
     profile.drop("ngram")
@@ -320,15 +320,15 @@ def test_a_crash_while_writing_leaves_the_old_file(kept: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(KeyboardInterrupt):
-        Profile.open(kept).save_arrays("ngram", {"other": FOUR})
-    assert_same(Profile.open(kept).arrays("ngram"), TABLES)
+        DeviceProfile.open(kept).save_arrays("ngram", {"other": FOUR})
+    assert_same(DeviceProfile.open(kept).arrays("ngram"), TABLES)
     assert {path.name for path in kept.iterdir()} == {"costs.json", "ngram.npz"}
 
 
 def test_what_is_too_large_is_not_kept(
     kept: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    profile = Profile.open(kept)
+    profile = DeviceProfile.open(kept)
     monkeypatch.setattr(module, "_MOST_ARRAYS_BYTES", 5_000)
     profile.save_arrays("ngram", {"a": np.zeros(5_000, np.uint8)})
     assert_same(profile.arrays("ngram"), TABLES)
@@ -343,25 +343,25 @@ def test_what_is_too_large_is_not_kept(
 
 def test_a_file_larger_than_any_is_not_read(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_ARRAYS_BYTES", 100)
-    assert Profile.open(kept).arrays("ngram") is None
+    assert DeviceProfile.open(kept).arrays("ngram") is None
 
 
 def test_profiles_written_longest_ago_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [folder.with_name(str(digit) * 64) for digit in range(4)]
     monkeypatch.setattr(module, "_MOST_BYTES", 3_500)
     for age, each in enumerate(reversed(folders[:3])):
-        Profile.open(each).save_arrays("a", {"a": np.zeros(800, np.uint8)})
+        DeviceProfile.open(each).save_arrays("a", {"a": np.zeros(800, np.uint8)})
         os.utime(each, (age, age))
     stranger = folder.with_name("not a digest")
     stranger.mkdir()
-    Profile.open(folders[3]).save_arrays("a", {"a": np.zeros(800, np.uint8)})
+    DeviceProfile.open(folders[3]).save_arrays("a", {"a": np.zeros(800, np.uint8)})
     assert [each.exists() for each in folders] == [True, True, False, True]
     assert stranger.exists()
 
 
 def test_forgetting_removes_a_profile_and_no_more(kept: Path) -> None:
     other = kept.with_name("1" * 64)
-    Profile.open(other).save_costs(COSTS)
+    DeviceProfile.open(other).save_costs(COSTS)
     (kept / ".ngram.npz.ab12_x").write_bytes(b"left by a crash")
     (other / "letter.txt").write_text("someone's")
     forget(kept)

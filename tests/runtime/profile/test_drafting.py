@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.profile.drafting import Reach, reach_of
+from edgeinfer.runtime.profile.drafting import PositionAcceptance, acceptance_by_position
 
 
 def test_shares_of_rounds_by_place() -> None:
-    reach = Reach()
+    reach = PositionAcceptance()
     reach.add(40, (20, 10))
-    assert reach_of(reach.state()) == ()  # too few rounds to tell
-    again = Reach(reach.state())
+    assert acceptance_by_position(reach.state()) == ()  # too few rounds to tell
+    again = PositionAcceptance(reach.state())
     again.add(60, (30, 20, 5))
-    shares = reach_of(again.state())
+    shares = acceptance_by_position(again.state())
     assert shares == pytest.approx((0.5, 0.3, 0.05), rel=0.02)
     for _ in range(20):
         again.add(1000, ())
-    assert max(reach_of(again.state())) < 0.01
+    assert max(acceptance_by_position(again.state())) < 0.01
 
 
 def test_damage_counts_as_nothing() -> None:
@@ -34,5 +34,5 @@ def test_damage_counts_as_nothing() -> None:
         {"counts": np.ones(64), "more": np.ones(1)},
     ]
     for kept in damaged:
-        assert reach_of(kept) == () == reach_of(None)
-        assert not Reach(kept).state()["counts"].any()
+        assert acceptance_by_position(kept) == () == acceptance_by_position(None)
+        assert not PositionAcceptance(kept).state()["counts"].any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.comparison import FULL, GAIN, QUICK, Effort, compare, judge, median_below
-from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, Found, Ways, find
+from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, SettingChoices, SettingsFound, search_settings
 from edgeinfer.runtime.tuning.work import DECODE, LOAD, PREFILL, TURN, VERIFY, Times
 
 SEEDS = range(60)
@@ -63,8 +63,8 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def find(self, ways: Ways, effort: Effort = FULL) -> Found:
-        return find(ways, self.timer, effort, self.clock)
+    def search_settings(self, ways: SettingChoices, effort: Effort = FULL) -> SettingsFound:
+        return search_settings(ways, self.timer, effort, self.clock)
 
 
 def same(way: TunedSettings) -> Mapping[str, float]:
@@ -78,7 +78,7 @@ def factors_of(**parts: float) -> Callable[[TunedSettings], Mapping[str, float]]
 
 QUIET = {"noise": 0.01}
 NOISY = {"noise": 0.08, "spikes": 0.1, "drift": 0.5}
-THREADS = Ways(threads=(1,), usual_threads=2)
+THREADS = SettingChoices(threads=(1,), usual_threads=2)
 
 
 # The bound of a median.
@@ -109,13 +109,13 @@ def test_a_verdict() -> None:
     faster, equal, slower = [0.8] * 13, [0.99, 1.01] * 7, [1.2] * 13
     assert judge({TURN: faster, DECODE: equal}, (TURN,)).better
     refused = judge({TURN: faster, DECODE: slower}, (TURN,))
-    assert not refused.better and refused.settled and refused.slower == (DECODE,)
+    assert not refused.better and refused.decided and refused.slower == (DECODE,)
     assert not judge({TURN: equal}, (TURN,)).better
-    assert judge({TURN: slower}, (TURN,)).settled
+    assert judge({TURN: slower}, (TURN,)).decided
     # A gain of one per cent, however sure, is not worth a setting.
     assert not judge({TURN: [0.99] * 25}, (TURN,)).better
     scattered = judge({TURN: [0.5, 1.4] * 6}, (TURN,))
-    assert not scattered.better and not scattered.settled
+    assert not scattered.better and not scattered.decided
 
 
 # What is kept, by simulated machines.
@@ -136,7 +136,7 @@ def test_a_verdict() -> None:
 )
 def test_what_is_slower_in_anything_is_never_kept(parts: dict[str, float], noise: dict[str, float]) -> None:
     for seed in SEEDS:
-        found = Machine(factors_of(**parts), seed=seed, **noise).find(THREADS)
+        found = Machine(factors_of(**parts), seed=seed, **noise).search_settings(THREADS)
         assert found.settings == UNTUNED, seed
 
 
@@ -144,18 +144,20 @@ def test_what_is_slower_in_anything_is_never_kept(parts: dict[str, float], noise
 @pytest.mark.parametrize("gain", [0.5, 0.8])
 def test_a_clear_gain_is_kept(gain: float, effort: Effort) -> None:
     machines = [Machine(factors_of(decode=gain, prompt=gain, verify=gain), seed=seed, **QUIET) for seed in SEEDS]
-    assert all(machine.find(THREADS, effort).settings == TunedSettings(threads=1) for machine in machines)
+    assert all(machine.search_settings(THREADS, effort).settings == TunedSettings(threads=1) for machine in machines)
 
 
 def test_a_clear_gain_is_mostly_kept_on_a_noisy_machine() -> None:
     parts = {DECODE: 0.6, PREFILL: 0.6, VERIFY: 0.6}
-    kept = sum(Machine(factors_of(**parts), seed=seed, **NOISY).find(THREADS).settings != UNTUNED for seed in SEEDS)
+    kept = sum(
+        Machine(factors_of(**parts), seed=seed, **NOISY).search_settings(THREADS).settings != UNTUNED for seed in SEEDS
+    )
     assert kept >= 0.9 * len(SEEDS)
 
 
 def test_equal_ways_are_not_told_apart_for_long() -> None:
     machine = Machine(same, noise=0.02)
-    found = machine.find(Ways(threads=(1, 3), usual_threads=2))
+    found = machine.search_settings(SettingChoices(threads=(1, 3), usual_threads=2))
     assert found.settings == UNTUNED and found.proof is None
     assert {attempt.outcome for attempt in found.attempts} <= {"not better", "unclear"}
 
@@ -172,8 +174,8 @@ def test_settings_are_found_one_beside_the_other() -> None:
     def pins(threads: int) -> str:
         return ";".join(str(number) for number in range(2, threads + 1))
 
-    ways = Ways((1, 3, 4), pins, 2, ("mapped",), (32, 128, 256))
-    found = Machine(factors, noise=0.01).find(ways)
+    ways = SettingChoices((1, 3, 4), pins, 2, ("mapped",), (32, 128, 256))
+    found = Machine(factors, noise=0.01).search_settings(ways)
     assert found.settings == TunedSettings(threads=3, affinity="2;3", prefill_chunk=256, weights="mapped")
     assert found.proof is not None and found.proof.verdict.ratios[PREFILL] == pytest.approx(0.8 * 0.9 * 0.7, rel=0.03)
     outcomes = {(attempt.name, attempt.value): attempt.outcome for attempt in found.attempts}
@@ -186,8 +188,8 @@ def test_of_many_numbers_of_threads_the_likeliest_are_compared() -> None:
         factor = 1.0 if way.threads is None else 0.7 + abs(way.threads - 12) * 0.1
         return dict.fromkeys((DECODE, PREFILL, VERIFY), factor)
 
-    ways = Ways(threads=tuple(n for n in range(1, 33) if n != 16), usual_threads=16)
-    found = Machine(factors, noise=0.01).find(ways)
+    ways = SettingChoices(threads=tuple(n for n in range(1, 33) if n != 16), usual_threads=16)
+    found = Machine(factors, noise=0.01).search_settings(ways)
     assert found.settings.threads == 12
     assert len(found.attempts) == 31
     assert sum(attempt.ratio is not None for attempt in found.attempts) == 3
@@ -202,7 +204,7 @@ def test_what_looked_better_and_cannot_be_proved_is_not_kept() -> None:
             factor = 0.7 if way.threads and self.visits < 20 else 1.0
             return {part: ms * factor for part, ms in times.items()}
 
-    found = Lucky(same, noise=0.01).find(THREADS)
+    found = Lucky(same, noise=0.01).search_settings(THREADS)
     assert found.settings == UNTUNED and found.rejected == TunedSettings(threads=1)
     assert found.proof is not None and not found.proof.verdict.better
 
@@ -213,15 +215,15 @@ def test_what_there_is_no_memory_for_is_left_out() -> None:
             raise BudgetError("It does not fit.")
         return {PREFILL: 0.7} if way.prefill_chunk else {}
 
-    found = Machine(factors, noise=0.01).find(Ways(chunks=(256, 128)))
+    found = Machine(factors, noise=0.01).search_settings(SettingChoices(chunks=(256, 128)))
     assert found.settings == TunedSettings(prefill_chunk=128)
     assert found.attempts[0].outcome == "no memory" and found.attempts[0].ratio is None
-    many = Machine(factors, noise=0.01).find(Ways(chunks=(8, 16, 256, 128)))
+    many = Machine(factors, noise=0.01).search_settings(SettingChoices(chunks=(8, 16, 256, 128)))
     assert {attempt.outcome for attempt in many.attempts if attempt.value == 256} == {"no memory"}
 
 
 def test_chunks_that_there_is_no_time_for_are_named() -> None:
-    found = Machine(same, noise=0.01).find(Ways(chunks=(32,), long_chunks=(128, 256)))
+    found = Machine(same, noise=0.01).search_settings(SettingChoices(chunks=(32,), long_chunks=(128, 256)))
     assert [(attempt.value, attempt.outcome) for attempt in found.attempts[:2]] == [
         (128, "too slow to try"),
         (256, "too slow to try"),
@@ -250,11 +252,11 @@ def test_time_ends_a_comparison_that_tells_nothing() -> None:
 
 def test_a_gain_below_what_counts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = factors_of(decode=1 - GAIN / 3, prompt=1 - GAIN / 3, verify=1 - GAIN / 3)
-    assert all(Machine(tiny, seed=seed, noise=0.005).find(THREADS).settings == UNTUNED for seed in SEEDS)
+    assert all(Machine(tiny, seed=seed, noise=0.005).search_settings(THREADS).settings == UNTUNED for seed in SEEDS)
 
 
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     machine = Machine(factors_of(decode=0.5, prompt=0.5, verify=0.5), noise=0.01)
-    find(THREADS, machine.timer, QUICK, machine.clock, lambda *step: told.append(step))
+    search_settings(THREADS, machine.timer, QUICK, machine.clock, lambda *step: told.append(step))
     assert told[0] == ("threads 1", 1, 13) and told[-1] == ("against the usual settings", 7, 13)
