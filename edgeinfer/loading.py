@@ -45,7 +45,7 @@ from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettin
 from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
