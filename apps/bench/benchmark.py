@@ -24,7 +24,7 @@ __all__ = [
     "Benchmark",
     "Declared",
     "Progress",
-    "Told",
+    "StageProgress",
     "add_declared",
     "declared",
     "names",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-Told = Callable[[int, int], None]
+StageProgress = Callable[[int, int], None]
 
 _KEY = "option"
 
@@ -144,7 +144,7 @@ class BenchContext:
     progress: Progress = lambda stage, done, total: None
     command: str = ""
 
-    def stage(self, name: str) -> Told:
+    def stage(self, name: str) -> StageProgress:
         """The progress of one stage, told done and total."""
         return lambda done, total: self.progress(name, done, total)
 

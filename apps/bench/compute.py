@@ -84,9 +84,9 @@ class ComputeBenchOptions:
         stories, questions = max(2, self.stories // part), max(1, self.questions // part)
         asked = tuple(exact_prompts(self.data, questions))
         if self.data is None:
-            told = tuple(story.text for story in BUILTIN_STORIES)
-            half = len(told) // 2
-            return ComputeMaterial(told[half:][:stories], told[:half], asked, "built-in stories")
+            texts = tuple(story.text for story in BUILTIN_STORIES)
+            half = len(texts) // 2
+            return ComputeMaterial(texts[half:][:stories], texts[:half], asked, "built-in stories")
         found = all_stories(self.data / _TEXT)
         if len(found) < stories + 8:
             raise UsageError(f"{self.data / _TEXT} has too few stories.", "Read fewer (--stories).")
@@ -110,7 +110,7 @@ def _run(options: ComputeBenchOptions, context: BenchContext) -> BenchResult:
         own = "its own drafter" if "draft_model" in model.plan.terms else None
         name = Path(drafter).name if drafter else own
         levels = QUICK if options.quick else LEVELS
-        results = measure_compute(model, material, levels, drafter=name, told=context.progress, **limits)
+        results = measure_compute(model, material, levels, drafter=name, progress=context.progress, **limits)
     data = results.to_dict() | {"expanded": options.expand}
     if options.checkpoint:
         grown = f"x{options.expand}"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import describe_run
@@ -101,12 +101,12 @@ class Curve:
         return {**self.facts, "limits": None if self.limits is None else asdict(self.limits), "points": points}
 
 
-def run_curve(model: Model, config: CurveConfig, told: Told, command: str = "") -> Curve:
+def run_curve(model: Model, config: CurveConfig, progress: StageProgress, command: str = "") -> Curve:
     """Measures all sizes in turns.
 
     Args:
         command: kept with the figures, to have them again.
-        told: visits done and to do.
+        progress: visits done and to do.
 
     Raises:
         UsageError: the model's context is too small.
@@ -114,11 +114,11 @@ def run_curve(model: Model, config: CurveConfig, told: Told, command: str = "") 
     visits: list[dict[int, float]] = []
     limits: list[DeviceLimits] = []
     for done in range(config.repeats):
-        told(done, config.repeats)
+        progress(done, config.repeats)
         times = model.measure_passes(config.sizes, past=config.past, repeats=_BURST)
         visits.append({size: statistics.median(taken) for size, taken in times.items()})
         limits += _limits(model.threads)
-    told(config.repeats, config.repeats)
+    progress(config.repeats, config.repeats)
     best = _median(limits)
     points = tuple(_point(model, size, visits, best) for size in config.sizes)
     return Curve(points, best, describe_run(model, command) | {"n_depth": config.past})

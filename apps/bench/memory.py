@@ -112,7 +112,7 @@ class CacheTypesOptions:
 
 def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
     runs: list[PlanRun] = []
-    finished, told = True, context.stage("plans")
+    finished, progress = True, context.stage("plans")
     work = options.work or default_folder()
     subjects = find_subjects(context.resolve(None), work, options.shapes, context.stage("bundles"))
     try:
@@ -120,7 +120,7 @@ def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
             draw_cases(subjects, options.runs, options.seed), enforce=not options.no_limits
         ):
             runs.append(run)
-            told(len(runs), options.runs)
+            progress(len(runs), options.runs)
     except KeyboardInterrupt:
         finished = False
     results = PlansResults(options.seed, tuple(runs))
@@ -141,7 +141,7 @@ def _run_spec(options: SpecMemoryOptions, context: BenchContext) -> BenchResult:
         rounds=options.rounds,
         halvings=options.halvings,
         enforce=not options.no_limits,
-        told=context.stage("processes"),
+        progress=context.stage("processes"),
     )
     return BenchResult(results.to_dict())
 
@@ -157,7 +157,7 @@ def _run_smallest(options: SmallestOptions, context: BenchContext) -> BenchResul
         halvings=options.halvings,
         peers=peers,
         enforce=not options.no_limits,
-        told=context.stage("processes"),
+        progress=context.stage("processes"),
     )
     return BenchResult(results.to_dict())
 

@@ -57,13 +57,13 @@ class BundleKind:
 
     @property
     def name(self) -> str:
-        """Of the folder it is kept in."""
+        """The name of the folder it is kept in."""
         sign = "sym" if self.symmetric else "asym"
         return f"edgeinfer-{self.layout}-b{self.bits}-g{self.group_size}-{sign}-h{self.head_bits or self.bits}"
 
     @property
     def options(self) -> list[str]:
-        """Of the export command."""
+        """The options of the export command."""
         numbers = {"--bits": self.bits, "--group-size": self.group_size, "--head-bits": self.head_bits or self.bits}
         options = [str(part) for option in numbers.items() for part in option]
         options.append("--symmetric" if self.symmetric else "--asymmetric")

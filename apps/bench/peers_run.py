@@ -19,7 +19,7 @@ from edgeinfer.errors import BackendError, UsageError
 
 __all__ = ["PeersRun"]
 
-Told = Callable[[str, int, int], None]
+StageProgress = Callable[[str, int, int], None]
 # Steps and passes of a visit to c(m).
 _BURST = 3
 # Tokens of the replies that are checked besides the one that is timed within budgets.
@@ -117,7 +117,7 @@ class PeersRun:
         UsageError: the model does not hold as many tokens as are timed.
     """
 
-    def __init__(self, model: PeerModel, config: PeersConfig, told: Told) -> None:
+    def __init__(self, model: PeerModel, config: PeersConfig, told: StageProgress) -> None:
         self._model, self._config, self._told = model, config, told
         self._context = min(config.context, model.longest)
         if self._context < config.needed:

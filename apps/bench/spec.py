@@ -125,7 +125,7 @@ class SpecOptions:
         return TrainedArtifacts(self.work or default_folder(), self.checkpoint, shape, rebuild=self.rebuild)
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
+        """Prompts of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
         count = self.per_category + self.warm_up
         if self.data is None:
             found = builtin_prompts(count, self.categories)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, numbers, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, numbers, option
 from edgeinfer.apps.bench.environment import machine_name, system_name, timestamp
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
@@ -171,13 +171,13 @@ class SpeedResult:
         }
 
 
-def run_speed(model: Model, config: SpeedConfig, told: Told, command: str = "") -> list[SpeedResult]:
+def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, command: str = "") -> list[SpeedResult]:
     """Times all tests in turns, each visit beginning with another one.
 
     A test whose greedy tokens are not the same at every visit is no test: a fast wrong answer never counts.
 
     Args:
-        told: visits done and to do.
+        progress: visits done and to do.
         command: kept with the figures, to have them again.
 
     Raises:
@@ -189,13 +189,13 @@ def run_speed(model: Model, config: SpeedConfig, told: Told, command: str = "") 
     tokens: dict[SpeedTest, tuple[int, ...]] = {}
     visits = [(visit, test) for visit in range(config.repeats + 1) for test in rotated(tests, visit)]
     for done, (visit, test) in enumerate(visits):
-        told(done, len(visits))
+        progress(done, len(visits))
         times = model.measure_work(test.prompt, test.reply, past=test.depth)
         if tokens.setdefault(test, times.token_ids) != times.token_ids:
             raise BackendError(f"{test} gave other tokens the second time.", "Report it: the engine is at fault.")
         if visit:
             samples[test].append(round(times.ms * 1e6))
-    told(len(visits), len(visits))
+    progress(len(visits), len(visits))
     facts = describe_run(model, command)
     return [SpeedResult(test, tuple(taken), facts) for test, taken in samples.items()]
 

@@ -1,4 +1,4 @@
-"""Fair timing of several engines: the order of visits and the statistics of their samples; knows nothing of engines."""
+"""Fair timing of several engines: the order of visits and the statistics of their samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class VisitTimes:
         self.bursts.setdefault((engine, task), []).append(list(times))
 
     def spread(self, engine: str, task: Task) -> Spread:
-        """Of all times together."""
+        """The quartiles of all times together."""
         return Spread.of([time for burst in self.bursts[engine, task] for time in burst])
 
     def ratio(self, above: tuple[str, Task], below: tuple[str, Task]) -> Spread:

@@ -1,4 +1,4 @@
-"""A small trained Llama checkpoint on disk: its shape and its tensors; knows nothing of what is made of it."""
+"""A small trained Llama checkpoint on disk: its shape and its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, timed on request over pipes; knows nothing of other engines or statistics.
+"""One engine in a process of its own, timed on request over pipes.
 
 Run by path with whatever interpreter has the engine, so the standard library is all it imports before it is told which
 engine to load. Each line of stdin is a JSON object: first the engine and its options, then methods of the engine and

@@ -11,6 +11,8 @@ from edgeinfer.runtime.arrays import Floats
 __all__ = ["DivergenceLimit", "divergence", "entropy_bits", "likeliest"]
 
 _LN2 = float(np.log(2))
+# Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
+_ENOUGH, _SPREADS = 8, 2.0
 
 
 def entropy_bits(logits: Floats) -> float:  # (V,)
@@ -42,10 +44,6 @@ def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]
     shifted -= shifted.max()
     shifted -= np.log(np.exp(shifted).sum())
     return shifted
-
-
-# Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
-_ENOUGH, _SPREADS = 8, 2.0
 
 
 class DivergenceLimit:

@@ -108,7 +108,7 @@ class Stay:
 
 
 class EntropyPolicy:
-    """Implements `contract.SwitchPolicy`.
+    """Lets the large model write where predictions are unsure.
 
     Args:
         entropies: of this pair of models.
@@ -143,7 +143,7 @@ class EntropyPolicy:
 
 
 class RandomPolicy:
-    """Implements `contract.SwitchPolicy`: the same share of the tokens, in stretches of the same least length.
+    """Draws at random which model makes a stretch of tokens: the baseline that any policy has to beat.
 
     Args:
         share: of tokens that the large model makes, on average.

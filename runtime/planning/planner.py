@@ -33,6 +33,12 @@ Profiles = Callable[[str], DeviceProfile]
 _PARSING_MS_PER_BYTE = 6e-5
 # Bytes per second at which dropped pages come back from the system's cache of the file.
 _RELEASED_PER_S = 1e10
+Replan = Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan]
+# Terms that grow while the model is used, and which are not alive between two turns.
+_KNOWN = ("kv", "prefix_cache")
+_TRANSIENT = ("activations", "loading")
+# Less than this is what the allocator keeps now and then.
+_NOTICED_BYTES = 8_000_000
 
 
 def make_plan(
@@ -133,15 +139,6 @@ def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -
         acceptance=acceptance_by_position(profile.arrays(ACCEPTANCE)),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
     )
-
-
-Replan = Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan]
-
-# Terms that grow while the model is used, and which are not alive between two turns.
-_KNOWN = ("kv", "prefix_cache")
-_TRANSIENT = ("activations", "loading")
-# Less than this is what the allocator keeps now and then.
-_NOTICED_BYTES = 8_000_000
 
 
 def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel) -> Replan:

@@ -25,6 +25,7 @@ __all__ = ["search"]
 # What half of the context is worth, and a cache of 8 or 4 bits instead of floats, as a share of the speed.
 _HALF_CONTEXT = 0.7
 _KV_WORTH = {8: 0.85, 4: 0.7}
+_Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,6 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
     return tuple(lost)
 
 
-_Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 # What the caller may have fixed: the option to leave open, and whether it was given.
 _FREED: tuple[_Freed, ...] = (
     ("a smaller context (-c)", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),

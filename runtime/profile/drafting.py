@@ -15,6 +15,12 @@ __all__ = ["ACCEPTANCE", "LAYER_DRAFTING", "LayerDrafting", "PositionAcceptance"
 
 # Name of its arrays in a profile.
 LAYER_DRAFTING = "tuning"
+ACCEPTANCE = "reach"
+# Rounds after which what was seen counts half.
+_HALF_LIFE = 2000.0
+# Rounds that tell anything, and places that are counted.
+_ENOUGH = 50
+_PLACES = 63
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,6 @@ class LayerDrafting:
         if not fits:
             raise StorageError("The tuned layers belong to another model.", "Run edgeinfer tune again.")
         return cls(None if exits is None else int(exits[0]), mask)
-
-
-ACCEPTANCE = "reach"
-# Rounds after which what was seen counts half.
-_HALF_LIFE = 2000.0
-# Rounds that tell anything, and places that are counted.
-_ENOUGH = 50
-_PLACES = 63
 
 
 class PositionAcceptance:

@@ -25,6 +25,17 @@ _MOST_THREADS, _FEWEST_CHUNK, _MOST_CHUNK = 1024, 8, 4096
 # onnxruntime's own form: lists of processors, counted from 1, for every thread but the one that calls.
 _AFFINITY = re.compile(r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*(;[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*)*")
 _MOST_AFFINITY = 16_384
+_MOST_TEXT = 256
+# What a user would call that in which two fingerprints differ.
+_WORDS = {
+    "processor": "processor",
+    "cores": "number of cores",
+    "processors": "number of processors",
+    "system": "system",
+    "edgeinfer": "version of edgeinfer",
+    "engine": "version of the engine",
+    "kernel": "kernel",
+}
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -109,19 +120,6 @@ class TunedSettings:
 
 
 UNTUNED = TunedSettings()
-
-
-_MOST_TEXT = 256
-# What a user would call that in which two fingerprints differ.
-_WORDS = {
-    "processor": "processor",
-    "cores": "number of cores",
-    "processors": "number of processors",
-    "system": "system",
-    "edgeinfer": "version of edgeinfer",
-    "engine": "version of the engine",
-    "kernel": "kernel",
-}
 
 
 def model_digest(bundle: Bundle, layout: Layout, backend: str, device: str, exact: bool) -> str:

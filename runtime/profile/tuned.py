@@ -42,6 +42,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1 << 16
 _MOST_KEPT = 256
 _MOST_TEXT = 256
+_log = logging.getLogger("edgeinfer")
+# What LoadConfig.profile says to take none.
+OFF = "off"
+_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
+_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
 
 
 @dataclass(frozen=True)
@@ -189,14 +194,6 @@ def _make_room(path: Path) -> None:
             old.unlink()
 
 
-_log = logging.getLogger("edgeinfer")
-
-# What LoadConfig.profile says to take none.
-OFF = "off"
-_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
-_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
-
-
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
     """The settings to load with: of the caller's file, or those kept for this user; beside what the caller set.
 
@@ -227,7 +224,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
     if settings is UNTUNED and profile.settings != UNTUNED:
         # Whoever gave both a file and threads wonders.
         level = logging.WARNING if given else logging.INFO
-        text = "The settings in %s were measured with %d threads and are left out with others."
+        text = "The settings in %s were measured with %d threads and do not apply to another number of threads."
         _log.log(level, text, path, profile.threads)
     return settings
 

@@ -24,6 +24,8 @@ _LIKE_A_MARK = re.compile(r"[<\[({].+[>\])}]", re.DOTALL)
 _PRIVATE = re.compile("[\ue000-\uf8ff]")
 _ESCAPED = re.compile(r"\\u([0-9a-f]{4})")
 _STANDS = range(0xE000, 0xF900)
+# A character that no text has and no vocabulary knows.
+_UNKNOWN = "\U0010fffe"
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,6 @@ def mapped(value: Any, change: Callable[[str | None, str], str], key: str | None
     if isinstance(value, Sequence):
         return [mapped(inner, change, key) for inner in value]
     return value
-
-
-# A character that no text has and no vocabulary knows.
-_UNKNOWN = "\U0010fffe"
 
 
 class LiteralEncoder:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import codecs
-import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 
-from edgeinfer.runtime.text.contract import TokenizerLike, token_bytes
+from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
 
 __all__ = ["ReplyText", "StopMatcher", "StreamDecoder"]
 
 # Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
 _CONTEXT_TOKENS = 32
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
@@ -98,7 +96,7 @@ class StreamDecoder:
     def __init__(self, tokenizer: TokenizerLike, context_ids: Sequence[int] = ()) -> None:
         self._special = tokenizer.special_ids
         types = tokenizer.decoder_types
-        self._pieces: _Pieces = _BytePieces(tokenizer) if types == ("ByteLevel",) else _WindowPieces(tokenizer)
+        self._pieces: _Pieces = _BytePieces(tokenizer) if types == BYTE_LEVEL else _WindowPieces(tokenizer)
         for token_id in context_ids[-_CONTEXT_TOKENS:]:
             self.push(token_id)
 
@@ -157,7 +155,7 @@ class _WindowPieces(_Pieces):
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
-        match = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
+        match = BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         if match is not None:
             return self._push_byte(token_id, bytes([int(match.group(1), 16)]))
         broken = self._emit() if self._bytes else ""

@@ -14,12 +14,11 @@ from typing import Self
 from edgeinfer.errors import TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import release_code, release_freed
-from edgeinfer.runtime.text.contract import token_bytes
+from edgeinfer.runtime.text.contract import BYTE_LEVEL, token_bytes
 from edgeinfer.runtime.text.tokenizer import Tokenizer, has_pairs
 
 __all__ = ["TokenizerFacts", "TransientTokenizer", "tokenizer_facts"]
 
-_BYTE_LEVEL = ("ByteLevel",)
 # Quotes inside a text of a JSON file are escaped, so this is never part of one.
 _BYTE_LEVEL_DECODER = re.compile(rb'"decoder"\s*:\s*\{\s*"type"\s*:\s*"ByteLevel"')
 
@@ -73,7 +72,7 @@ class TransientTokenizer:
             BudgetError: there is not enough memory to parse it.
         """
         tokenizer = Tokenizer.from_file(path)
-        if tokenizer.decoder_types != _BYTE_LEVEL:
+        if tokenizer.decoder_types != BYTE_LEVEL:
             raise TokenizerError(f"{path} is not a byte-level tokenizer.", "Keep it loaded, with a larger budget.")
         # What parsing took goes before the table, which takes something too, is made.
         release_freed()

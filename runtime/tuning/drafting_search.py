@@ -23,19 +23,21 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
+from edgeinfer.runtime.layer_skip.contract import Mask
 from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
 __all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]
 
-Mask = NDArray[np.bool_]  # (2 L,)
 Progress = Callable[[int, int], None]
 
 # SWIFT scores 33 tokens; logits of that many rows fit anywhere.
 _WINDOW = 32
 # Of the linear model: spread of a unit's loss before anything was scored, and of what the sum leaves out.
 _SPREAD, _NOISE = 1.0, 0.2
+# A prediction that is off by this much must not make decoding slower.
+_PAYS = 1.05
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,6 @@ class _Search:
                 if self._is_new(skipped):
                     return skipped
             distance = distance % size + 1
-
-
-# A prediction that is off by this much must not make decoding slower.
-_PAYS = 1.05
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = [
     "DecodeTimes",
@@ -32,6 +33,9 @@ __all__ = [
     "turn_times",
     "work_times",
 ]
+
+# Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
+_LOGIT_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class _Greedy(Sampler):
 
 
 def _filler(engine: Engine, count: int) -> list[int]:
-    """Distinct-looking token ids; their values do not change what a pass costs."""
-    return [int(i) for i in (np.arange(count) * 7919 + 11) % engine.backend.geometry.vocab_size]
+    tokens: list[int] = filler_tokens(engine.backend, count).tolist()
+    return tokens
 
 
 def _require_room(engine: Engine, tokens: int) -> None:
@@ -206,10 +210,6 @@ def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
     prompt_ms = engine.prefill.ms
     engine.forget()
     return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))
-
-
-# Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
-_LOGIT_ROWS = 16
 
 
 def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:

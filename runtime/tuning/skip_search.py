@@ -36,6 +36,8 @@ _TOP = 256
 _TRIED, _EXCHANGED = 8, 4
 # Speed-ups of the evenly spaced sets that take part.
 _EVEN = (1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+# Tokens of a prompt per pass.
+_CHUNK = 64
 
 
 def search_skip_levels(
@@ -233,10 +235,6 @@ def _without(running: NDArray[np.bool_], unit: int) -> NDArray[np.bool_]:
     return smaller
 
 
-# Tokens of a prompt per pass.
-_CHUNK = 64
-
-
 @dataclass(frozen=True)
 class Sample:
     """A text to score by: what the model was given and what it answered, or any two parts of a text; neither empty."""
@@ -246,7 +244,7 @@ class Sample:
 
 
 class SampleTexts:
-    """Texts, each with a copy of the cache before its reply.
+    """Replies of the model's own, read with any of its blocks left out behind the whole model's cache of the prompt.
 
     Args:
         backend: must skip layers; its cache is emptied.
