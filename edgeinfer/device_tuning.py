@@ -15,8 +15,8 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
-from edgeinfer.runtime.backends.registry import make_backend, tunable
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
 from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
@@ -105,9 +105,9 @@ def tune_device(
     config = LoadConfig.of(**options | {"profile": OFF})
     started, busy = time.perf_counter(), load_average()
     bundles = Bundles.open(model, config)
-    names = tunable(bundles.target, config)
+    names = tunable(bundles.choice)
     if not names:
-        backend = config.backend or bundles.target.manifest.backend
+        backend = bundles.choice.name
         raise CapabilityError(f"There is nothing to tune about the {backend} backend.", "Load the model as it is.")
     found, threads = _measure(bundles, config, names, quick, progress)
     path = _keep(bundles, config, found, threads, None if out is None else Path(out))
@@ -125,7 +125,7 @@ def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
         StorageError: it cannot be dropped.
     """
     config = LoadConfig.of(**options | {"profile": OFF})
-    return forget_profile(digest_of(open_bundle(resolve(model)), config))
+    return forget_profile(digest_of(choose_backend(open_bundle(resolve(model)), config), config))
 
 
 @allocating("The model")
@@ -142,7 +142,7 @@ def _measure(
         return make_plan(subject, config, speed, process=process)
 
     def make(settings: TunedSettings, plan: MemoryPlan) -> Engine:
-        backend = make_backend(bundles.target, plan.layout, config, plan.configuration, progress, settings)
+        backend = make_backend(bundles.choice, config, plan.configuration, progress, settings)
         return Engine(backend, plan.prefill_chunk)
 
     plan = plan_for(TunedSettings())
@@ -178,9 +178,9 @@ def _ways(
 def _keep(bundles: Bundles, config: LoadConfig, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
     """Writes what was found, in the place of what was kept before."""
     bundle = bundles.target
-    model = digest_of(bundle, config)
+    model = digest_of(bundles.choice, config)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    machine = fingerprint_for(bundle, config)
+    machine = fingerprint_for(bundles.choice)
     profile = TunedProfile(model, bundle.manifest.name[:200], machine, threads, found.settings, now)
     if out is not None:
         write_profile(profile, out)

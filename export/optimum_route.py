@@ -33,6 +33,19 @@ __all__ = ["export_optimum", "quantize_graph"]
 _CONTRIB = "com.microsoft"
 # int8 activations: the fast path of MatMulNBits on every CPU.
 _ACCURACY_LEVEL = 4
+# Constants below this size stay in the graph, where ONNX Runtime folds them.
+_EXTERNAL_BYTES = 1024
+_TASK = "text-generation-with-past"
+_INSTALL = "pip install 'edgeinfer[optimum]'"
+_ELSEWHERE = "Choose a model of a family that edgeinfer or optimum-onnx supports."
+# What families call their longest context; models with ALiBi or recurrence have no table of positions.
+_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
+_STEPS = 3
+# Whole and continued passes differ by float32 rounding, thousands of times smaller than this share of the logits.
+_SAME = 1e-3
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
 
 
 def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int) -> None:
@@ -129,22 +142,6 @@ class _Rewriter:
     def _plain(node: onnx.NodeProto) -> bool:
         factors = (_attribute(node, "alpha", 1.0), _attribute(node, "beta", 1.0))
         return factors == (1.0, 1.0) and not _attribute(node, "transA", 0)
-
-
-# Constants below this size stay in the graph, where ONNX Runtime folds them.
-_EXTERNAL_BYTES = 1024
-_TASK = "text-generation-with-past"
-_INSTALL = "pip install 'edgeinfer[optimum]'"
-_ELSEWHERE = "Choose a model of a family that edgeinfer or optimum-onnx supports."
-# What families call their longest context; models with ALiBi or recurrence have no table of positions.
-_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
-_STEPS = 3
-# Whole and continued passes differ by float32 rounding, thousands of times smaller than this share of the logits.
-_SAME = 1e-3
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
 
 
 def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Runs a decoder over texts, layer by layer, and shows every matrix with what enters it, to be quantized or judged.
+"""Runs a decoder over texts, layer by layer, and visits every matrix with the statistics of its inputs.
 
 One layer's weights and the hidden states of all tokens are in memory, never the model.
 """
@@ -49,7 +49,7 @@ class ModelReader(Protocol):
 
 
 class Visitor(Protocol):
-    """What is done with the matrices of a model on the way."""
+    """Sees the matrices of a model on the way, and may replace them."""
 
     def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
         """Called before a layer where `CalibrationOptions.preview` is set; the reader may give other weights then.
@@ -109,7 +109,7 @@ def default_streams(weights: int) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What running a model over texts showed.
+    """What a run over texts found.
 
     Attributes:
         tokens: that were run.

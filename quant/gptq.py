@@ -64,7 +64,7 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: Gptq
 
 
 class _Gptq:
-    """What one Hessian gives for all rows."""
+    """What is computed once from a Hessian, for all rows."""
 
     def __init__(self, grid: Grid, k: int, statistics: InputStatistics, hessian: Floats, options: GptqOptions) -> None:
         self._grid, self._k = grid, k

@@ -1,4 +1,4 @@
-"""What rounding each matrix of a decoder does to its predictions, measured on a text.
+"""Measures on a text what rounding each matrix of a decoder does to its predictions.
 
 A probe is the whole model with one matrix, or one projection of all experts of a layer, coarsely rounded. All probes
 walk through the layers together, each as a stream of its own that leaves the unrounded one where its matrix is, so
@@ -40,7 +40,7 @@ _HEAD_ROWS = 8192
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rounding did.
+    """The effect of one rounding.
 
     Attributes:
         kl: divergence from the unrounded model, in nats per token.

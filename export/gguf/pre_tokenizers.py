@@ -1,4 +1,4 @@
-"""llama.cpp's names of the ways to cut text into words, by the structure of a tokenizer.json.
+"""llama.cpp's names of pre-tokenizers, by the structure of a tokenizer.json.
 
 A name is found by what a tokenizer does, not by what its model is called: the same steps, pattern for pattern.
 """

@@ -1,4 +1,4 @@
-"""Which layers a model can best do without, for a drafter that is the model with fewer."""
+"""Chooses layers to leave out of a model, which then drafts for the whole one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HINT = "Layers are numbered from 0, as edgeinfer inspect --tensors shows them i
 
 
 def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
-    """Refuses layers that are not there, all of them, or a model that would not be one without them.
+    """Refuses to leave out layers that are missing, all layers, or those of a model that cannot run without them.
 
     Raises:
         UsageError: these layers cannot be left out.
@@ -58,7 +58,7 @@ def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
 
 
 def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
-    """Refuses layers that a model of so many layers cannot lack; as `check_prunable`, before there is a file.
+    """Refuses layers that cannot be left out of so many; as `check_prunable`, before there is a file.
 
     Args:
         architecture: by llama.cpp's name.

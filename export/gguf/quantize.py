@@ -199,7 +199,7 @@ def _check(
     *,
     requantize: bool,
 ) -> None:
-    """Refuses what llama.cpp would end the process on, or say too little of."""
+    """Refuses what would make llama.cpp abort, or fail without a clear message."""
     if not file.metadata.get("general.architecture") or not file.tensors:
         raise BundleError(f"{file.path} holds no model.", "Give a GGUF file of a language model.")
     if kind.needs_importance and not importance:
@@ -224,7 +224,7 @@ def _check(
 
 
 def _check_importance(tensor: GgufTensor | None, name: str, values: Floats) -> None:
-    """Refuses importance that is not of the tensor, or not usable."""
+    """Refuses importance data that do not fit the tensor, or are not usable."""
     if tensor is None or len(tensor.shape) < 2:
         raise UsageError(
             f"There are importance data for {name}, which is not a matrix of the file.", "Gather it again."
@@ -247,7 +247,7 @@ def _refused(source: Path, target: Path, kind: FileType, reason: str) -> EdgeInf
 
 
 def _check_result(path: Path, source: GgufFile, layers: tuple[int, ...]) -> None:
-    """Reads what was written: llama.cpp does not look back."""
+    """Checks the written file, which llama.cpp does not."""
     try:
         written = {tensor.name: tensor.shape for tensor in read_gguf(path).tensors}
     except BundleError as error:

@@ -27,6 +27,9 @@ from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantiz
 
 __all__ = ["NativeOperators", "PortableOperators"]
 
+# MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
+_INT8_ACTIVATIONS = 4
+
 
 class NativeOperators(Operators):
     """LinearLowBit, with what stands around a product fused into it, MoELowBit and EmbeddingLowBit."""
@@ -130,10 +133,6 @@ def _format(entry: TensorEntry, start: int) -> list[int]:
 def _matrix(entry: TensorEntry) -> dict[str, int]:
     n, k = entry.shape
     return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size}
-
-
-# MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
-_INT8_ACTIVATIONS = 4
 
 
 class PortableOperators(Operators):

@@ -1,4 +1,4 @@
-"""What a caller may ask of an export, validated on construction."""
+"""The options of an export, validated on construction."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ __all__ = ["EXPORTERS", "FORMATS", "ExportConfig", "StaticOptions"]
 
 _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256
+FORMATS = ("onnx", "gguf")
+EXPORTERS = ("native", "optimum")
+_BITS = (2, 4, 8, 32)
+# llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
+_GGUF_TYPES = {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
+_GROUP_SIZES = (32, 64, 128)
+# Fewer say little of a model; more cost hours and change nothing.
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
+_UNRECORDED = (
+    *("name", "layout", "force", "calibration", "calibration_tokens"),
+    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,20 +91,6 @@ class StaticOptions:
 
 def _listed(numbers: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers)) or "(none)"
-
-
-FORMATS = ("onnx", "gguf")
-EXPORTERS = ("native", "optimum")
-_BITS = (2, 4, 8, 32)
-# llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
-_GGUF_TYPES = {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
-_GROUP_SIZES = (32, 64, 128)
-# Fewer say little of a model; more cost hours and change nothing.
-_FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
-_UNRECORDED = (
-    *("name", "layout", "force", "calibration", "calibration_tokens"),
-    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static"),
-)
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ class ExportConfig:
             raise UsageError(f"target_size={self.target_size} is not possible.", "Give a number of bytes.")
 
     def _check_opaque(self) -> None:
-        """What the optimum route, which knows no tensors by name and runs no layers, cannot do."""
+        """Refuses what the optimum exporter cannot do: it names no tensors and runs no layers."""
         asked = {
             "method": self.method not in (None, "rtn"),
             "calibration": self.calibration is not None,
@@ -208,7 +206,7 @@ class ExportConfig:
                 raise UsageError(message, "Leave it out, or use the native exporter.")
 
     def _check_gguf(self) -> None:
-        """What llama.cpp's types decide by themselves."""
+        """Refuses options that llama.cpp's types decide by themselves."""
         asked = {
             "exporter": self.exporter != "native",
             "layout": self.layout != NATIVE,
@@ -238,7 +236,7 @@ class ExportConfig:
                 raise UsageError("A pattern of types_for is empty.", "Write it like blk.*.ffn_down.weight=Q8_0.")
 
     def _check_static(self) -> None:
-        """What has no operator in ONNX's standard, or no meaning with fixed shapes."""
+        """Refuses what has no operator in ONNX's standard, or no meaning with fixed shapes."""
         asked = {
             f"format={self.format!r}": self.format != "onnx",
             f"exporter={self.exporter!r}": self.exporter != "native",
@@ -253,7 +251,7 @@ class ExportConfig:
                 raise UsageError(f"{name} is not possible with static shapes.", hint)
 
     def _check_onnx(self) -> None:
-        """What only llama.cpp's files have."""
+        """Refuses options that only GGUF files have."""
         asked = {
             "A GGUF type": self.gguf_type is not None or bool(self.types_for),
             "Leaving layers out": bool(self.prune_layers or self.prune_count),
@@ -285,7 +283,7 @@ class ExportConfig:
         return self.target_size
 
     def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
-        """The same with everything decided that was left to the model's size, and not to a budget.
+        """Decides everything that depends on the model's size, and not on a budget.
 
         Args:
             weights: number of weights of the model.
@@ -316,7 +314,7 @@ class ExportConfig:
 
     @property
     def options(self) -> dict[str, str | int | float | bool | None]:
-        """What the manifest records: all but what it says elsewhere, and where files lay."""
+        """The options that the manifest records: all but paths and what it says elsewhere."""
         if self.format == "gguf":
             types = " ".join(f"{pattern}={kind}" for pattern, kind in self.types_for) or None
             asked = {"budget_bits": self.budget_bits, "target_size": self.target_size, "types_for": types}

@@ -101,7 +101,7 @@ def find_tensor_type(name: str) -> str:
 
 
 def fitting(tensor_type: str, columns: int) -> str:
-    """The type that llama.cpp makes of a tensor of so many columns where one is asked for: blocks must fit a row."""
+    """The type that llama.cpp gives a tensor of so many columns instead of the requested one: blocks must fit a row."""
     if columns % ggml_type(tensor_type).block_values == 0:
         return tensor_type
     smaller = _FALLBACKS.get(tensor_type, "F16")
@@ -109,5 +109,5 @@ def fitting(tensor_type: str, columns: int) -> str:
 
 
 def needs_importance(tensor_type: str) -> bool:
-    """Whether llama.cpp makes tensors of this type with importance data only."""
+    """Whether llama.cpp needs importance data for tensors of this type."""
     return tensor_type in _NEEDY_TENSORS

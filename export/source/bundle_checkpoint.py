@@ -1,4 +1,4 @@
-"""A bundle's weights as a Hugging Face checkpoint, multiplied out: what training and other engines take."""
+"""A bundle's dequantized weights as a Hugging Face checkpoint, for training and for other engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def checkpoint_config(bundle: Bundle) -> dict[str, Any]:
-    """The config.json of a checkpoint with the bundle's function.
+    """Makes the config.json of a checkpoint that computes what the bundle does.
 
     Raises:
         UsageError: it is neither Llama, Qwen2 nor Qwen3 of the plain kind.
@@ -60,7 +60,7 @@ def _config(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def checkpoint_tensors(bundle: Bundle) -> Iterator[tuple[str, Floats]]:
-    """Every tensor under Hugging Face's name; what a bundle joins is parted again.
+    """Yields every tensor under Hugging Face's name; packed tensors of the bundle are split again.
 
     Raises:
         BundleError: the weights are damaged; and as `checkpoint_config`.

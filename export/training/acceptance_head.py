@@ -1,4 +1,4 @@
-"""Trains the head by which a drafter foresees whether its token is accepted (SpecDec++).
+"""Trains the head by which a drafter predicts whether its token is accepted (SpecDec++).
 
 The head reads the drafter's state before the final norm, scaled to unit size: one residual block, run three times, and
 two scores. It learns min(1, p / q) of the drafter's likeliest token, where p is the target's probability and q the
@@ -31,7 +31,7 @@ _WINDOWS = 24
 
 
 class _Judge(torch.nn.Module):
-    """The head; sets out without an opinion."""
+    """The head; before training it is undecided."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class AcceptanceHeadTask:
         return models | {"sources": [tokens.digest for tokens in self._sources]} | self._batches.facts
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The head's."""
+        """The head's parameters."""
         return dict(self._judge.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class AcceptanceHeadTask:
 
     @torch.no_grad()
     def _facts(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of every token of a window (1, S): the drafter's state (S, D), how likely its best token is accepted (S,),
+        """For every token of a window (1, S): the drafter's state (S, D), how likely its best token is accepted (S,),
         its distribution (S, V), and whether its best token is the target's too (S,)."""
         model, kept = self._drafter.model, list[torch.Tensor]()
         hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
@@ -135,8 +135,8 @@ class AcceptanceHeadTask:
 
     @torch.no_grad()
     def curves(self, held_out: TokenFile) -> tuple[float, float]:
-        """Area under the curve by which acceptance in greedy decoding is told, of the head and of the drafter's own
-        probability, on text that was not trained on."""
+        """Area under the ROC curve for acceptance in greedy decoding, of the head and of the drafter's own
+        probability, on held-out text."""
         judged, trusted, came = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for window in held_out.windows(self._batches.length, _WINDOWS):
             states, _, distribution, agrees = self._facts(torch.from_numpy(window)[None].to(self._drafter.device))

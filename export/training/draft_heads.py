@@ -31,11 +31,12 @@ _FADING = 0.8
 # Windows that agreement is measured on.
 _WINDOWS = 24
 _MOST_ROWS = 1024
+_TINY = 1e-6
 
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """What heads are.
+    """How many heads there are, and which tokens they guess.
 
     Attributes:
         count: places that are guessed.
@@ -62,7 +63,7 @@ def final_states(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B
 
 
 def half(tensor: torch.Tensor) -> NDArray[np.float16]:
-    """As heads are stored."""
+    """A tensor in the type that heads are stored in."""
     stored: NDArray[np.float16] = tensor.detach().cpu().numpy().astype(np.float16)
     return stored
 
@@ -102,11 +103,11 @@ class HeadsTask(ABC):
         return digests | self._batches.facts | asdict(self.shape)
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Those of all heads."""
+        """The parameters of all heads."""
         return dict(self._modules.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
-        """Mean divergence of every head from what the target says at its place, later places counting less."""
+        """Mean divergence of every head from the target's prediction at its place, later places counting less."""
         batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
         states = final_states(self._target.model, batch)  # (B, S, D)
         places, total, weights = batch.shape[1] - 1 - self.shape.count, torch.zeros((), device=batch.device), 0.0
@@ -119,7 +120,7 @@ class HeadsTask(ABC):
         return total / weights
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
-        """What was trained, as a bundle keeps it."""
+        """The trained heads as a bundle keeps them."""
         shared = {
             "norm": self._norm.cpu().numpy().astype(np.float32),
             "tokens": self._tokens.cpu().numpy().astype(np.int32),
@@ -129,7 +130,7 @@ class HeadsTask(ABC):
 
     @torch.no_grad()
     def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
-        """How often each head's likeliest token is the target's, on text it was not trained on."""
+        """How often each head's likeliest token is the target's, on held-out text."""
         right = torch.zeros(self.shape.count, dtype=torch.float64)
         seen = 0
         for window in held_out.windows(self._batches.length, _WINDOWS):
@@ -146,18 +147,18 @@ class HeadsTask(ABC):
 
     @abstractmethod
     def _make(self, size: int) -> torch.nn.Module:
-        """Heads that have learnt nothing."""
+        """Makes untrained heads."""
 
     @abstractmethod
     def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """What a head makes of states for the rows to multiply; of the tokens behind them it may see the first n + i.
+        """A head's output, which the rows multiply; of the tokens that follow it may see the first n + i.
 
         states (B, n, D), following (B, ...) -> (B, n, D)
         """
 
     @abstractmethod
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        """What the heads are, by the names that bundles know."""
+        """The heads' arrays, by the names that bundles use."""
 
 
 def _frequent(sources: tuple[TokenFile, ...], count: int) -> torch.Tensor:  # (K,)
@@ -169,7 +170,7 @@ def _frequent(sources: tuple[TokenFile, ...], count: int) -> torch.Tensor:  # (K
 
 
 class MedusaTask(HeadsTask):
-    """Head i is x + SiLU(W x + b), from which training sets out as x. Implements `trainer.Task`."""
+    """Head i is x + SiLU(W x + b), which is x before training. Implements `trainer.Task`."""
 
     kind = "medusa"
 
@@ -192,11 +193,8 @@ class MedusaTask(HeadsTask):
         }
 
 
-_TINY = 1e-6
-
-
 class _Block(torch.nn.Module):
-    """P z + SiLU(W z + b), which sets out as the state alone."""
+    """P z + SiLU(W z + b), which is the state alone before training."""
 
     def __init__(self, size: int, inputs: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Makes a tiny drafter for a target: reads given text, then learns the target's probabilities.
+"""Trains a tiny drafter for a target: on given text, then on the target's probabilities.
 
 FastDraft's recipe (Zafrir et al. 2024): a shallow decoder with the target's tokens reads text, then learns from what
 the target itself writes, token by token and with the target's distribution at each (sequence and logit level).
@@ -33,11 +33,19 @@ __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acce
 # Windows that are read at a time, so that few logits are in memory.
 _ROWS = 4
 _DRAFTED = 4
+# Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
+_SHARES = (0.25, 0.3, 0.45)
+# Steps that tell what one costs.
+_TRIED = 4
+# Of the samples, what is kept for measuring; and windows that are read for it.
+_HELD_OUT, _WINDOWS = 0.04, 48
+_PROMPTS = 4000
+_SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
 class AcceptanceRates:
-    """What a student's guesses are worth.
+    """How often a target accepts a student's tokens.
 
     Attributes:
         agreement: share of tokens at which both find the same token likeliest: the acceptance of greedy drafts.
@@ -56,7 +64,7 @@ class AcceptanceRates:
 def measure_acceptance(
     student: Any, target: Any, windows: NDArray[np.int64], depth: int | None = None
 ) -> AcceptanceRates:  # (n, S)
-    """Reads windows with both; with so many layers of the student, or all."""
+    """Compares the two on windows of text, with all layers of the student or with the first `depth`."""
     device = target.device
     agreed: list[NDArray[np.bool_]] = []
     overlaps, divergences = [], []
@@ -85,16 +93,6 @@ def run_lengths(matches: NDArray[np.bool_], drafted: int) -> list[int]:  # (S,)
         found.append(run)
         at += run + 1
     return found
-
-
-# Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
-_SHARES = (0.25, 0.3, 0.45)
-# Steps that tell what one costs.
-_TRIED = 4
-# Of the samples, what is kept for measuring; and windows that are read for it.
-_HELD_OUT, _WINDOWS = 0.04, 48
-_PROMPTS = 4000
-_SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class DrafterOptions:
         require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
 
     def training(self, steps: int, seed: int) -> TrainOptions:
-        """Of one of the two."""
+        """The options of one of the two trainings."""
         warmup = min(50, max(1, steps // 10))
         rate = self.learning_rate
         return TrainOptions(steps, rate, warmup=warmup, seed=seed, device=self.device, threads=self.threads)
@@ -170,7 +168,7 @@ class DrafterTraining:
     prompts: Sequence[NDArray[Any]]
 
     def facts(self) -> dict[str, Any]:
-        """What a report says."""
+        """The facts of a report."""
         curves = {"reading": self.reading.losses, "distilling": self.distilling.losses}
         stages = {"untrained": self.untrained, "after_reading": self.read, "after_distilling": self.distilled}
         stages |= {f"after_{depth}_layers": each for depth, each in self.depths.items()}
@@ -186,7 +184,7 @@ class DrafterTraining:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps and tokens of the stages, which a resumed run takes over."""
+    """Steps and tokens of the stages, which a resumed run keeps."""
 
     reading: int
     distilling: int
@@ -201,7 +199,7 @@ def train_drafter(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> DrafterTraining:
-    """Trains a drafter in a working folder, or goes on with one that was interrupted there.
+    """Trains a drafter in a working folder, or resumes the training that was interrupted there.
 
     Args:
         replier: draws the target's replies; None draws them in torch.
@@ -280,7 +278,7 @@ def _measured(
     replier: Replier,
     prompts: Sequence[NDArray[Any]],
 ) -> Schedule:
-    """What fits the minutes, by what a few steps and replies take here."""
+    """The schedule that fits the minutes, by the time that a few steps and replies take here."""
     assert options.minutes is not None, "there are steps otherwise"
     # Learning from distributions takes what reading takes.
     step = _step_seconds(TextTask(make_student(options.size, target, options.seed), tokens, batches, {}))
@@ -301,7 +299,7 @@ def _measured(
 
 
 def _step_seconds(task: Task) -> float:
-    """Of a training step, the first apart."""
+    """Seconds of a training step, without the first."""
     torch.autograd.backward(task.loss(0))
     started = time.perf_counter()
     for step in range(_TRIED):

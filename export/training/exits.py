@@ -1,4 +1,4 @@
-"""Teaches a model's early layers to predict what all of it does, so that it can draft for itself.
+"""Trains a model's early exits to predict what the whole model does, so that it can draft for itself (LayerSkip).
 
 LayerSkip (Elhoushi et al. 2024): layers are left out in training, later ones more often, and each step one exit in turn
 learns as well. The last layer's distribution is kept close to what it was before, which guards the quality.
@@ -66,7 +66,7 @@ class ExitsOptions:
         self.training()
 
     def training(self) -> TrainOptions:
-        """Of the whole."""
+        """The trainer's options."""
         warmup = min(30, max(1, self.steps // 10))
         return TrainOptions(
             self.steps,
@@ -99,7 +99,7 @@ class ExitsTraining:
     seconds: float
 
     def facts(self) -> dict[str, Any]:
-        """What a report says."""
+        """The facts of a report."""
         facts = {name: value for name, value in asdict(self).items() if name != "trained"}
         losses = list(self.trained.losses)
         steps = {"steps": len(losses), "resumed_at": self.trained.resumed_at}
@@ -108,7 +108,7 @@ class ExitsTraining:
 
 @torch.inference_mode()
 def measure_depths(model: Any, windows: NDArray[np.int64]) -> tuple[DepthFigures, float]:  # (n, S)
-    """How often each depth finds the token likeliest that the whole model does; and the whole model's perplexity."""
+    """How often each depth agrees with the whole model's most probable token, and the whole model's perplexity."""
     layers = len(model.model.layers)
     agreed, loss, count = dict.fromkeys(range(1, layers), 0), 0.0, 0
     for start in range(0, len(windows), _ROWS):
@@ -130,7 +130,7 @@ def layer_dropout(layer: int, layers: int, most: float) -> float:
 
 
 def exit_weight(depth: int, layers: int) -> float:
-    """What the exit after so many layers counts: in proportion to 1 + 2 + ... of them, so later ones count more."""
+    """The weight of the exit after so many layers: in proportion to 1 + 2 + ... of them, so later ones count more."""
     return depth * (depth + 1) / (layers * (layers - 1))
 
 
@@ -155,11 +155,11 @@ class ExitsTask:
         return self._facts
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All of the model's."""
+        """All parameters of the model."""
         return dict(self._model.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
-        """The exit whose turn it is, and the whole model, against what the model said before."""
+        """The losses of this step's exit and of the whole model against the model's predictions before."""
         options, model, layers = self._options, self._model, self._layers
         tokens, likeliest, logs = (
             part.to(model.device) for part in self._taught.batch(options.seed, step, options.rows)
@@ -180,7 +180,7 @@ class ExitsTask:
 def tune_exits(
     target: Target, text: TextSource, options: ExitsOptions, out: Path, work: Path, progress: Progress | None = None
 ) -> ExitsTraining:
-    """Tunes a model's exits and writes it as a checkpoint folder; goes on with what was interrupted.
+    """Tunes a model's exits and writes it as a checkpoint folder; resumes an interrupted training.
 
     Raises:
         UsageError: there is too little text, the model has one layer, or the folder holds another training.

@@ -1,4 +1,4 @@
-"""A whole training of heads: the text and replies it reads, its task, what came of it."""
+"""A whole training of heads: its text and replies, its task, its result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HeadsOptions:
 
     @property
     def training(self) -> TrainOptions:
-        """Of the trainer."""
+        """The trainer's options."""
         return TrainOptions(
             self.steps,
             self.learning_rate or _RATES[self.kind],
@@ -86,7 +86,7 @@ class _HeadsTask(Task, Protocol):
     """A task that makes heads."""
 
     def heads(self, notes: dict[str, str]) -> Heads:
-        """What was trained."""
+        """The trained heads."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class HeadsTraining:
     prompts: Sequence[NDArray[Any]]
 
     def facts(self) -> dict[str, Any]:
-        """What a report says."""
+        """The facts of a report."""
         return {
             "kind": self.heads.kind,
             "bytes": len(self.heads.to_bytes()),
@@ -133,7 +133,7 @@ def train_heads(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> HeadsTraining:
-    """Trains heads in a working folder, or goes on with what was interrupted there.
+    """Trains heads in a working folder, or resumes the training that was interrupted there.
 
     Args:
         drafter: that an acceptance head is trained for.

@@ -25,7 +25,7 @@ _TINY = 1e-6
 def in_pieces(
     loss: Callable[..., torch.Tensor], vocabulary: int, *rows: torch.Tensor, most: int = _MOST_LOGITS
 ) -> torch.Tensor:
-    """The mean over rows of a loss that is worked out for some of them at a time, and again for its gradient.
+    """The mean over rows of a loss that is computed for some of them at a time, and again for its gradient.
 
     Args:
         loss: gives the sum over the rows it gets. (n, ...) each -> ()
@@ -74,7 +74,7 @@ def divergence(
 def taught_divergence(
     hidden: torch.Tensor, head: torch.Tensor, likeliest: torch.Tensor, logs: torch.Tensor
 ) -> torch.Tensor:
-    """As `divergence`, of distributions whose likeliest tokens are known one by one and the others together.
+    """As `divergence`, from distributions known by their most probable tokens and the sum of the others.
 
     hidden (N, D), head (V, D), likeliest (N, K), logs (N, K)
     """

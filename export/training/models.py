@@ -36,10 +36,15 @@ __all__ = [
     "save_checkpoint",
 ]
 
+_TOKENIZER, _TEMPLATE, _GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# What a tokenizer, a template and generation need, by the names that checkpoints and bundles have for them.
+_SMALL = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
 
 @contextlib.contextmanager
 def no_bars() -> Iterator[None]:
-    """While it is open; what the caller had switched before holds again afterwards."""
+    """Hides the library's progress bars, and restores the caller's setting afterwards."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library has no types here
     try:
@@ -49,13 +54,9 @@ def no_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-_TOKENIZER, _TEMPLATE, _GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
 @dataclass(frozen=True)
 class Target:
-    """A model to learn from.
+    """The model that is learned from.
 
     Attributes:
         model: transformers' own, in float32 and frozen; `model.model` gives hidden states, `model.lm_head` logits.
@@ -77,12 +78,12 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """Sizes, as transformers has them."""
+        """The model's configuration in transformers."""
         return self.model.config
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that the model runs on."""
         device: torch.device = self.model.device
         return device
 
@@ -179,10 +180,6 @@ def _optional(path: Path) -> dict[str, Any]:
     return parse_object(read_bytes(path), str(path)) if path.is_file() else {}
 
 
-# What a tokenizer, a template and generation need, by the names that checkpoints and bundles have for them.
-_SMALL = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-
-
 def make_student(size: StudentSize, target: Target, seed: int) -> Any:
     """A Llama of random weights that has the target's tokens and room for its contexts.
 
@@ -212,7 +209,7 @@ def make_student(size: StudentSize, target: Target, seed: int) -> Any:
 
 @torch.no_grad()
 def _inherit_embedding(student: Any, target: Any) -> None:
-    """Gives the student the target's head in the directions in which its tokens differ most.
+    """Copies the target's head to the student in the directions in which its tokens differ most.
 
     Which tokens are alike is most of what a tiny model would have to learn.
     """

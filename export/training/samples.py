@@ -57,7 +57,7 @@ class Replier(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the way, as a record of the samples tells it."""
+        """Name of what draws them, as the record of the samples keeps it."""
 
     @property
     def context(self) -> int:
@@ -77,7 +77,7 @@ def sample(
     digest: str,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Replies of a target to prompts, each behind its prompt, in a file of the folder; goes on where it was stopped.
+    """Samples a target's replies to prompts, each after its prompt, into a file; resumes where it stopped.
 
     Args:
         prompts: token ids; they take turns until there are tokens enough. (n,) each
@@ -110,7 +110,7 @@ def sample(
 
 
 def _claim(folder: Path, record: dict[str, Any]) -> None:
-    """Says what a folder's samples are of, or that they are of something else."""
+    """Records what a folder's samples belong to, or refuses samples of something else."""
     file = folder / _RECORD
     if file.exists():
         if json.loads(file.read_text("utf-8")) != record:
@@ -158,7 +158,7 @@ class TorchReplier:
 
 
 class _Replies:
-    """Rows that are drawn together; those that have ended leave.
+    """Replies that are drawn together, one row each; finished rows are removed.
 
     Prompts are padded in front, so that all rows end at the same column.
     """

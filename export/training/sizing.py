@@ -1,4 +1,4 @@
-"""How large a drafter pays for a target on a device, worked out from measured costs; needs no torch, runs nothing.
+"""Chooses the size of drafter that pays most for a target on a device, from measured costs; needs no torch.
 
 A round with g drafted tokens takes g passes of the drafter and one of the target over g + 1 tokens, and commits
 (1 - a^(g+1)) / (1 - a) tokens where each is accepted with probability a. What a larger drafter gains in a it loses in
@@ -73,7 +73,7 @@ class StudentSize:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """What passes cost on a device.
+    """What passes of the target cost on a device.
 
     Attributes:
         target_ms: milliseconds of a pass of the target by its rows, 1 among them.
@@ -114,7 +114,7 @@ class TargetCosts:
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """What was chosen, and why.
+    """The chosen size, and why.
 
     Attributes:
         drafted: tokens of a draft that are best.

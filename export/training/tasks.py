@@ -58,7 +58,7 @@ class TeacherProbabilities:
 def teacher_probabilities(
     target: Target, tokens: TokenFile, length: int, folder: Path, progress: Progress | None = None
 ) -> TeacherProbabilities:
-    """Has the target read consecutive windows, or takes what it said of them before.
+    """Records the target's probabilities over consecutive windows, or maps those recorded before.
 
     Raises:
         UsageError: there is not one window, or the folder holds probabilities of something else.
@@ -151,7 +151,7 @@ class TextTask:
         return self._facts
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All of the student's."""
+        """All parameters of the student."""
         return dict(self._student.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
@@ -186,7 +186,7 @@ class TeacherTask:
         return self._facts
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All of the student's."""
+        """All parameters of the student."""
         return dict(self._student.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
@@ -199,5 +199,5 @@ class TeacherTask:
 
 
 def _states(student: Any, tokens: torch.Tensor, nested: bool) -> list[torch.Tensor]:
-    """What learns: the states of the whole student, or after each of its layers. (B, S) -> one or L of (B * S, D)"""
+    """The states that learn: the whole student's, or those after each layer. (B, S) -> one or L of (B * S, D)"""
     return layer_states(student, tokens) if nested else [hidden_states(student, tokens)]

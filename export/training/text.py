@@ -43,6 +43,15 @@ __all__ = [
 
 Ints = NDArray[np.int64]
 
+SEPARATOR = "<|endoftext|>"
+# One story in so many is kept for measuring.
+_HELD_OUT = 50
+Split = tuple[list[str], list[str]]
+_AT_ONCE = 256
+# Documents without a dialogue: a prompt is so many of their first tokens.
+_OPENING = 12
+_HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages".'
+
 
 @dataclass(frozen=True)
 class TokenFile:
@@ -69,11 +78,11 @@ class TokenFile:
             raise UsageError(f"{what} has {len(self)} tokens, and {count} are needed.", "Give more text.")
 
     def first(self, count: int) -> TokenFile:
-        """So many of the first tokens, or all."""
+        """The first `count` tokens, or all."""
         return TokenFile(self.ids[:count], f"{self.digest}[:{min(count, len(self))}]")
 
     def split(self, share: float) -> tuple[TokenFile, TokenFile]:
-        """The first tokens, and the last of so large a share, which are kept for measuring."""
+        """Splits off the last tokens, by their share, which are kept for measuring."""
         at = len(self) - int(len(self) * share)
         return TokenFile(self.ids[:at], f"{self.digest}[:{at}]"), TokenFile(self.ids[at:], f"{self.digest}[{at}:]")
 
@@ -116,15 +125,8 @@ def open_tokens(path: Path) -> TokenFile:
     return TokenFile(ids, digest)
 
 
-SEPARATOR = "<|endoftext|>"
-# One story in so many is kept for measuring.
-_HELD_OUT = 50
-
-Split = tuple[list[str], list[str]]
-
-
 def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:
-    """The stories of every .txt file (parted by SEPARATOR) and .jsonl file (field "text") of a folder, each once.
+    """The stories of every .txt file (separated by SEPARATOR) and .jsonl file (field "text") of a folder, each once.
 
     Args:
         excluded: a JSON list of beginnings; stories that begin with one of them are left out.
@@ -154,7 +156,7 @@ def _stories(file: Path) -> Iterator[str]:
 
 
 def split_stories(stories: list[str]) -> Split:
-    """Those to train on, and every fiftieth to measure with."""
+    """Splits stories into those to train on, and every fiftieth to measure with."""
     return [s for i, s in enumerate(stories) if i % _HELD_OUT], stories[::_HELD_OUT]
 
 
@@ -178,12 +180,6 @@ def tokens_of(stories: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:  #
     return np.concatenate([np.array(run, np.int64) for run in runs])
 
 
-_AT_ONCE = 256
-# Documents without a dialogue: a prompt is so many of their first tokens.
-_OPENING = 12
-_HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages".'
-
-
 @dataclass(frozen=True)
 class TextSource:
     """Files of text in the tokens of a target.
@@ -203,7 +199,7 @@ class TextSource:
                 raise UsageError(f"{file} is not a text file.", _HINT)
 
     def digest(self) -> str:
-        """Of the contents."""
+        """Digest of the files' contents."""
         digest = hashlib.sha256()
         for file in self.files:
             with _reading(file), file.open("rb") as stream:
@@ -269,7 +265,7 @@ class TextSource:
 
 
 def _openings(document: str | list[Any]) -> Iterator[str | list[Any]]:
-    """What a document is continued from: itself, or a dialogue up to each request."""
+    """Beginnings that a document is continued from: itself, or a dialogue up to each request."""
     if isinstance(document, str):
         yield document
         return

@@ -44,6 +44,10 @@ _FORMAT = "edgeinfer-training"
 _TENSORS, _TABLE = "state.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)")
 _ANOTHER = "Give another working folder, or remove this one to start again."
+_BETAS = (0.9, 0.95)
+_EPSILON = 1e-8
+# What the optimizer keeps of a parameter; "step" counts its own, as not every step need reach every parameter.
+_STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,12 @@ class TrainingState:
 
 
 def configuration_digest(configuration: Mapping[str, Any]) -> str:
-    """Tells configurations apart; the order of their names is of no consequence."""
+    """A digest of a configuration; the order of its names does not matter."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
 
 
 def save_state(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
-    """Keeps a state in the place of an older one, which stays until this one is whole.
+    """Saves a state in the place of an older one, which stays until this one is whole.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -109,7 +113,7 @@ def load_state(folder: Path, configuration: Mapping[str, Any]) -> TrainingState 
 
 
 def remove_states(folder: Path) -> None:
-    """Drops what is kept in a folder."""
+    """Removes the states of a folder."""
     for _, path in _found(folder):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -156,14 +160,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 24 else f"{text[:20]}..."
 
 
-_BETAS = (0.9, 0.95)
-_EPSILON = 1e-8
-# What the optimizer keeps of a parameter; "step" counts its own, as not every step need reach every parameter.
-_STATES = ("exp_avg", "exp_avg_sq", "step")
-
-
 class Task(Protocol):
-    """What is trained.
+    """A loss over parameters to train.
 
     Attributes:
         name: of the stage, as progress shows it.
@@ -187,7 +185,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that came to its end.
+    """A finished training.
 
     Attributes:
         losses: of every step.

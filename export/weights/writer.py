@@ -1,4 +1,4 @@
-"""Writes tensors into `weights.bin`, quantized or not, each to its place."""
+"""Writes tensors into `weights.bin`, quantized or not, each at its offset."""
 
 from __future__ import annotations
 

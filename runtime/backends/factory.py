@@ -1,4 +1,4 @@
-"""What the registry knows of a backend before it is made; knows no backend."""
+"""How a backend is made and what is known of it before: one factory for each, which the registry lists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
-from edgeinfer.runtime.devices.selection import choose_device
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
@@ -70,12 +70,8 @@ class BackendFactory(ABC):
     tunes: ClassVar[tuple[str, ...]] = ()
     graphs: ClassVar[Graphs] = "none"
 
-    def device(self, config: LoadConfig) -> Device:
-        """The device that a bundle will run on; errors as `choose_device`."""
-        return choose_device(config, self.graphs)
-
-    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
-        """The layout of a bundle's weights that it will run.
+    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+        """The layout of a bundle's weights that it will run on a device.
 
         Raises:
             UsageError, BundleError: it cannot run the bundle, or not as asked.
@@ -99,10 +95,10 @@ class BackendFactory(ABC):
         """What multiplies, as `Backend.kernel` will say."""
 
     @abstractmethod
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """What a bundle takes."""
 
-    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
         return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
 
@@ -112,7 +108,7 @@ class BackendFactory(ABC):
 
     @abstractmethod
     def make(self, order: BackendOrder) -> Backend:
-        """The backend, running a bundle as planned; errors as `backends.make_backend`."""
+        """The backend, running a bundle as planned; errors as `registry.make_backend`."""
 
 
 def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:

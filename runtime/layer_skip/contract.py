@@ -13,13 +13,13 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
-__all__ = ["EvaluatedPrompt", "Mask", "SkipPolicy", "SmallModel", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
+__all__ = ["EvaluatedPrompt", "Mask", "SkipPolicy", "SmallModel", "SpeedTarget", "SwitchPolicy", "feed", "whole_pass"]
 
 Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SpeedTarget:
     """What a set of layers is chosen for.
 
     Attributes:
@@ -51,7 +51,7 @@ class EvaluatedPrompt(Protocol):
 class SkipPolicy(Protocol):
     """Decides once per reply what runs for its tokens."""
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Chooses the blocks that run."""
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SwitchPolicy, Wanted
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SpeedTarget, SwitchPolicy
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy
 
 __all__ = [
@@ -64,7 +64,7 @@ def layers_mask(layers: int, kept: list[int]) -> Mask:
 class UnifiedPolicy:
     """Unified Layer Skipping (Liu et al. 2024): keeps evenly spaced layers, as many as the wanted speed-up leaves."""
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """The same layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
@@ -78,7 +78,7 @@ def importance(states: Floats) -> NDArray[np.float64]:  # (L + 1, S, D) -> (L,)
     return turned
 
 
-def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
+def skip_in_order(order: list[int], layers: int, wanted: SpeedTarget) -> Mask:
     """Skips layers one after the other until passes are as fast as wanted; first and last always stay."""
     kept = list(range(layers))
     for layer in order:
@@ -92,7 +92,7 @@ def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
 class ImportancePolicy:
     """Skips the layers that change the prompt's states least; nothing is trained."""
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Skips the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
@@ -127,7 +127,7 @@ class RoutersPolicy:
         scores: NDArray[np.float64] = (means * self.weight).sum(axis=1) + self.bias
         return 1 / (1 + np.exp(-scores))
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Skips what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
         needed = self.needed(prompt)
         order = [int(layer) for layer in np.argsort(needed, kind="stable") if needed[layer] <= _NEEDED]
@@ -161,10 +161,10 @@ class SkipLevels:
             return None
         masks, losses = state.get("masks"), state.get("losses")
         if masks is None or losses is None or not _fit(masks, losses, layers):
-            raise StorageError("The calibrated sets are of another model.", "Run edgeinfer tune --skip again.")
+            raise StorageError("The calibrated sets belong to another model.", "Run edgeinfer tune --skip again.")
         return cls(masks, losses)
 
-    def choose(self, wanted: Wanted) -> Mask:
+    def choose(self, wanted: SpeedTarget) -> Mask:
         """The least harmful set that is as fast as wanted; where none is, the fastest."""
         every = range(len(self.masks))
         fast = [row for row in every if wanted.reached(self.masks[row])]
@@ -189,7 +189,7 @@ class CalibratedPolicy:
 
     levels: SkipLevels
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """The same blocks for every prompt."""
         return self.levels.choose(wanted)
 
@@ -211,7 +211,7 @@ class PolicyParts:
 
 def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
     if parts.levels is None:
-        message = "No sets of blocks to skip are known of this model."
+        message = "This model has no calibrated sets of blocks to skip."
         raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
     return CalibratedPolicy(parts.levels)
 

@@ -15,7 +15,7 @@ from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
+from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
 __all__ = ["LayerSkipDecoding", "PromptStates"]
@@ -44,7 +44,7 @@ class LayerSkipDecoding(ReducedDecoding):
         require(given.backend.capabilities.layer_skip, given.backend, "skip layers", hint)
         super().__init__(given)
         self._policy = policy
-        self._wanted = Wanted(given.options.compute_speedup, costs)
+        self._wanted = SpeedTarget(given.options.compute_speedup, costs)
         self._mask: Mask | None = None
         self._pending: list[int] = []  # tokens of the cache's last rows
         self._kept: list[tuple[int, Floats]] = []  # of them, index and what was predicted behind it

@@ -11,7 +11,7 @@ from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, LoadConfig, drafters_in, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
-from edgeinfer.runtime.planning.configuration import Configuration, Keeping
+from edgeinfer.runtime.planning.configuration import Configuration, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 
@@ -73,7 +73,7 @@ class _Dimensions(NamedTuple):
     weights: tuple[tuple[str, int, int], ...]
     drafts: tuple[tuple[tuple[str, ...], int], ...]
     chunks: tuple[int, ...]
-    tokenizers: tuple[Keeping, ...]
+    tokenizers: tuple[TokenizerMode, ...]
 
 
 def _dimensions(plan_input: PlanInput, config: LoadConfig) -> _Dimensions:
@@ -172,7 +172,9 @@ def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
     takes = ExpertBytes.of(plan_input.manifest.decoder, tensors_in(plan_input.manifest, plan_input.layout))
     if config.expert_memory is not None:
         if config.expert_memory < takes.least:
-            message = f"{format_size(config.expert_memory)} hold too few experts for {plan_input.manifest.name} to run."
+            message = (
+                f"{plan_input.manifest.name} cannot run with so few experts in {format_size(config.expert_memory)}."
+            )
             raise UsageError(message, f"Give at least {format_size(takes.least)} (--expert-memory).")
         return (config.expert_memory,)
     sizes = [round(takes.total * share) for share in _EXPERT_SHARES]

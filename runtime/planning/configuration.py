@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["TOKENIZER", "Configuration", "Footprint", "Keeping", "ModelMemory"]
+__all__ = ["TOKENIZER", "Configuration", "Footprint", "ModelMemory", "TokenizerMode"]
 
 TOKENIZER = "tokenizer.json"
 # The tokenizer stays in memory as the library has it, is loaded again for every prompt, or is part of the model's file.
-Keeping = Literal["kept", "transient", "model"]
+TokenizerMode = Literal["kept", "transient", "model"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Configuration:
         window_layers: layers in memory together where the weights are streamed; 0 where all are.
         drafters: names of those that may draft.
         draft_max: tokens in a draft at most; 0 is no speculation.
-        tokenizer: one of `Keeping`.
+        tokenizer: one of `TokenizerMode`.
         expert_bytes: of experts that are in memory at once; 0 where all are, or the weights are streamed.
         expert_count: of experts that every token uses; None leaves it to the model.
     """
@@ -37,7 +37,7 @@ class Configuration:
     window_layers: int
     drafters: tuple[str, ...]
     draft_max: int
-    tokenizer: Keeping
+    tokenizer: TokenizerMode
     expert_bytes: int = 0
     expert_count: int | None = None
 
@@ -88,7 +88,7 @@ class ModelMemory(Protocol):
     def running(self, configuration: Configuration) -> Footprint:
         """Session, cache and the largest pass; "code" is of files that a second model on the backend shares."""
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, mode: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of the tokenizer: all, or what decoding needs.
 
         Args:

@@ -14,10 +14,10 @@ from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
-__all__ = ["OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
+__all__ = ["BackendChoice", "OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,22 @@ class OptionBytes:
     drafting: Callable[[Bundle, Configuration], int]
     prefix_cache: Callable[[int, int], int]
     context_shift: Callable[[str, DecoderSpec | None, int], int]
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """What runs a bundle, chosen once for a load.
+
+    Attributes:
+        name: of the backend.
+        layout: of the weights, as it will run.
+        device: that the model runs on.
+    """
+
+    name: str
+    bundle: Bundle
+    layout: Layout
+    device: Device = CPU
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class PlanInput:
     drafter: PlanInput | None
     kv_types: tuple[str, ...]
     weights_modes: tuple[str, ...]
-    tokenizers: tuple[Keeping, ...]
+    tokenizers: tuple[TokenizerMode, ...]
     threads: int
     memory: ModelMemory
     modes_differ: bool = False
@@ -71,6 +87,11 @@ class PlanInput:
     device: Device = CPU
     device_note: str = ""
     option_bytes: OptionBytes | None = None
+
+    @property
+    def choice(self) -> BackendChoice:
+        """What runs the target."""
+        return BackendChoice(self.backend, self.bundle, self.layout, self.device)
 
     @property
     def manifest(self) -> Manifest:
@@ -133,7 +154,7 @@ class _OwnMemory:
         anonymous = dict(whole.anonymous)
         return Footprint(anonymous | {"kv": 0}, whole.file, {"kv": anonymous["kv"]})
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """Takes what it takes on the CPU."""
         return self.memory.tokenizer(keeping, used=used)
 

@@ -285,5 +285,5 @@ def _read_array(data: bytes) -> NDArray[Any]:
         raise StorageError("an array is not of plain numbers")
     array: NDArray[Any] = np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape).copy()
     if dtype.kind == "b" and (array.view(np.uint8) > 1).any():
-        raise StorageError("an array of truths holds other values")
+        raise StorageError("a boolean array holds other values")
     return array

@@ -224,7 +224,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
     if settings is UNTUNED and profile.settings != UNTUNED:
         # Whoever gave both a file and threads wonders.
         level = logging.WARNING if given else logging.INFO
-        text = "The settings in %s were measured with %d threads and are left out with others."
+        text = "The settings in %s were measured with %d threads and do not apply to another number of threads."
         _log.log(level, text, path, profile.threads)
     return settings
 

@@ -10,8 +10,8 @@ from edgeinfer.bundle.nesting import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.registry import make_backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.loading.registry import make_backend
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -72,7 +72,7 @@ def _draft_backend(drafter: PlanInput, config: LoadConfig, plan: MemoryPlan) -> 
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)
-    return make_backend(drafter.bundle, drafter.layout, own, configuration, settings=drafter.settings)
+    return make_backend(drafter.choice, own, configuration, settings=drafter.settings)
 
 
 def _tuning(profile: DeviceProfile, target: Backend) -> LayerDrafting:

@@ -102,7 +102,7 @@ class Stopwatch:
         plan.require_fit()
         missing = [name for name in settings.names if name not in plan.tuned]
         if missing:
-            message = f"There is no memory for what is tried: {', '.join(missing)} gave way to the budget."
+            message = f"There is not enough memory to try {', '.join(missing)} within the budget."
             raise BudgetError(message, "Tune with a larger budget, or none.", terms=plan.terms)
         while self._loaded and (len(self._loaded) > 1 or not self._room_beside(plan)):
             self._drop(next(iter(self._loaded)))

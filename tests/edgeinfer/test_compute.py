@@ -165,7 +165,7 @@ def test_a_model_without_what_it_takes(bundles: tuple[Path, Path], tmp_path: Pat
     with edgeinfer.load(bundles[0], context=64, threads=1, remember=False) as model:
         with pytest.raises(UsageError, match="small model"):
             model.generate(IDS, compute="entropy")
-        with pytest.raises(UsageError, match="No sets of blocks"):
+        with pytest.raises(UsageError, match="no calibrated sets"):
             model.generate(IDS, compute="calibrated")
         with pytest.raises(UsageError):
             model.tune_entropy([IDS])

@@ -127,7 +127,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def perplexity(model: _Model, tokens: NDArray[np.int64], context: int) -> float:  # (T,)
-    """Of consecutive windows of the text, or of all of a text that is shorter than one."""
+    """Perplexity of consecutive windows of the text, or of all of a text that is shorter than one."""
     context = min(context, len(tokens))
     count = len(tokens) // context
     windows = torch.from_numpy(tokens[: count * context].reshape(count, context))

@@ -1,4 +1,4 @@
-"""The kind of the backend that runs GGUF files on llama.cpp; knows nothing of how it runs them."""
+"""The factory of the backend that runs GGUF files on llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.llamacpp.memory import GgufMemory, fits_blocks, packed_bytes
-from edgeinfer.runtime.planning.configuration import Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.contract import TokenizerLike
 
 __all__ = ["LlamaCppFactory"]
@@ -50,11 +51,11 @@ class LlamaCppFactory(BackendFactory):
 
         return " ".join(("llama.cpp", *features(llama_library())))
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a context."""
-        return GgufMemory(bundle)
+        return GgufMemory(choice.bundle)
 
-    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """llama.cpp has the vocabulary in memory whether it is used or not."""
         return ("model",)
 

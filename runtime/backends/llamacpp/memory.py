@@ -19,7 +19,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import geometry_of
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
 
 __all__ = [
     "CODE_BYTES",
@@ -193,7 +193,7 @@ def _inner(gguf: GgufFile) -> int:
 
 @dataclass(frozen=True)
 class GgufMemory:
-    """Implements `model_memory.ModelMemory`."""
+    """Implements `ModelMemory`."""
 
     bundle: Bundle
 
@@ -221,7 +221,7 @@ class GgufMemory:
             {"code": CODE_BYTES},
         )
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """The vocabulary, which llama.cpp loads with the model."""
         return Footprint({"tokenizer": vocabulary_bytes(self.bundle.gguf)}, {})
 

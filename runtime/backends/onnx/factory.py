@@ -1,4 +1,4 @@
-"""The kinds of backends that run ONNX graphs; knows nothing of how they run them."""
+"""The factories of backends that run ONNX graphs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from edgeinfer.runtime.backends.factory import (
 )
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.devices.contract import Graphs
+from edgeinfer.runtime.devices.contract import Device, Graphs
 from edgeinfer.runtime.planning.configuration import ModelMemory
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights.layouts import choose_layout, kernel_of
 
@@ -36,9 +37,9 @@ class OnnxFactory(BackendFactory):
         """onnxruntime."""
         return _onnxruntime()
 
-    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
-        """The stored one where it can run; errors as `choose_device` and `choose_layout`."""
-        native = config.native if self.device(config).traits.custom_ops else False
+    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+        """The stored one where it can run; errors as `choose_layout`."""
+        native = config.native if device.traits.custom_ops else False
         return choose_layout(bundle, native)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
@@ -58,9 +59,9 @@ class OnnxFactory(BackendFactory):
         """An instruction set of the native kernel, or an operator."""
         return kernel_of(bundle, layout)
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a session."""
-        return memory_of(bundle, layout)
+        return memory_of(choice.bundle, choice.layout)
 
     def make(self, order: BackendOrder) -> Backend:
         """A session, with whatever keeps its weights or experts out of memory."""
@@ -106,9 +107,9 @@ class OptimumFactory(BackendFactory):
         """The library."""
         return "onnxruntime"
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a session with opaque weights."""
-        return memory_of(bundle, layout)
+        return memory_of(choice.bundle, choice.layout)
 
     def make(self, order: BackendOrder) -> Backend:
         """A session whose cache grows by concatenation."""

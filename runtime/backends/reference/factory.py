@@ -1,4 +1,4 @@
-"""The kind of the plain numpy backend; knows nothing of its arithmetic."""
+"""The factory of the plain numpy backend."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from edgeinfer.runtime.backends.factory import (
 )
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.planning.configuration import ModelMemory
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 
 __all__ = ["ReferenceFactory"]
 
@@ -35,9 +36,9 @@ class ReferenceFactory(BackendFactory):
         """The library."""
         return "numpy"
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """With every weight multiplied out."""
-        return memory_of(bundle, layout, floats=True)
+        return memory_of(choice.bundle, choice.layout, floats=True)
 
     def make(self, order: BackendOrder) -> Backend:
         """The arrays and a cache."""

@@ -18,7 +18,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, Wanted, feed, whole_pass
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
 from edgeinfer.runtime.layer_skip.policies import importance
@@ -57,7 +57,7 @@ class Fixed:
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         return self._mask
 
 

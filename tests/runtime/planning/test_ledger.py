@@ -12,7 +12,7 @@ from edgeinfer.config import drafters_in
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
-from edgeinfer.runtime.planning.ledger import Ledger, Relief
+from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.speed_model import Speed
 from edgeinfer.runtime.system.memory import ProcessMemory
@@ -38,10 +38,10 @@ class Process:
         self.parts[part] -= given
         return given > 0
 
-    def reliefs(self) -> tuple[Relief, ...]:
+    def reliefs(self) -> tuple[MemoryRelief, ...]:
         return (
-            Relief("drafts", lambda: self.give("drafts", 10 * MB), lambda: self.taken.append("drafts")),
-            Relief("others", lambda: self.give("others", 20 * MB)),
+            MemoryRelief("drafts", lambda: self.give("drafts", 10 * MB), lambda: self.taken.append("drafts")),
+            MemoryRelief("others", lambda: self.give("others", 20 * MB)),
         )
 
 
@@ -65,7 +65,7 @@ def test_within_the_budget_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     process = Process(monkeypatch, 100 * MB)
     ledger, _ = make(process, plan(160 * MB))
     ledger.check(now=True)
-    assert (process.parts["drafts"], ledger.given, ledger.peak) == (30 * MB, [], 150 * MB)
+    assert (process.parts["drafts"], ledger.given_up, ledger.peak) == (30 * MB, [], 150 * MB)
     assert ledger.terms() == {"kv": 7, "process": 150 * MB}
 
 
@@ -74,11 +74,11 @@ def test_no_more_than_needed_is_given_up_in_order(monkeypatch: pytest.MonkeyPatc
     ledger, _ = make(process, plan(135 * MB))
     ledger.check(now=True)
     assert process.parts == {"drafts": 10 * MB, "others": 20 * MB}
-    assert ledger.given == ["drafts"]
+    assert ledger.given_up == ["drafts"]
     process.anonymous += 25 * MB
     ledger.check(now=True)
     assert process.parts == {"drafts": 0, "others": 0}
-    assert ledger.given == ["drafts", "others"]
+    assert ledger.given_up == ["drafts", "others"]
 
 
 def test_it_refuses_when_nothing_is_left_and_goes_on_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_it_refuses_when_nothing_is_left_and_goes_on_when_there_is_room(monkeypa
     assert caught.value.terms["process"] == 200 * MB and caught.value.minimum_bytes == 200 * MB
     process.anonymous = 100 * MB
     ledger.begin_turn()
-    assert (process.taken, ledger.given) == (["drafts"], [])
+    assert (process.taken, ledger.given_up) == (["drafts"], [])
 
 
 def test_what_was_given_up_is_not_taken_back_without_ample_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_what_was_given_up_is_not_taken_back_without_ample_room(monkeypatch: pyt
     ledger, _ = make(process, plan(125 * MB))
     ledger.check(now=True)
     ledger.begin_turn()
-    assert (process.taken, ledger.given) == ([], ["drafts"])
+    assert (process.taken, ledger.given_up) == ([], ["drafts"])
 
 
 def test_looks_are_rare_and_none_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
