@@ -16,7 +16,7 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.kv_cache.context_shift.policy import overflow_summary
+from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling import (
     ChoiceConstraint,
     Constraint,
@@ -351,7 +351,7 @@ class TokenStream:
             ),
             speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),
             model=parts.info,
-            overflow=overflow_summary(parts.engine.context_shift, parts.engine.lost),
+            overflow=context_shift_summary(parts.engine.context_shift, parts.engine.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),

@@ -14,7 +14,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, OverflowPolicy
+from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
 
@@ -61,7 +61,7 @@ class Engine:
     """
 
     def __init__(
-        self, backend: Backend, chunk: int, context_shift: OverflowPolicy | None = None, prefix_bytes: int = 0
+        self, backend: Backend, chunk: int, context_shift: ContextShiftPolicy | None = None, prefix_bytes: int = 0
     ) -> None:
         if prefix_bytes and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
