@@ -82,12 +82,12 @@ class LlamaTokenizer:
         return size
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; see `text.contracts.TokenizerLike.encode`."""
+        """Token ids of a text; see `text.contract.TokenizerLike.encode`."""
         with self._encoding(text):
             return self._ids(self._normalizer(text, parse_special), add_special_tokens, parse_special)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `text.contracts.TokenizerLike.encode_between`."""
+        """Token ids of text with special tokens; see `text.contract.TokenizerLike.encode_between`."""
         ids: list[int] = []
         with self._encoding("".join(parts)):
             for place, part in enumerate(parts):

@@ -45,7 +45,7 @@ _MAKING_FLOATS = 4
 
 @dataclass(frozen=True)
 class OnnxMemory:
-    """Implements `model_memory.ModelMemory`.
+    """Implements `configuration.ModelMemory`.
 
     Attributes:
         layout: of the weights, as it will run.

@@ -34,7 +34,7 @@ _FLOAT_BYTES, _ID_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Implements `model_memory.ModelMemory`.
+    """Implements `configuration.ModelMemory`.
 
     Attributes:
         ordinary: of the same bundle, which has the tokenizer's terms.
