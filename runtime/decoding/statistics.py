@@ -14,7 +14,7 @@ __all__ = ["DecodingStatistics", "ReducedStatistics", "RoundTimes", "SearchStati
 
 @dataclass
 class DecodingStatistics:
-    """What every strategy may count.
+    """Counts what every strategy may count.
 
     Attributes:
         passes: of the target.
@@ -27,10 +27,10 @@ class DecodingStatistics:
 
 @dataclass
 class SearchStatistics(DecodingStatistics):
-    """What searching took.
+    """Counts what a search took.
 
     Attributes:
-        branches: texts that were started side by side.
+        branches: texts decoded side by side.
         trials: as `SearchUse` has it.
     """
 
@@ -70,7 +70,7 @@ class RoundTimes:
 
 @dataclass
 class SpeculationStatistics(DecodingStatistics):
-    """What the rounds of one generation came to; fields as in `results.Speculation`.
+    """Counts what the rounds of one generation came to; fields as in `results.Speculation`.
 
     Attributes:
         committed: tokens.

@@ -260,7 +260,7 @@ class Sampler:
             return self._constraint.forced()
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
-        """The token joins the reply.
+        """Adds a token to the reply.
 
         Args:
             logits: the model's own of its place.

@@ -1,4 +1,4 @@
-"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp; knows nothing of templates or passes."""
+"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class LlamaTokenizer:
                 if place % 2:
                     ids.append(MARK)
                     continue
-                # llama.cpp begins anew behind each special token, too.
+                # llama.cpp starts again behind each special token, too.
                 run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
                 run = self._normalizer(run, parse_special=False, first=place == 0)
                 ids += self._ids(run, add_special_tokens=False, parse_special=False) if run else []
