@@ -27,19 +27,19 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
     """
     engine = parts.engine
     held = engine.held if tokens is None else engine.held[: engine.shared(tokens)]
-    write_session(path, parts.origin, held, engine.backend.snapshot, text)
+    write_session(path, parts.origin, held, engine.backend.cache.snapshot, text)
 
 
 def resume(parts: ModelParts, session: SessionFile) -> bool:
     """Takes the rows of a session file over where this model, as it runs here, would have made the same; else says why
     not in the log, as replies are then only slower to begin. Whether it did."""
     engine = parts.engine
-    kind = engine.backend.snapshot(0, 0)
+    kind = engine.backend.cache.snapshot(0, 0)
     obstacles = {
         "they are another model's": session.origin.model != parts.origin.model,
         "the model ran in another way": session.origin.run != parts.origin.run,
         "the cache is of another type": (session.kv, session.scales) != (kind.kv, kind.scales),
-        "the context is smaller": len(session.tokens) > engine.backend.capacity,
+        "the context is smaller": len(session.tokens) > engine.backend.cache.capacity,
         "there are no such tokens": max(session.tokens, default=0) >= engine.backend.geometry.vocab_size,
     }
     reason = next((reason for reason, met in obstacles.items() if met), None)

@@ -43,19 +43,19 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
 
 def feed(backend: Backend, tokens: Sequence[int]) -> Floats:  # (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows)).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows)).logits.copy()
 
 
 def talk(backend: Backend) -> list[Floats]:
     """Passes of several widths with all that may happen to a cache between them."""
     found = [feed(backend, TOKENS[:9]), feed(backend, TOKENS[9:10]), feed(backend, TOKENS[10:14])]
-    backend.truncate(11)
+    backend.cache.trim(11)
     found.append(feed(backend, TOKENS[11:13]))
-    snapshot = backend.snapshot()
-    backend.clear()
+    snapshot = backend.cache.snapshot()
+    backend.cache.clear()
     found.append(feed(backend, TOKENS[5:8]))
-    backend.restore(snapshot)
+    backend.cache.restore(snapshot)
     found.append(feed(backend, TOKENS[13:14]))
-    backend.keep(5, [0, 1, 4])
+    backend.cache.keep(5, [0, 1, 4])
     found.append(feed(backend, TOKENS[14:16]))
     return found

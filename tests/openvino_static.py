@@ -52,28 +52,28 @@ def compare(bundle: Bundle) -> dict[str, Any]:
 
 def passes(backend: StaticBackend, *, single: bool = False) -> NDArray[np.float32]:
     """All logits of a text, its passes of one token each or of all, and of a draft tree behind it."""
-    backend.clear()
+    backend.cache.clear()
     sizes = [1] * len(_TEXT) if single else [len(_TEXT)]
     found = []
     for size in sizes:
-        rows, start = np.arange(size), backend.length
+        rows, start = np.arange(size), backend.cache.length
         found.append(
             backend.forward(ForwardInput(np.array(_TEXT[start : start + size]), start + rows, rows)).logits.copy()
         )
     depths = [0, 0, 1, 1, 1, 2]
     rows = np.arange(len(_TREE))
-    positions = backend.length + np.array(depths)
+    positions = backend.cache.length + np.array(depths)
     found.append(backend.forward(ForwardInput(10 + rows, positions, rows, tree=np.array(_TREE))).logits.copy())
     return np.concatenate(found)
 
 
 def greedy(backend: StaticBackend) -> tuple[list[int], list[float]]:
     """What the model goes on with, and how far each choice was from the next best."""
-    backend.clear()
+    backend.cache.clear()
     feed, tokens, gaps = list(_TEXT), list[int](), list[float]()
     for _ in range(_STEPS):
         rows = np.array([len(feed) - 1])
-        row = backend.forward(ForwardInput(np.array(feed), backend.length + np.arange(len(feed)), rows)).logits[0]
+        row = backend.forward(ForwardInput(np.array(feed), backend.cache.length + np.arange(len(feed)), rows)).logits[0]
         best = np.sort(row)[-2:]
         tokens.append(int(row.argmax()))
         gaps.append(float(best[1] - best[0]))

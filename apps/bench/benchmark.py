@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
@@ -104,6 +105,7 @@ class BenchContext:
     Attributes:
         model: path or hub id; None is the built-in model.
         load: keyword arguments of `edgeinfer.load` that the user gave.
+        resolve: the folder of a model; None is the built-in one.
         open_model: loads a model by these two, with a progress bar where there is a terminal.
         progress: is told stage, done and total.
         command: the running command line, kept with the figures.
@@ -111,6 +113,7 @@ class BenchContext:
 
     model: str | None = None
     load: dict[str, Any] = field(default_factory=dict)
+    resolve: Callable[[str | None], Path] = lambda model: Path(model or ".")
     open_model: Callable[[str | None, dict[str, Any]], Model] = lambda model, load: edgeinfer.load(model, **load)
     progress: Progress = lambda stage, done, total: None
     command: str = ""

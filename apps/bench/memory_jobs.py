@@ -22,7 +22,7 @@ from edgeinfer.apps.bench.watch import mapped_memory
 from edgeinfer.errors import BackendError, BudgetError
 from edgeinfer.results import Result
 
-__all__ = ["JOBS", "Filled", "chat_loop", "fill_context", "plan_sizes", "run_planned", "time_replies"]
+__all__ = ["JOBS", "FilledContext", "chat_loop", "fill_context", "plan_sizes", "run_planned", "time_replies"]
 
 # Words of a text, said again and again, so that drafts are made and some are right.
 _REPEATED_WORDS = 24
@@ -32,7 +32,7 @@ _TURNS_TO_FILL, _MARKUP_TOKENS, _LEAST_MESSAGE = 4, 32, 8
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledContext:
     """A context that was filled to its end.
 
     Attributes:
@@ -52,7 +52,7 @@ class Filled:
     given_up: tuple[str, ...] = ()
 
 
-def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: int = 1) -> Filled:
+def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: int = 1) -> FilledContext:
     """Takes in half a context, replies, takes in more, replies with sampled tokens, and replies until all is full.
 
     Args:
@@ -70,7 +70,7 @@ def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: in
     whole += model.generate(whole, **sampled, **options).token_ids
     left = context - len(whole) + 1 + (context // 4 if beyond else 0)
     reply = model.generate(whole, max_tokens=max(left, 1), **options)
-    return Filled(
+    return FilledContext(
         tokens=reply.usage.total_tokens,
         tokens_per_second=reply.timings.tokens_per_second,
         accepted_length=reply.speculation.mean_accepted_length,

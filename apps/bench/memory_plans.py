@@ -1,28 +1,104 @@
-"""Random plans, each kept or broken by a process of its own: what is drawn, run and found; knows nothing of tables."""
+"""Random plans, each kept or broken by a process of its own: subjects, what is drawn, run and found."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import edgeinfer
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.enforced import drop_cached, enclosure
-from edgeinfer.apps.bench.memory_subjects import Subject
+from edgeinfer.apps.bench.memory_timed import in_child
+from edgeinfer.apps.bench.model_files import LAYOUTS, Artifacts, BundleKind
+from edgeinfer.apps.bench.synthetic import find_shape
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.config import ONNX_KV_TYPES, OVERFLOWS, WEIGHTS_MODES
 from edgeinfer.errors import UsageError
 
-__all__ = ["Case", "Outcome", "PlanRun", "PlansResults", "draw_cases", "in_child", "run_cases"]
+__all__ = [
+    "SIZES",
+    "PlanCase",
+    "PlanOutcome",
+    "PlanRun",
+    "PlannedModel",
+    "PlansResults",
+    "draw_cases",
+    "find_subjects",
+    "run_cases",
+]
 
-Outcome = Literal["kept", "exceeded", "refused", "failed", "killed"]
+SIZES = ("tiny", "15m", "60m", "qwen2.5-0.5b")
+# A draft model as large as its target is slow; beyond this it is not worth a benchmark's time.
+_LARGEST_DRAFTER = 70e6
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A bundle that plans are drawn for.
+
+    Attributes:
+        model: its folder.
+        longest: tokens it can hold.
+        vocabulary: tokens of its tokenizer; the random ones have the same if they have as many.
+        mates: bundles that could draft for it, itself perhaps.
+    """
+
+    name: str
+    model: str
+    parameters: int
+    longest: int
+    vocabulary: str
+    mates: tuple[str, ...] = ()
+
+
+def find_subjects(
+    built_in: Path, work: Path, shapes: Sequence[str] = SIZES, told: Callable[[int, int], None] | None = None
+) -> list[PlannedModel]:
+    """The built-in model, and a native and a portable bundle of each shape, which are made where they are missing.
+
+    Args:
+        built_in: the folder of the built-in bundle.
+        work: where the others are kept.
+        told: called with the bundles done and their number.
+
+    Raises:
+        UsageError: an unknown shape.
+        BackendError: a bundle could not be made.
+    """
+    manifest = json.loads((built_in / "edgeinfer.json").read_text("utf-8"))
+    longest = int(manifest["geometry"]["max_positions"])
+    found = [PlannedModel("built-in", str(built_in), int(manifest["parameters"]), longest, "built-in")]
+    found += _random(work, shapes, told)
+    return [replace(subject, mates=_mates(subject, found)) for subject in found]
+
+
+def _random(work: Path, shapes: Sequence[str], told: Callable[[int, int], None] | None) -> Iterator[PlannedModel]:
+    for number, name in enumerate(shapes):
+        shape = find_shape(name)
+        artifacts = Artifacts(work, shape)
+        for turn, layout in enumerate(LAYOUTS):
+            if told:
+                told(number * len(LAYOUTS) + turn, len(shapes) * len(LAYOUTS))
+            bundle = artifacts.bundle(BundleKind(layout))
+            entries = str(shape.vocab_entries)
+            yield PlannedModel(f"{name} {layout}", str(bundle), shape.parameters, shape.max_position, entries)
+
+
+def _mates(subject: PlannedModel, others: Sequence[PlannedModel]) -> tuple[str, ...]:
+    return tuple(
+        other.model
+        for other in others
+        if other.vocabulary == subject.vocabulary and other.parameters <= min(subject.parameters, _LARGEST_DRAFTER)
+    )
+
+
+PlanOutcome = Literal["kept", "exceeded", "refused", "failed", "killed"]
 
 # Budgets in multiples of the smallest that would do.
 _SLACK = (1.0, 1.6)
@@ -41,7 +117,7 @@ _MOST_REFUSALS = 50
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """What one process is asked to do.
 
     Attributes:
@@ -51,7 +127,7 @@ class Case:
     """
 
     number: int
-    subject: Subject
+    subject: PlannedModel
     slack: float
     seed: int
     draft_width: int
@@ -71,7 +147,7 @@ class PlanRun:
         details: what the process found: its configuration, terms, speed.
     """
 
-    case: Case
+    case: PlanCase
     enforced: str
     ended: Literal["ran", "refused", "failed", "killed"]
     reason: str = ""
@@ -93,7 +169,7 @@ class PlanRun:
         return self.peak_rss if self.counted == "resident" else self.peak_anonymous
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PlanOutcome:
         """Whether the plan was kept, and what happened otherwise."""
         if self.ended != "ran":
             return self.ended
@@ -112,7 +188,7 @@ class PlansResults:
     seed: int
     runs: tuple[PlanRun, ...]
 
-    def of(self, outcome: Outcome) -> list[PlanRun]:
+    def of(self, outcome: PlanOutcome) -> list[PlanRun]:
         """Those that ended like this."""
         return [run for run in self.runs if run.outcome == outcome]
 
@@ -140,7 +216,7 @@ class PlansResults:
         }
 
 
-def draw_cases(subjects: Sequence[Subject], count: int, seed: int) -> Iterator[Case]:
+def draw_cases(subjects: Sequence[PlannedModel], count: int, seed: int) -> Iterator[PlanCase]:
     """So many requests that a plan can be made for; what a bundle does not have is drawn again.
 
     Raises:
@@ -151,7 +227,7 @@ def draw_cases(subjects: Sequence[Subject], count: int, seed: int) -> Iterator[C
     number = refused = 0
     while number < count:
         (subject,) = drawing.choices(subjects, weights)
-        case = Case(
+        case = PlanCase(
             number=number,
             subject=subject,
             slack=drawing.uniform(*_SLACK),
@@ -171,7 +247,7 @@ def draw_cases(subjects: Sequence[Subject], count: int, seed: int) -> Iterator[C
         number += 1
 
 
-def _draw_options(subject: Subject, drawing: random.Random) -> dict[str, Any]:
+def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, Any]:
     def seldom(values: Sequence[Any], otherwise: Any) -> Any:
         return drawing.choice(values) if drawing.random() < _SELDOM else otherwise
 
@@ -202,7 +278,7 @@ def _draw_options(subject: Subject, drawing: random.Random) -> dict[str, Any]:
 
 
 def run_cases(
-    cases: Iterable[Case], *, enforce: bool = True, told: Callable[[PlanRun], None] | None = None
+    cases: Iterable[PlanCase], *, enforce: bool = True, told: Callable[[PlanRun], None] | None = None
 ) -> Iterator[PlanRun]:
     """Runs each in a process of its own, under a limit of its budget that the system enforces.
 
@@ -216,12 +292,7 @@ def run_cases(
         yield run
 
 
-def in_child(job: str, arguments: dict[str, Any]) -> list[str]:
-    """The command line of a job of memory_jobs."""
-    return [sys.executable, "-m", "edgeinfer.apps.bench.memory_jobs", job, json.dumps(arguments)]
-
-
-def _run(case: Case, enforce: bool) -> PlanRun:
+def _run(case: PlanCase, enforce: bool) -> PlanRun:
     if enforce:
         drop_cached(Path(case.subject.model))
     with enclosure(wanted=enforce) as place, tempfile.TemporaryDirectory() as empty:

@@ -1,32 +1,47 @@
-"""Ways to load one model, timed in turns, every turn in a process of its own; knows nothing of what they are for."""
+"""Ways to load one model, timed in turns, every turn in a process of its own; and chats there for many turns."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.apps.bench.benchmark import Told
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.enforced import drop_cached, enclosure
-from edgeinfer.apps.bench.memory_plans import in_child
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.apps.bench.watch import run_watched, watch
+from edgeinfer.errors import UsageError
 
-__all__ = ["Replies", "Setup", "Timed", "TimedRun", "budgets_between", "narrow", "run_job", "time_setups"]
+__all__ = [
+    "FLAT_SHARE",
+    "WARM_TURNS",
+    "ChatResults",
+    "LoadSetup",
+    "ReplyRequest",
+    "Timed",
+    "TimedRun",
+    "budgets_between",
+    "in_child",
+    "measure_chat",
+    "narrow",
+    "run_job",
+    "time_setups",
+]
 
 # Of a process that generates nothing: what any model costs once it is loaded.
 _AROUND = ("interpreter", "libraries", "objects", "tokenizer", "session", "code")
 _WEIGHTS = ("weights_packed", "weights_mapped", "experts")
 # The largest budget, over what is planned without one: a process grows a little between planning and loading.
 _AMPLE = 1.02
-Told = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Setup:
+class LoadSetup:
     """A way to load a model: options of `edgeinfer.load`; a budget among them is enforced by the system."""
 
     name: str
@@ -39,7 +54,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Replies:
+class ReplyRequest:
     """What every process is asked for: replies of so many tokens to these prompts, of token ids."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -97,7 +112,7 @@ class Timed:
         beside: processes of the setup it is compared with that took turns with these; empty where all setups did.
     """
 
-    setup: Setup
+    setup: LoadSetup
     runs: tuple[TimedRun, ...]
     beside: tuple[TimedRun, ...] = ()
 
@@ -122,8 +137,8 @@ class Timed:
 
 def time_setups(
     model: str,
-    setups: Sequence[Setup],
-    replies: Replies,
+    setups: Sequence[LoadSetup],
+    replies: ReplyRequest,
     rounds: int,
     *,
     enforce: bool = True,
@@ -149,7 +164,7 @@ def time_setups(
 def narrow(
     model: str,
     timed: Sequence[Timed],
-    replies: Replies,
+    replies: ReplyRequest,
     rounds: int,
     halvings: int,
     keeps: Callable[[Timed], bool],
@@ -169,7 +184,7 @@ def narrow(
         if kept is None or lower is None:
             break
         middle = (_budget(kept) + _budget(lower)) // 2
-        setup = Setup(str(middle), {**kept.setup.options, "memory": middle})
+        setup = LoadSetup(str(middle), {**kept.setup.options, "memory": middle})
         again, new = time_setups(model, [reference.setup, setup], replies, rounds, enforce=enforce)
         found.append(replace(new, beside=again.runs))
     free = [each for each in found if not each.setup.budget]
@@ -178,6 +193,11 @@ def narrow(
 
 def _budget(timed: Timed) -> int:
     return timed.setup.budget or 0
+
+
+def in_child(job: str, arguments: dict[str, Any]) -> list[str]:
+    """The command line of a job of memory_jobs."""
+    return [sys.executable, "-m", "edgeinfer.apps.bench.memory_jobs", job, json.dumps(arguments)]
 
 
 def run_job(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +218,7 @@ def budgets_between(model: str, options: Mapping[str, Any], steps: int) -> list[
     return [round(largest - (largest - least) * step / (steps - 1)) for step in range(steps)]
 
 
-def _run(model: str, setup: Setup, replies: Replies, enforce: bool) -> TimedRun:
+def _run(model: str, setup: LoadSetup, replies: ReplyRequest, enforce: bool) -> TimedRun:
     enforced = enforce and setup.budget is not None
     if enforced:
         drop_cached(Path(model))
@@ -215,3 +235,51 @@ def _run(model: str, setup: Setup, replies: Replies, enforce: bool) -> TimedRun:
         return TimedRun(found["refused"], times_full=full)
     peak = max(ended.watched.peak_rss_bytes, found["peak_rss_bytes"])
     return TimedRun("", peak, ended.watched.peak_anonymous_bytes, full, found)
+
+
+# Turns in which everything is used for the first time, and the share by which the peak may grow afterwards.
+WARM_TURNS, FLAT_SHARE = 10, 0.01
+
+
+@dataclass(frozen=True)
+class ChatResults:
+    """A loop of turns.
+
+    Attributes:
+        peaks: bytes of peak RSS after each turn.
+        planned: bytes.
+    """
+
+    peaks: tuple[int, ...]
+    planned: int
+    context: int
+
+    @property
+    def growth(self) -> float:
+        """Of the peak, from the warm turns to the end."""
+        return max(self.peaks) / max(self.peaks[:WARM_TURNS]) - 1
+
+    @property
+    def flat(self) -> bool:
+        """Whether the peak grew by less than `FLAT_SHARE`."""
+        return self.growth < FLAT_SHARE
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's types."""
+        return asdict(self) | {"growth": self.growth, "flat": self.flat}
+
+
+def measure_chat(model: str | None, options: Mapping[str, Any], turns: int, reply_tokens: int) -> ChatResults:
+    """Chats in a process of its own: two conversations in turns, begun again whenever the context is nearly full.
+
+    Args:
+        options: of `edgeinfer.load`.
+
+    Raises:
+        UsageError: there are too few turns to tell.
+        BackendError: the process failed.
+    """
+    if turns <= WARM_TURNS:
+        raise UsageError(f"{turns} turns tell nothing: the first {WARM_TURNS} are a warm-up.", "Ask for more.")
+    found = run_job("chat", {"model": model, "turns": turns, "reply_tokens": reply_tokens, **options})
+    return ChatResults(tuple(found["peaks"]), found["planned"], found["context"])

@@ -38,6 +38,7 @@ _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /
 # Of sections with several parts those that the README shows; all of others.
 _SHOWN: Mapping[str, Sequence[int]] = {
     "curve": (0, 1),
+    "kv": (0,),
     "memory-plans": (0, 2),
     "memory-smallest": (0, 2),
     "spec": (0, 2),

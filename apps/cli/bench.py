@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.bench_files import require_place, write_text
-from edgeinfer.apps.cli.bench_memory import add_memory_parsers
 from edgeinfer.apps.cli.bench_peers import add_peers_parser
 from edgeinfer.apps.cli.bench_quality import add_quality_parser
 from edgeinfer.apps.cli.bench_report import add_report_parser
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, command_line
+from edgeinfer.hub import resolve
 
 if TYPE_CHECKING:
     from edgeinfer.apps.bench.benchmark import Benchmark
@@ -56,7 +56,6 @@ def add_parser(commands: Subparsers) -> None:
             )
             groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
-    add_memory_parsers(kinds)
     add_quality_parser(kinds)
     add_peers_parser(kinds)
     add_report_parser(kinds)
@@ -86,7 +85,7 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     model, load = (args.model, load_options(args)) if benchmark.loads else (None, {})
     with progress_bar() as bar:
         shown: dict[str, Any] = {} if bar is None else {"progress": bar}
-        context = BenchContext(model, load, load_model, command=command_line(), **shown)
+        context = BenchContext(model, load, resolve, load_model, command=command_line(), **shown)
         result = benchmark.run(options, context)
     text = benchmark.text(options, result.data) if benchmark.text else None
     data = result.data if text is not None else json.loads(result_json(benchmark.key, command_line(), result.data))

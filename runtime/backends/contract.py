@@ -1,28 +1,24 @@
-"""What a backend promises to the engine: passes over new tokens, a cache that can be cut, and what it can do.
+"""What a backend promises to the engine: passes over new tokens of one sequence, and what it can do.
 
-Knows nothing of sampling, text or any execution engine. A backend holds one sequence. A pass appends its S rows to the
-cache at rows `length .. length + S`; the engine then truncates or keeps. Arrays returned by a pass are views that the
-next pass overwrites.
+A pass appends its S rows to the cache at rows `length .. length + S`; the engine then trims the cache or keeps some of
+them. Arrays returned by a pass are views that the next pass overwrites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.cache import KVCache
 
 __all__ = [
     "Backend",
-    "CacheSnapshot",
-    "Edit",
     "ExpertChoice",
     "ForwardInput",
     "ForwardOutput",
@@ -30,13 +26,9 @@ __all__ = [
     "Visibility",
     "ancestors",
     "check_pass",
-    "check_snapshot",
     "in_window",
     "require",
 ]
-
-# Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
-Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 
 
 class PassCancelledError(BackendError):
@@ -115,28 +107,6 @@ class ForwardOutput:
     experts: Ints | None = None
 
 
-@dataclass(frozen=True)
-class CacheSnapshot:
-    """A copy of the cache: keys and values of each layer as they are stored.
-
-    Attributes:
-        keys, values: (kv_heads, length, width) of the type's dtype, see edgeinfer.bundle.kv_types.
-        kv: name of the type of the cache.
-        scales: `KVScales.digest` of what it is quantized by; empty where it is not.
-    """
-
-    length: int
-    keys: tuple[NDArray[Any], ...]
-    values: tuple[NDArray[Any], ...]
-    kv: str = FLOAT32
-    scales: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy."""
-        return sum(a.nbytes for a in (*self.keys, *self.values))
-
-
 class Backend(Protocol):
     """One sequence of one model, evaluated pass by pass."""
 
@@ -157,12 +127,8 @@ class Backend(Protocol):
         """What may be asked of `forward`."""
 
     @property
-    def capacity(self) -> int:
-        """Tokens the cache may hold."""
-
-    @property
-    def length(self) -> int:
-        """Tokens the cache holds."""
+    def cache(self) -> KVCache:
+        """Keys and values of the text so far, which a pass reads and appends to."""
 
     @property
     def run_ns(self) -> int:
@@ -179,38 +145,6 @@ class Backend(Protocol):
             CapabilityError: `tree`, `layer_mask`, `hidden`, one plane, a number of experts or `sees` where the
                 capabilities exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
-        """
-
-    def truncate(self, length: int) -> None:
-        """Drops all rows from `length` on. Costs nothing.
-
-        Until they are overwritten they stay what they are, for a pass that starts there and masks the layers that
-        wrote them.
-        """
-
-    def clear(self) -> None:
-        """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """After a tree pass that began at `start`: keeps these of its rows, in this order, and drops the others."""
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the cache, or its rows start..stop-1."""
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copied cache back."""
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use, as the pass that made them had done."""
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns.
-
-        Keys are as cached, rotated by the position they were fed with. One layer's floats are alive at a time. Where
-        `edit` fails, the cache is empty afterwards.
-
-        Raises:
-            BackendError: it returned more rows than there were, or not as many in every layer.
         """
 
     def cancel(self) -> None:
@@ -267,8 +201,8 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
         raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
     if size == 0 or len(batch.positions) != size:
         raise BackendError(f"A pass of {size} tokens has {len(batch.positions)} positions.")
-    if backend.length + size > backend.capacity:
-        held = f"the cache holds {backend.length} of {backend.capacity}"
+    if backend.cache.length + size > backend.cache.capacity:
+        held = f"the cache holds {backend.cache.length} of {backend.cache.capacity}"
         raise BackendError(f"A pass of {size} tokens does not fit: {held}.")
     # Python's own min and max: on the few numbers of a decoding step they take a tenth of numpy's time.
     wanted, ids = batch.rows.tolist(), tokens.tolist()
@@ -278,7 +212,7 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
         raise BackendError(f"A token id is outside the vocabulary of {backend.geometry.vocab_size}.")
     if tree is not None and (len(tree) != size or not all(-1 <= int(p) < i for i, p in enumerate(tree))):
         raise BackendError("A draft tree must name an earlier row, or -1, as the parent of each row.")
-    if tree is not None and backend.length == 0:
+    if tree is not None and backend.cache.length == 0:
         raise BackendError("A draft tree needs at least one token in the cache.")
     layers = backend.geometry.num_layers
     if layer_mask is not None and layer_mask.shape != (2 * layers,):
@@ -289,7 +223,7 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
     if sees is not None:
-        _check_visibility(sees, backend.length, size, tree)
+        _check_visibility(sees, backend.cache.length, size, tree)
 
 
 def _check_visibility(visibility: Visibility, length: int, size: int, tree: Ints | None) -> None:
@@ -304,27 +238,6 @@ def _check_visibility(visibility: Visibility, length: int, size: int, tree: Ints
     new = sees[:, length:]
     if not new.diagonal().all() or np.triu(new, 1).any():
         raise BackendError("A row must see itself, and no row of its pass behind it.")
-
-
-def check_snapshot(
-    snapshot: CacheSnapshot, geometry: Geometry, capacity: int, kv: str = FLOAT32, scales: str = ""
-) -> None:
-    """Refuses a snapshot that a cache of this type and with these scales cannot take.
-
-    Raises:
-        BackendError: it belongs to another model or type of cache, or is longer than the cache.
-    """
-    if (snapshot.kv, snapshot.scales) != (kv, scales):
-        what = "with other scales" if snapshot.kv == kv else f"of {snapshot.kv}"
-        raise BackendError(f"The snapshot is of a cache {what}, this one is of {kv}.")
-    kind = find_kv_type(kv)
-    shape = (geometry.num_kv_heads, snapshot.length, kind.width(geometry.head_dim))
-    arrays = (*snapshot.keys, *snapshot.values)
-    fit = all(a.shape == shape and a.dtype == kind.dtype for a in arrays)
-    if len(arrays) != 2 * geometry.num_layers or not fit:
-        raise BackendError("The snapshot belongs to another model.")
-    if snapshot.length > capacity:
-        raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")
 
 
 def in_window(

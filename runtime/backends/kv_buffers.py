@@ -1,4 +1,4 @@
-"""The KV buffers of one sequence: growing, cutting, compacting, copying; knows nothing of who fills them."""
+"""The KV buffers of one sequence: growing, cutting, compacting, copying."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.bundle import Geometry, KVScales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
 from edgeinfer.errors import BackendError, DeviceError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import CacheSnapshot, Edit, check_snapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit, check_edit, check_length, check_snapshot, row_range
 
 __all__ = ["KVBuffers"]
 
@@ -22,7 +22,8 @@ _FIRST_ROWS = 256
 
 
 class KVBuffers:
-    """Keys and values of every layer, (1, kv_heads, rows, width), in place for GroupQueryAttention.
+    """Implements `KVCache`: keys and values of every layer, (1, kv_heads, rows, width), in place for
+    GroupQueryAttention.
 
     Args:
         geometry: sizes of the model.
@@ -31,8 +32,11 @@ class KVBuffers:
         kv: type of edgeinfer.bundle.kv_types that the rows are stored in.
         scales: of that type; a float32 cache needs none.
         zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
+        fixed: the memory of all rows is taken at once and stays where it is.
 
     Attributes:
+        unbind: called before memory moves or is freed; nothing may be bound to the buffers afterwards.
+        observe_keep: called with the arguments of every `keep`.
         length: rows in use.
         rows: rows there is room for.
         scales: keys' and values' of each layer, (H h,); None each for a float32 cache.
@@ -50,20 +54,26 @@ class KVBuffers:
         kv: str = FLOAT32,
         scales: KVScales | None = None,
         zeros: Callable[[tuple[int, ...], Any], Any] | None = None,
+        fixed: bool = False,
     ) -> None:
         self._geometry = geometry
         self._kind = find_kv_type(kv)
         self._digest, self.scales = _scales(geometry, kv, scales)
         self._most = capacity + spare
         self._zeros = zeros
-        # Growing there would need room for both arrays, and a copy through this process.
-        self._least = 0 if zeros is None else self._most
+        # Growing elsewhere would need room for both arrays, and a copy through this process.
+        self._least = self._most if fixed or zeros is not None else 0
+        self._fixed = fixed
+        self.unbind: Callable[[], None] | None = None
+        self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.capacity = capacity
         self.length = 0
         self.rows = 0
         self.keys: list[Any] = []
         self.values: list[Any] = []
         self.reserve(min(_FIRST_ROWS, self._most))
+
+    copyable = True
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +92,8 @@ class KVBuffers:
             return False
         if rows > self._most:
             raise BackendError(f"{rows} rows do not fit a cache of {self.capacity} tokens.")
+        if self.unbind is not None:
+            self.unbind()
         wanted = min(max(rows, 2 * self.rows, self._least), self._most)
         g = self._geometry
         shape = (1, g.num_kv_heads, wanted, self._kind.width(g.head_dim))
@@ -116,15 +128,19 @@ class KVBuffers:
         keys = load(self._kind, self.keys[layer][0, :, :length], key_scales)
         return keys, load(self._kind, self.values[layer][0, :, :length], value_scales)
 
-    def truncate(self, length: int) -> None:
+    def trim(self, length: int) -> None:
         """Forgets all rows from `length` on."""
-        if not 0 <= length <= self.length:
-            raise BackendError(f"Cannot truncate a cache of {self.length} tokens to {length}.")
+        check_length(length, self.length)
         self.length = length
 
     def clear(self) -> None:
-        """Forgets all rows and frees their memory; nothing may be bound to the buffers any more."""
-        self.length = self.rows = 0
+        """Forgets all rows and frees their memory, unless it is fixed."""
+        self.length = 0
+        if self._fixed:
+            return
+        if self.unbind is not None:
+            self.unbind()
+        self.rows = 0
         for arrays in (self.keys, self.values):
             arrays[:] = [_empty(array) for array in arrays]
 
@@ -138,44 +154,39 @@ class KVBuffers:
             for array in (*self.keys, *self.values):
                 array[:, :, start : start + len(wanted)] = array[:, :, wanted]
         self.length = start + len(wanted)
+        if self.observe_keep is not None:
+            self.observe_keep(start, rows)
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         """Copies the rows in use, or start..stop-1 of them."""
-        stop = self.length if stop is None else stop
-        if not 0 <= start <= stop <= self.length:
-            raise BackendError(f"Cannot copy rows {start} to {stop} of a cache of {self.length} tokens.")
+        start, stop = row_range(start, stop, self.length)
         keys = tuple(k[0, :, start:stop].copy() for k in self.keys)
         values = tuple(v[0, :, start:stop].copy() for v in self.values)
         return CacheSnapshot(stop - start, keys, values, self._kind.name, self._digest)
 
-    def restore(self, snapshot: CacheSnapshot) -> bool:
-        """Puts a copy back; True when the buffers moved."""
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copy in the place of all rows."""
         check_snapshot(snapshot, self._geometry, self.capacity, self._kind.name, self._digest)
         self.length = 0
-        return self.append(snapshot)
+        self.append(snapshot)
 
-    def append(self, snapshot: CacheSnapshot) -> bool:
-        """Adds copied rows behind those in use; True when the buffers moved."""
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
         check_snapshot(snapshot, self._geometry, self.capacity - self.length, self._kind.name, self._digest)
         start, stop = self.length, self.length + snapshot.length
-        moved = self.reserve(stop)
+        self.reserve(stop)
         for mine, copied in zip((*self.keys, *self.values), (*snapshot.keys, *snapshot.values), strict=True):
             mine[0, :, start:stop] = copied
         self.length = stop
-        return moved
 
     def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use; see `contracts.Backend.rewrite`."""
-        g, held = self._geometry, self.length
-        left: int | None = None
+        """Replaces the rows in use."""
+        rows, left = self.length, None
         self.length = 0
-        for layer in range(g.num_layers):
-            keys, values = edit(layer, *(floats.copy() for floats in self.read(layer, held)))
-            left = keys.shape[1] if left is None else left
-            if not keys.shape == values.shape == (g.num_kv_heads, left, g.head_dim) or left > held:
-                message = f"An edit of {held} rows returned shapes {keys.shape} and {values.shape} in layer {layer}."
-                raise BackendError(message)
-            self.write(layer, 0, keys, values)
+        for layer in range(self._geometry.num_layers):
+            edited = edit(layer, *(floats.copy() for floats in self.read(layer, rows)))
+            left = check_edit(self._geometry, layer, edited, rows, left)
+            self.write(layer, 0, *edited)
         self.length = left or 0
 
 

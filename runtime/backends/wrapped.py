@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.cache import KVCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
-    CacheSnapshot,
-    Edit,
     ForwardInput,
     ForwardOutput,
     PassCancelledError,
@@ -77,14 +76,9 @@ class WrappedBackend(Generic[B]):
         return self._inner.capabilities
 
     @property
-    def capacity(self) -> int:
-        """Tokens the cache may hold."""
-        return self._inner.capacity
-
-    @property
-    def length(self) -> int:
-        """Tokens the cache holds."""
-        return self._inner.length
+    def cache(self) -> KVCache:
+        """That of the backend inside."""
+        return self._inner.cache
 
     @property
     def run_ns(self) -> int:
@@ -94,34 +88,6 @@ class WrappedBackend(Generic[B]):
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
         return self._inner.forward(batch)
-
-    def truncate(self, length: int) -> None:
-        """Drops all rows from `length` on."""
-        self._inner.truncate(length)
-
-    def clear(self) -> None:
-        """Drops all rows and their memory."""
-        self._inner.clear()
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows of the pass that began at `start`."""
-        self._inner.keep(start, rows)
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the cache, or its rows start..stop-1."""
-        return self._inner.snapshot(start, stop)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copied cache back."""
-        self._inner.restore(snapshot)
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use."""
-        self._inner.append(snapshot)
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
-        self._inner.rewrite(edit)
 
     def cancel(self) -> None:
         """Ends the running pass from another thread."""
@@ -167,7 +133,7 @@ class WindowedBackend(WrappedBackend[B]):
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         self._cancelled = False
-        start, run_ns = self.length, 0
+        start, run_ns = self.cache.length, 0
         windows, hidden = self._windows(batch), batch.hidden
         used: Ints | None = None  # (L, S, k)
         try:
@@ -175,7 +141,7 @@ class WindowedBackend(WrappedBackend[B]):
                 if self._cancelled:
                     raise PassCancelledError("The pass was cancelled.")
                 # Each window writes the same rows of the cache, in its own layers.
-                self._inner.truncate(start)
+                self.cache.trim(start)
                 window.before()
                 mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
                 wanted = batch.rows if window is windows[-1] else _NO_ROWS
@@ -184,7 +150,7 @@ class WindowedBackend(WrappedBackend[B]):
                 window.after(output)
                 hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
         except BaseException:
-            self._inner.truncate(start)
+            self.cache.trim(start)
             raise
         self._run_ns = run_ns
         return replace(output, experts=used)

@@ -11,7 +11,8 @@ import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
@@ -62,7 +63,7 @@ class Engine:
     def __init__(
         self, backend: Backend, chunk: int, overflow: OverflowPolicy | None = None, prefix_bytes: int = 0
     ) -> None:
-        if prefix_bytes and not backend.capabilities.copies:
+        if prefix_bytes and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
             raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend = backend
@@ -114,7 +115,7 @@ class Engine:
 
     def allowance(self, prompt: int, max_tokens: int | None) -> int:
         """Tokens that the reply to a prompt of so many tokens may have."""
-        room = self.backend.capacity - prompt + 1 if self.overflow is None else self.backend.capacity
+        room = self.backend.cache.capacity - prompt + 1 if self.overflow is None else self.backend.cache.capacity
         return room if max_tokens is None else max_tokens if self.overflow is not None else min(max_tokens, room)
 
     @property
@@ -158,7 +159,7 @@ class Engine:
                 self._make_room()
                 tokens = _until(strategy.next(left, self.lost.tokens), stop_ids)
                 ahead += tokens
-                fed = self.backend.length + self.lost.tokens - len(self._tokens)
+                fed = self.backend.cache.length + self.lost.tokens - len(self._tokens)
                 self._tokens += ahead[:fed]
                 del ahead[:fed]
         except PassCancelledError:
@@ -167,12 +168,12 @@ class Engine:
             # What did not fit would stand in the way of what does.
             self.evict_prefixes()
             self.forget()
-            self.backend.clear()
+            self.backend.cache.clear()
             raise
         finally:
             strategy.leave()
             # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
-            self._truncate(min(self.backend.length + self.lost.tokens, len(self._tokens)))
+            self._truncate(min(self.backend.cache.length + self.lost.tokens, len(self._tokens)))
 
     def forget(self) -> None:
         """Empties the cache."""
@@ -180,7 +181,7 @@ class Engine:
         self.lost = Lost()
         if self.overflow is not None:
             self.overflow.forget()
-        self.backend.truncate(0)
+        self.backend.cache.trim(0)
 
     def check(self, prompt: Sequence[int]) -> None:
         """Refuses a prompt that cannot be continued.
@@ -190,8 +191,8 @@ class Engine:
         """
         if not prompt:
             raise PromptError("The prompt is empty.", "Give at least one token of text.")
-        if len(prompt) > self.backend.capacity and self.overflow is None:
-            message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.capacity}."
+        if len(prompt) > self.backend.cache.capacity and self.overflow is None:
+            message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.cache.capacity}."
             hint = "Shorten it, load the model with a larger context (-c), or let it forget (--overflow window)."
             raise ContextLengthError(message, hint)
         vocabulary = self.backend.geometry.vocab_size
@@ -226,7 +227,7 @@ class Engine:
     def room(self) -> int:
         """Tokens that can be fed before the context is full; where it is, after the overflow policy has made room."""
         self._make_room()
-        return self.backend.capacity - self.backend.length
+        return self.backend.cache.capacity - self.backend.cache.length
 
     def feed(self, tokens: Sequence[int], rows: Ints) -> Floats:  # (R,) -> (R, V)
         """Feeds the next tokens of a text, no more than there is room for, and gives the logits of these rows of them.
@@ -236,7 +237,7 @@ class Engine:
         Raises:
             BackendError: the pass failed, was cancelled or does not fit; nothing was fed.
         """
-        start = self.backend.length
+        start = self.backend.cache.length
         positions = np.arange(start, start + len(tokens))
         logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows)).logits
         self._tokens.extend(tokens)
@@ -244,12 +245,12 @@ class Engine:
 
     def _make_room(self) -> None:
         """Has the overflow policy shorten a full cache."""
-        if self.overflow is None or self.backend.length < self.backend.capacity:
+        if self.overflow is None or self.backend.cache.length < self.backend.cache.capacity:
             return
         try:
             removed = self.overflow.make_room(self._tokens)
         except PassCancelledError:
-            del self._tokens[self.backend.length + self.lost.tokens :]
+            del self._tokens[self.backend.cache.length + self.lost.tokens :]
             raise
         except BaseException:
             # Some layers may be shortened and others not.
@@ -287,7 +288,7 @@ class Engine:
 
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Cuts the cache to what the prompt shares with it, or puts back more that was kept; the tokens that remain."""
-        most = min(len(prompt) - 1, self.backend.capacity)
+        most = min(len(prompt) - 1, self.backend.cache.capacity)
         cached = min(self.shared(prompt), len(prompt) - 1)
         if cached < self.lost.since:
             cached = 0
@@ -303,13 +304,13 @@ class Engine:
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
         """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
         held = self.held
-        if len(held) - cached > _FEW and self.backend.capabilities.copies:
-            self._prefixes.offer(held, self.backend.snapshot, wanted=prompt)
+        if len(held) - cached > _FEW and self.backend.cache.copyable:
+            self._prefixes.offer(held, self.backend.cache.snapshot, wanted=prompt)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Adds rows of the tokens that follow those held."""
         for piece in pieces:
-            self.backend.append(piece)
+            self.backend.cache.append(piece)
             self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -323,7 +324,7 @@ class Engine:
 
     def _truncate(self, length: int) -> None:
         del self._tokens[length:]
-        self.backend.truncate(length - self.lost.tokens)
+        self.backend.cache.trim(length - self.lost.tokens)
 
 
 def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,22 +12,9 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.searching import SearchUse
 
-__all__ = ["DecodingStatistics", "DecodingStrategy"]
+__all__ = ["DecodingStrategy"]
 
 _ONE_ROW = np.zeros(1, np.int64)
-
-
-@dataclass
-class DecodingStatistics:
-    """What a strategy counts of a reply; strategies add what is theirs.
-
-    Attributes:
-        passes: of the target.
-        rows: of those passes.
-    """
-
-    passes: int = 0
-    rows: int = 0
 
 
 class DecodingStrategy:
@@ -51,6 +37,7 @@ class DecodingStrategy:
         self._backend = backend
         self._sampler = sampler
         self._root = 0  # the reply's last token, which the cache does not hold yet
+        self._plain_hidden: Floats | None = None  # of the last plain step; a view until the next pass
         self._tokens_fed, self._position = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
@@ -88,12 +75,14 @@ class DecodingStrategy:
     def _plain_step(self, lost: int = 0) -> tuple[int]:
         """One token as plain decoding makes it: forward one row, sample, accept."""
         logits = self._forward(self._root)
-        return self._accept(self._sampler.sample(logits, self._backend.length + lost), logits)
+        return self._accept(self._sampler.sample(logits, self._backend.cache.length + lost), logits)
 
     def _forward(self, token: int) -> Floats:  # (V,)
         """The logits after one more token of the text; a view that the next pass overwrites."""
-        self._tokens_fed[0], self._position[0] = token, self._backend.length
-        logits: Floats = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW)).logits[0]
+        self._tokens_fed[0], self._position[0] = token, self._backend.cache.length
+        output = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW))
+        self._plain_hidden = output.hidden
+        logits: Floats = output.logits[0]
         return logits
 
     def _accept(self, token: int, logits: Floats) -> tuple[int]:  # (V,)

@@ -47,8 +47,8 @@ def compare_fewer_experts(engine: Engine, tokens: Sequence[int], count: int) -> 
     if count not in backend.capabilities.expert_counts:
         counts = ", ".join(map(str, backend.capabilities.expert_counts)) or "none"
         raise CapabilityError(f"This model cannot use {count} experts for each token.", f"Possible: {counts}.")
-    if not 2 <= len(tokens) <= backend.capacity:
-        raise UsageError(f"{len(tokens)} tokens cannot be compared.", f"Give 2 to {backend.capacity}.")
+    if not 2 <= len(tokens) <= backend.cache.capacity:
+        raise UsageError(f"{len(tokens)} tokens cannot be compared.", f"Give 2 to {backend.cache.capacity}.")
     engine.forget()
     row = np.zeros(1, np.int64)
     same, overlap, whole_ns, fewer_ns = 0, 0.0, [], []
@@ -56,7 +56,7 @@ def compare_fewer_experts(engine: Engine, tokens: Sequence[int], count: int) -> 
         step, place = np.array([token]), np.array([position])
         guess = backend.forward(ForwardInput(step, place, row, experts=ExpertChoice(count))).logits[0].copy()  # (V,)
         fewer_ns.append(backend.run_ns)
-        backend.truncate(position)
+        backend.cache.trim(position)
         real = backend.forward(ForwardInput(step, place, row)).logits[0]  # (V,)
         whole_ns.append(backend.run_ns)
         same += int(guess.argmax() == real.argmax())

@@ -19,7 +19,8 @@ from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, KV, QUANTIZED_KV, KVType, load, store
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 
 __all__ = ["MOST_ROWS", "Progress", "calibrate"]
 
@@ -63,19 +64,19 @@ def calibrate(
     texts = [text for text in texts if text]
     if not texts:
         raise UsageError("There is no text to calibrate by.", "Give a file with some text.")
-    if backend.snapshot(0, 0).kv != FLOAT32:
+    if backend.cache.snapshot(0, 0).kv != FLOAT32:
         raise UsageError("Scales are found with a float32 cache.", f"Load the model with kv={FLOAT32!r}.")
-    most = min(max(1, MOST_ROWS // len(texts)), backend.capacity)
+    most = min(max(1, MOST_ROWS // len(texts)), backend.cache.capacity)
     held: list[CacheSnapshot] = []
     for number, text in enumerate(texts[:MOST_ROWS]):
         if progress is not None:
             progress("calibrating the cache", number, len(texts))
-        backend.truncate(0)
+        backend.cache.trim(0)
         _read(backend, text[:most], min(reply_tokens, most - len(text[:most])), np.random.default_rng(number))
-        held.append(backend.snapshot())
-    backend.truncate(0)
+        held.append(backend.cache.snapshot())
+    backend.cache.trim(0)
     found: dict[str, list[LayerScales]] = {kv: [] for kv in QUANTIZED_KV}
-    turns = _turns(held, inverse_frequencies(rope, backend.capacity), backend.geometry.max_positions)
+    turns = _turns(held, inverse_frequencies(rope, backend.cache.capacity), backend.geometry.max_positions)
     for layer in range(backend.geometry.num_layers):
         keys = np.concatenate([snapshot.keys[layer] for snapshot in held], axis=1)
         values = np.concatenate([snapshot.values[layer] for snapshot in held], axis=1)

@@ -51,7 +51,7 @@ def attention_errors(bundle: Bundle, texts: Sequence[Sequence[int]], scales: KVS
     scales.check(bundle.manifest.geometry)
     probe = _Probe(bundle, max(map(len, texts)), scales)
     for text in texts:
-        probe.truncate(0)
+        probe.cache.trim(0)
         probe.forward(ForwardInput(np.array(text, np.int64), np.arange(len(text)), np.zeros(0, np.int64)))
     shares = {kv: np.sqrt(squares / probe.squares) for kv, squares in probe.differences.items()}
     probe.close()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 
 __all__ = ["PrefixCache", "planned_bytes"]
 

@@ -39,7 +39,7 @@ from edgeinfer.bundle.kv_types import KV, LLAMA_KV, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.version import VERSION
 
 __all__ = ["Origin", "SessionFile", "is_session", "open_session", "origin_of", "write_session"]

@@ -79,17 +79,17 @@ def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REP
         UsageError: the cache is too small.
         CapabilityError: the backend cannot skip layers.
     """
-    if past + longest >= backend.capacity:
-        message = f"Measuring needs {past + longest + 1} tokens of context, there are {backend.capacity}."
+    if past + longest >= backend.cache.capacity:
+        message = f"Measuring needs {past + longest + 1} tokens of context, there are {backend.cache.capacity}."
         raise UsageError(message, "Load with a larger context.")
     layers = backend.geometry.num_layers
     is_mlp = np.arange(2 * layers) % 2 == 1
     everything = np.ones(2 * layers, np.bool_)
     passes = [(everything, rows) for rows in range(1, longest + 2)] + [(is_mlp, 1), (~is_mlp, 1)]
-    backend.truncate(0)
+    backend.cache.trim(0)
     backend.forward(ForwardInput(np.zeros(past, np.int64), np.arange(past), np.zeros(0, np.int64)))
     *whole, without_attention, without_mlp = _medians(backend, passes, repeats)
-    backend.truncate(0)
+    backend.cache.trim(0)
     # Noise must not make a block pay for being run.
     attention, mlp = (max(whole[0] - ms, 0.0) / layers for ms in (without_attention, without_mlp))
     blocks = np.where(is_mlp, mlp, attention)
@@ -98,7 +98,7 @@ def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REP
 
 def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], repeats: int) -> list[float]:
     """Milliseconds of passes with a mask (2 L,) over some rows at the end of the cache; they take turns."""
-    past = backend.length
+    past = backend.cache.length
     times: list[list[float]] = [[] for _ in passes]
     for repeat in range(repeats + 1):
         for (mask, size), taken in zip(passes, times, strict=True):
@@ -107,5 +107,5 @@ def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], 
             backend.forward(ForwardInput(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
             if repeat:  # the first round warms up
                 taken.append((time.perf_counter() - begun) * 1e3)
-            backend.truncate(past)
+            backend.cache.trim(past)
     return [median(taken) for taken in times]

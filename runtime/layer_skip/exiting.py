@@ -15,7 +15,8 @@ from edgeinfer.adaptive import ComputeUse
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, require
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.divergence import likeliest
@@ -51,18 +52,18 @@ class EarlyExitDecoding(ReducedDecoding):
             raise UsageError(message, f"Choose one from 1 to {layers - 1}." if layers > 1 else "Compute in full.")
         super().__init__(given)
         self._below = given.options.skip_cache == "below"
-        require(can.copies or not self._below, backend, "copy this model's cache", "Leave skip_cache out.")
+        require(backend.cache.copyable or not self._below, backend, "copy this model's cache", "Leave skip_cache out.")
         self._exit = exit_layer
         self._costs = costs
         self._first = np.arange(2 * layers) < 2 * exit_layer  # (2 L,)
-        self._most = min(_MOST_WAITING, given.chunk, backend.capacity)
+        self._most = min(_MOST_WAITING, given.chunk, backend.cache.capacity)
         self._waiting: list[int] = []  # tokens of the cache's last rows, which lack deeper layers
         self._hidden = np.empty((self._most, backend.geometry.hidden_size), np.float32)  # after the first layers
         self._kept: dict[int, Floats] = {}  # what the exit said behind waiting tokens
-        self._whole = backend.capacity  # rows that nothing was filled into
+        self._whole = backend.cache.capacity  # rows that nothing was filled into
 
     def _begin(self, logits: Floats) -> None:
-        self._whole = self._backend.capacity
+        self._whole = self._backend.cache.capacity
         if not self._statistics.tokens:
             self._try(1.0)
 
@@ -77,13 +78,13 @@ class EarlyExitDecoding(ReducedDecoding):
         return likeliest(logits)[1] >= self._options.exit_confidence
 
     def _logits(self, lost: int) -> Floats:  # (V,)
-        place = self._backend.length
+        place = self._backend.cache.length
         root = np.array(self._tokens[-1:])
         output = self._backend.forward(ForwardInput(root, np.array([place]), _ONE_ROW, layer_mask=self._first))
         assert output.hidden is not None, "a backend that resumes gives hidden states"
         self._waiting.append(self._tokens[-1])
         self._hidden[len(self._waiting) - 1] = output.hidden[0]
-        full = len(self._waiting) == self._most or self._backend.length == self._backend.capacity
+        full = len(self._waiting) == self._most or self._backend.cache.length == self._backend.cache.capacity
         if not (full or self._limit.stopped) and self._sure(output.logits[0]):
             if self._limit.watching and len(self._kept) < self._samples:
                 self._kept[len(self._waiting) - 1] = output.logits[0].copy()
@@ -96,14 +97,14 @@ class EarlyExitDecoding(ReducedDecoding):
     def _deepen(self) -> Floats:  # (V,)
         """Runs the deeper layers for all that wait, the last of which needs them."""
         size = len(self._waiting)
-        start, skipped = self._backend.length - size, 0
+        start, skipped = self._backend.cache.length - size, 0
         if self._below and size > 1:
             # Of a whole row the last token needs nothing, of those before it keys and values.
             fill_below(self._backend, start, start + size - 1, ~self._first)
             self._whole = min(self._whole, start)
             skipped = size - 1
         else:
-            self._backend.truncate(start)
+            self._backend.cache.trim(start)
             self._statistics.caught_up += size - 1
         rows = np.array([*(() if skipped else self._kept), size - 1 - skipped])
         output = self._backend.forward(
@@ -129,7 +130,7 @@ class EarlyExitDecoding(ReducedDecoding):
 
     def leave(self) -> None:
         """Drops rows that lack deeper layers, or rest on others that did."""
-        self._backend.truncate(min(self._whole, self._backend.length - len(self._waiting)))
+        self._backend.cache.trim(min(self._whole, self._backend.cache.length - len(self._waiting)))
         self._waiting.clear()
         self._kept.clear()
 
@@ -145,7 +146,7 @@ def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tupl
     Raises:
         CapabilityError: the cache is quantized: each layer has scales of its own.
     """
-    held = backend.snapshot(start, stop)
+    held = backend.cache.snapshot(start, stop)
     if held.kv != FLOAT32:
         message = f"A cache of {held.kv} cannot be filled from the layer below."
         raise CapabilityError(message, "Leave skip_cache out, or load with kv='float32'.")
@@ -156,5 +157,5 @@ def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tupl
             keys[layer], values[layer] = held.keys[source], held.values[source]
         else:
             source = layer
-    backend.truncate(start)
-    backend.append(CacheSnapshot(held.length, tuple(keys), tuple(values), held.kv, held.scales))
+    backend.cache.trim(start)
+    backend.cache.append(CacheSnapshot(held.length, tuple(keys), tuple(values), held.kv, held.scales))

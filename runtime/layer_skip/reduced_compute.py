@@ -146,7 +146,7 @@ class ReducedCompute:
 
     def _measure(self) -> BlockCosts:
         engine = self.engine
-        past = min(_PAST, engine.backend.capacity // 2)
+        past = min(_PAST, engine.backend.cache.capacity // 2)
         engine.forget()
         once = measure_costs(engine.backend, longest=1, repeats=1, past=past).whole[0]
         repeats = min(max(int(_MEASURED_MS / max(once, 1e-3)), _REPEATS[0]), _REPEATS[1])

@@ -65,7 +65,7 @@ class LayerSkipDecoding(ReducedDecoding):
 
     def _logits(self, lost: int) -> Floats:  # (V,)
         assert self._mask is not None, "first comes first"
-        root, place = np.array(self._tokens[-1:]), np.array([self._backend.length])
+        root, place = np.array(self._tokens[-1:]), np.array([self._backend.cache.length])
         whole = bool(self._mask.all()) or self._limit.stopped
         output = self._backend.forward(ForwardInput(root, place, _ONE_ROW, layer_mask=None if whole else self._mask))
         if not whole:
@@ -83,14 +83,14 @@ class LayerSkipDecoding(ReducedDecoding):
             if (len(self._pending) - 1) % stride == 0:
                 self._kept.append((len(self._pending) - 1, logits.copy()))
         # What makes room in a full cache must find rows that all layers wrote.
-        full = self._backend.length == self._backend.capacity
+        full = self._backend.cache.length == self._backend.cache.capacity
         if full or (self._limit.watching and len(self._pending) == self._window):
             self._watch()
 
     def _watch(self) -> None:
         """Makes the pending rows whole and compares."""
-        start = self._backend.length - len(self._pending)
-        self._backend.truncate(start)
+        start = self._backend.cache.length - len(self._pending)
+        self._backend.cache.trim(start)
         reduced = dict(self._kept)
         for index, logits in feed(whole_pass(self._backend), self._pending, start, list(reduced), self._chunk):
             self._limit.add(logits, reduced[index])
@@ -103,7 +103,7 @@ class LayerSkipDecoding(ReducedDecoding):
 
     def leave(self) -> None:
         """Drops rows that the whole model did not make."""
-        self._backend.truncate(self._backend.length - len(self._pending))
+        self._backend.cache.trim(self._backend.cache.length - len(self._pending))
         self._pending.clear()
         self._kept.clear()
 
@@ -147,13 +147,13 @@ class PromptStates:
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another way to compute less."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
-        end = self._backend.length
+        end = self._backend.cache.length
         begin = end - min(end, len(self._prompt), _MOST)
         tokens = np.array(self._prompt[len(self._prompt) - (end - begin) :], np.int64)
         states = np.empty((self.layers + 1, end - begin, self._backend.geometry.hidden_size), np.float32)
         for at in range(0, len(tokens), self._chunk):
             part = slice(at, min(at + self._chunk, len(tokens)))
-            self._backend.truncate(begin + at)
+            self._backend.cache.trim(begin + at)
             self._fill(states[:, part], tokens[part], begin + at)
         return states
 
@@ -163,7 +163,7 @@ class PromptStates:
         for layer in range(-1, self.layers):
             mask = np.arange(2 * self.layers) // 2 == layer
             entering = None if layer < 0 else states[layer]
-            self._backend.truncate(start)
+            self._backend.cache.trim(start)
             output = self._backend.forward(ForwardInput(tokens, positions, nothing, layer_mask=mask, hidden=entering))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             states[layer + 1] = output.hidden

@@ -111,15 +111,15 @@ class ReducedDecoding(DecodingStrategy, ABC):
         Args:
             share: of the reply's tokens that are expected to be made with less.
         """
-        end = self._backend.length
+        end = self._backend.cache.length
         size = min(_TRIED, end - 1, len(self._tokens) - 2)
         if not self._limit.watching or size < 1:
             return
         tokens, start = self._tokens[-1 - size : -1], end - size
         wanted = sorted({size - 1 - index * size // self._samples for index in range(min(size, self._samples))})
-        self._backend.truncate(start)
+        self._backend.cache.trim(start)
         reduced = self._reduced(tokens, start, wanted)
-        self._backend.truncate(start)
+        self._backend.cache.trim(start)
         trial = DivergenceLimit(self._limit.nats)
         for index, whole in feed(whole_pass(self._backend), tokens, start, wanted, self._chunk):
             trial.add(whole, reduced.get(index, whole))

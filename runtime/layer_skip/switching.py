@@ -59,7 +59,7 @@ class ModelSwitchDecoding(ReducedDecoding):
         return {len(tokens) - len(said) + place: logits for place, logits in enumerate(said)}
 
     def _logits(self, lost: int) -> Floats:  # (V,)
-        held = self._backend.length + lost  # tokens that the large model has seen
+        held = self._backend.cache.length + lost  # tokens that the large model has seen
         unseen = len(self._tokens) - held
         large = self._policy.large() or self._limit.stopped
         if self._limit.watching:
@@ -69,7 +69,7 @@ class ModelSwitchDecoding(ReducedDecoding):
             )
             large = large or unseen > self._window or begins
         # All that is unseen must fit its cache.
-        large = large or self._backend.length + unseen >= self._backend.capacity
+        large = large or self._backend.cache.length + unseen >= self._backend.cache.capacity
         logits = None if large else self._small.after(self._tokens)
         large = logits is None  # also where the text is too long for the small one
         if logits is None:
@@ -88,7 +88,7 @@ class ModelSwitchDecoding(ReducedDecoding):
         wanted = [*(index - held for index in sorted(self._kept)), unseen - 1]
         last: Floats | None = None
         run = whole_pass(self._backend)
-        for index, logits in feed(run, self._tokens[held:], self._backend.length, wanted, self._chunk):
+        for index, logits in feed(run, self._tokens[held:], self._backend.cache.length, wanted, self._chunk):
             if index < unseen - 1:
                 self._limit.add(logits, self._kept[held + index])
             last = logits

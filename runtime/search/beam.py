@@ -47,7 +47,7 @@ class Beam(SearchStrategy):
         """The whole reply."""
         options, begun = self._config, logits.copy()
         limit = self._share(options.beams, room)
-        self._settled = self._backend.length
+        self._settled = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
         for group in groups:

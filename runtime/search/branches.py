@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, Visibility
-from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import ForwardInput, Visibility
+from edgeinfer.runtime.decoding.statistics import SearchStatistics
+from edgeinfer.runtime.search.strategy import Passes, SearchParts
 
 __all__ = ["Branch", "Branches"]
 
@@ -48,8 +50,8 @@ class Branches:
     def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
         self._backend, self._statistics = parts.backend, statistics
         self._passes = Passes(parts, statistics)
-        self._trunk = parts.backend.length
-        self._places: Ints = np.arange(parts.backend.capacity)
+        self._trunk = parts.backend.cache.length
+        self._places: Ints = np.arange(parts.backend.cache.capacity)
         self._live: list[Branch] = []
 
     @property
@@ -60,16 +62,16 @@ class Branches:
     @property
     def room(self) -> int:
         """Rows that can still be fed."""
-        return self._backend.capacity - self._trunk - int(self._used().sum())
+        return self._backend.cache.capacity - self._trunk - int(self._used().sum())
 
     def begin(self, *, apart: bool = False, rows: Sequence[CacheSnapshot] = ()) -> Branch:
         """A new branch of the trunk and of rows that are copied in; or `apart`, a text that begins at position 0."""
-        sees = np.zeros(self._backend.capacity, np.bool_)
+        sees = np.zeros(self._backend.cache.capacity, np.bool_)
         sees[: 0 if apart else self._trunk] = True
         branch = Branch(sees, 0 if apart else self._trunk)
         for piece in rows:
-            start = self._backend.length
-            self._backend.append(piece)
+            start = self._backend.cache.length
+            self._backend.cache.append(piece)
             branch.sees[start : start + piece.length] = True
             self._places[start : start + piece.length] = branch.place + np.arange(piece.length)
             branch.place += piece.length
@@ -91,7 +93,7 @@ class Branches:
     def end(self) -> None:
         """Leaves nothing but the trunk, and no branch."""
         self._live.clear()
-        self._backend.truncate(self._trunk)
+        self._backend.cache.trim(self._trunk)
 
     def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Floats:  # (B, V)
         """Feeds tokens of several branches in one pass, and gives the logits behind the last one of each.
@@ -104,10 +106,10 @@ class Branches:
         self._passes.check()
         tokens = np.array([token for _, part in fed for token in part], np.int64)
         self._make_room(len(tokens))
-        if self._backend.length + len(tokens) > self._backend.capacity:
+        if self._backend.cache.length + len(tokens) > self._backend.cache.capacity:
             message = f"A pass of {len(tokens)} tokens of several texts does not fit: there is room for {self.room}."
             raise BackendError(message)
-        start, size = self._backend.length, len(tokens)
+        start, size = self._backend.cache.length, len(tokens)
         sees = np.zeros((size, start + size), np.bool_)
         row, ends = 0, []
         for branch, part in fed:
@@ -128,22 +130,22 @@ class Branches:
 
     def _used(self) -> NDArray[np.bool_]:
         """Which rows behind the trunk a live branch has."""
-        used = np.zeros(self._backend.length - self._trunk, np.bool_)
+        used = np.zeros(self._backend.cache.length - self._trunk, np.bool_)
         for branch in self._live:
-            used |= branch.sees[self._trunk : self._backend.length]
+            used |= branch.sees[self._trunk : self._backend.cache.length]
         return used
 
     def _make_room(self, rows: int) -> None:
         """Moves the rows of live branches together where others take up room, or make every pass look at them."""
-        length = self._backend.length
-        full = length + rows > self._backend.capacity
+        length = self._backend.cache.length
+        full = length + rows > self._backend.cache.capacity
         if not full and length - self._trunk < _FEW:
             return
         used = self._used()
         kept, count = np.flatnonzero(used), int(used.sum())
         if count == len(used) or not (full or len(used) - count > max(_FEW, count)):
             return
-        self._backend.keep(self._trunk, kept.tolist())
+        self._backend.cache.keep(self._trunk, kept.tolist())
         end = self._trunk + count
         self._places[self._trunk : end] = self._places[self._trunk + kept]
         for branch in self._live:

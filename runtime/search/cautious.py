@@ -61,8 +61,8 @@ class Cautious(SearchStrategy):
         sampler, begun = self._parts.sampler, logits.copy()
         probabilities = sampler.probabilities(begun)
         count = trials_for(entropy(probabilities))
-        longest = min(room, _LONGEST, 1 + (self._backend.capacity - self._backend.length) // count)
-        self._settled = self._backend.length
+        longest = min(room, _LONGEST, 1 + (self._backend.cache.capacity - self._backend.cache.length) // count)
+        self._settled = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):

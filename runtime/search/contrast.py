@@ -57,10 +57,10 @@ class Contrast(SearchStrategy):
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
         if not self._lame:
             raise UsageError("The lame prompt holds no tokens.", "Give a text.")
-        if self._backend.length + wanted > self._backend.capacity:
+        if self._backend.cache.length + wanted > self._backend.cache.capacity:
             message = "The context has no room for the lame prompt and the reply behind either prompt."
             raise UsageError(message, "Ask for a shorter reply, or load the model with a larger context (-c).")
-        self._settled = self._prompt = self._backend.length
+        self._settled = self._prompt = self._backend.cache.length
         own = logits.copy()
         self._branches = Branches(self._parts, self._statistics)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)

@@ -53,7 +53,7 @@ class DrawnSearch(SearchStrategy):
         """The whole reply."""
         limit = self._share(self._config.samples, room)
         begun, replies = logits.copy(), self._begin(prompt)
-        self._settled = self._backend.length
+        self._settled = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:

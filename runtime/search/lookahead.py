@@ -33,7 +33,7 @@ class Lookahead(SearchStrategy):
     def _choose(self, logits: Floats, room: int) -> tuple[int]:  # (V,)
         known = log_probabilities(logits)
         candidates = likeliest(known, self._count).tolist()
-        free = (self._backend.capacity - self._backend.length) // self._count
+        free = (self._backend.cache.capacity - self._backend.cache.length) // self._count
         ahead = min(self._config.look_ahead, room - 1, free)
         if ahead < 1 or entropy(np.exp(known)) <= self._config.uncertainty:
             return self._accept(candidates[0], logits)
@@ -46,7 +46,7 @@ class Lookahead(SearchStrategy):
 
     def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
-        self._settled, stop_ids = self._backend.length, self._parts.stop_ids
+        self._settled, stop_ids = self._backend.cache.length, self._parts.stop_ids
         branches, found = Branches(self._parts, self._statistics), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branches
 from edgeinfer.runtime.search.strategy import Reader, SearchParts, SearchStrategy, logprob
@@ -75,7 +75,7 @@ class Samples(SearchStrategy):
         """The first tokens of reply 0."""
         count, parts = self._config.samples, self._parts
         share = self._share(count, room)
-        self._prompt = self._backend.length
+        self._prompt = self._backend.cache.length
         samplers = [parts.sampler, *(parts.another_sampler(prompt, index) for index in range(1, count))]
         self._replies = [_Reply(sampler, parts.reader(prompt), share) for sampler in samplers]
         self._statistics.trials = count
@@ -116,7 +116,7 @@ class Samples(SearchStrategy):
     def _advance(self, live: Sequence[_Reply]) -> None:
         """Draws a stretch of each of these replies."""
         held = sum(len(reply.tokens) - 1 for reply in live)
-        size = min(self._stretch, (self._backend.capacity - self._prompt - held) // len(live))
+        size = min(self._stretch, (self._backend.cache.capacity - self._prompt - held) // len(live))
         self._stretch = min(2 * self._stretch, _LONGEST)
         if len(live) > 1 and size > 1:
             self._guess(live, size)
@@ -125,7 +125,7 @@ class Samples(SearchStrategy):
 
     def _guess(self, live: Sequence[_Reply], size: int) -> None:
         """Draws tokens of these replies side by side, none of them for certain."""
-        self._backend.truncate(self._prompt)
+        self._backend.cache.trim(self._prompt)
         branches = Branches(self._parts, self._statistics)
         going = [(branches.begin(rows=reply.rows), reply) for reply in live]
         for _ in range(size):
@@ -145,7 +145,7 @@ class Samples(SearchStrategy):
     def _settle(self, reply: _Reply, size: int) -> None:
         """Draws a stretch of one reply as it is drawn alone, in passes over what was guessed."""
         self._load(reply)
-        start = self._backend.length
+        start = self._backend.cache.length
         if reply.guessed:
             fed = [reply.tokens[-1], *reply.guessed[:-1]]
             for row, guess in zip(self._passes.chain(fed), reply.guessed, strict=True):
@@ -157,17 +157,17 @@ class Samples(SearchStrategy):
                 reply.draw(self._passes.feed(reply.tokens[-1]), self._prompt)
                 if reply.over:
                     break
-        self._backend.truncate(self._prompt + len(reply.tokens) - 1)
-        reply.rows.append(self._backend.snapshot(start))
+        self._backend.cache.trim(self._prompt + len(reply.tokens) - 1)
+        reply.rows.append(self._backend.cache.snapshot(start))
 
     def _load(self, reply: _Reply) -> None:
         """Puts a reply's rows behind the prompt's."""
-        self._backend.truncate(self._prompt)
+        self._backend.cache.trim(self._prompt)
         for piece in reply.rows:
-            self._backend.append(piece)
+            self._backend.cache.append(piece)
 
     def _restore(self, rows: int) -> None:
         """Leaves so many rows of reply 0 behind the prompt's."""
         self._load(self._replies[0])
-        self._backend.truncate(self._prompt + rows)
+        self._backend.cache.trim(self._prompt + rows)
         self._settled = None

@@ -19,6 +19,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
@@ -29,7 +30,6 @@ __all__ = [
     "Passes",
     "Reader",
     "SearchParts",
-    "SearchStatistics",
     "SearchStrategy",
     "entropy",
     "likeliest",
@@ -40,16 +40,6 @@ __all__ = [
 # Rows of logits that a pass gives at most, as many as drafts of the usual length take.
 MOST_ROWS = 16
 _SEEDS = 2**64
-
-
-@dataclass
-class SearchStatistics:
-    """What searching took."""
-
-    passes: int = 0
-    rows: int = 0
-    branches: int = 0
-    trials: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,7 @@ class Passes:
         """
         for begin in range(0, len(tokens), MOST_ROWS):
             self.check()
-            part, start = tokens[begin : begin + MOST_ROWS], self._backend.length
+            part, start = tokens[begin : begin + MOST_ROWS], self._backend.cache.length
             rows = np.arange(len(part))
             output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
             self._statistics.passes += 1
@@ -179,7 +169,7 @@ class SearchStrategy(DecodingStrategy):
     def leave(self) -> None:
         """Drops the rows of what was looked at."""
         if self._settled is not None:
-            self._backend.truncate(min(self._settled, self._backend.length))
+            self._backend.cache.trim(min(self._settled, self._backend.cache.length))
             self._settled = None
 
     def search_use(self) -> SearchUse:
@@ -217,7 +207,7 @@ class SearchStrategy(DecodingStrategy):
         Raises:
             UsageError: so many were asked for that they do not fit.
         """
-        free = (self._backend.capacity - self._backend.length) // count
+        free = (self._backend.cache.capacity - self._backend.cache.length) // count
         if self._config.max_tokens is not None and free < room:
             message = f"{count} replies of {room} tokens do not fit the context, which has room for {free} of each."
             raise UsageError(message, "Ask for fewer or shorter ones, or load the model with a larger context (-c).")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,16 @@ __all__ = [
     "Further",
     "Guess",
     "Probabilities",
-    "Prober",
+    "ProbingDrafter",
     "Resumption",
     "Round",
     "State",
     "TargetView",
     "Verdict",
     "Verifier",
+    "keep_main_branch",
+    "main_branch_end",
+    "main_branch_first",
 ]
 
 Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
@@ -177,7 +180,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of the target settled, told to every drafter, whoever drafted; or several plain ones, without rows.
+    """What one pass of the target decided, told to every drafter, whoever drafted; or several plain ones, without rows.
 
     Attributes:
         draft: what was verified; may be empty.
@@ -188,7 +191,7 @@ class Round:
         hidden: states after the last layer of each of them, or, of plain steps, of the last one alone, which predicted
             the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
             (S, D) or (1, D)
-        probes: rows that a Prober let ride along.
+        probes: probe rows of the pass.
         probed: logits after them, where the committed path ended at the node that they follow; a view. (P, V)
     """
 
@@ -238,28 +241,22 @@ class Verifier(Protocol):
         """The accepted path and the token after it."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens. Its state follows the context by `begin` and `observe`; `guesses` must not disturb it."""
+class Drafter:
+    """Proposes tokens. Its state follows the context by `begin` and `observe`; `guesses` must not disturb it.
 
-    @property
-    def name(self) -> str:
-        """As the command line knows it."""
+    Attributes:
+        name: as the command line knows it.
+        priors: acceptance of each sign before anything was observed; its length is the number of signs.
+        uses_target: whether guessing runs passes of the target, whose rows the engine drops before it verifies.
+        branches: whether `guesses` can give more than one.
+        draws: whether its guesses are drawn by `Context.draw`, so that they may carry distributions.
+    """
 
-    @property
-    def priors(self) -> Sequence[float]:
-        """Acceptance of each sign before anything was observed; its length is the number of signs."""
-
-    @property
-    def uses_target(self) -> bool:
-        """Whether guessing runs passes of the target, whose rows the engine drops before it verifies."""
-
-    @property
-    def branches(self) -> bool:
-        """Whether `guesses` can give more than one."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether its guesses are drawn by `Context.draw`, so that they may carry distributions."""
+    name: str
+    priors: Sequence[float]
+    uses_target: bool = False
+    branches: bool = False
+    draws: bool = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A generation begins after this prompt, or whatever of it differs from what is known already.
@@ -269,21 +266,25 @@ class Drafter(Protocol):
 
     def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""
+        raise NotImplementedError
 
     def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
         """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
 
         Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.
         """
+        return None
 
     def observe(self, round: Round) -> None:
-        """Takes in what a pass settled."""
+        """Learns from a round."""
 
     def nbytes(self) -> int:
         """Bytes that it holds."""
+        return 0
 
     def state(self) -> State:
         """What is worth keeping for the next session with the same bundle; empty for none."""
+        return {}
 
     def restore(self, state: State) -> None:
         """Takes back what `state` gave.
@@ -296,25 +297,71 @@ class Drafter(Protocol):
         """Frees what it holds."""
 
 
-@runtime_checkable
-class Prober(Protocol):
-    """A drafter that lets rows of its own ride along in the verification pass and learns from their logits.
+class ProbingDrafter(Drafter):
+    """A drafter that adds probe rows to the verification pass and learns from their logits.
 
-    They follow the last node of the draft's chain of first children, the root where there is no draft, one behind the
-    other; nothing of the text sees them, and they leave no rows in the cache.
+    They follow the last node of the draft's main branch, the root where there is no draft, one behind the other;
+    nothing of the text sees them, and they leave no rows in the cache.
+
+    Attributes:
+        probes: probe rows of a pass, P.
     """
 
-    @property
-    def name(self) -> str:
-        """As the drafter's."""
-
-    @property
-    def probes(self) -> int:
-        """Rows that ride along each time, P."""
+    probes: int
 
     def embed(self, fed: Ints) -> Floats | None:  # (S,) -> (S + P, D)
         """What enters the first layer: embeddings of the tokens of a pass, the model's own to the last bit, and those
-        of the rows that ride along; None where they cannot be had now.
+        of the probe rows; None where they cannot be had now.
 
         May run passes of the target, whose rows the engine drops. A view that is valid until the next call.
         """
+        raise NotImplementedError
+
+
+def main_branch_first(draft: Draft) -> Draft:
+    """The same tree with its main branch, the chain of first children, in front; other nodes keep their order.
+
+    A row sums over the keys it sees in the order of their places in the cache. The main branch, fed right behind the
+    root, has the places that a chain has, so its rows are bit-identical to plain decoding's, whatever rows follow.
+    Rows of side branches are not, nor are their keys and values from the second layer on.
+    """
+    if draft.is_chain:
+        return draft
+    main: list[int] = []
+    children = draft.children(-1)
+    while children:
+        main.append(children[0])
+        children = draft.children(children[0])
+    order = [*main, *sorted(set(range(len(draft))) - set(main))]
+    place = {-1: -1} | {node: new for new, node in enumerate(order)}
+    return Draft(
+        tuple(draft.guesses[node] for node in order),
+        tuple(place[draft.parents[node]] for node in order),
+        tuple(draft.sources[node] for node in order),
+    )
+
+
+def main_branch_end(draft: Draft) -> int:
+    """The last node of a draft's main branch, which comes first in it; -1, the root, where it is empty."""
+    length = 0
+    while length < len(draft) and draft.parents[length] == length - 1:
+        length += 1
+    return length - 1
+
+
+def keep_main_branch(draft: Draft, verdict: Verdict) -> Verdict:
+    """What a verdict comes to if side branches are not trusted: their first token, which the main branch chose.
+
+    No token is lost that the next pass does not give: it begins with that one instead of a later one.
+
+    Args:
+        draft: with its main branch first.
+        verdict: over it.
+    """
+    accepted, kept = verdict.accepted, 0
+    # The main branch's node at depth i is node i, and no other path of nodes counts up so.
+    while kept < len(accepted) and accepted[kept] == kept:
+        kept += 1
+    if kept == len(accepted):
+        return verdict
+    return Verdict(accepted[:kept], draft.guesses[accepted[kept]].token, False)

@@ -1,17 +1,18 @@
-"""The rounds of one generation: draft, verify in one pass, commit, tell everybody; knows nothing of costs or text."""
+"""Speculative decoding of one reply: propose a draft, verify it in one pass of the target, commit what was accepted."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from statistics import median
+from time import perf_counter_ns
 from typing import NoReturn
 
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.decoding.statistics import RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.contracts import (
@@ -19,40 +20,59 @@ from edgeinfer.runtime.speculation.contracts import (
     Draft,
     Drafter,
     Probabilities,
-    Prober,
+    ProbingDrafter,
     Resumption,
     Round,
     Verdict,
+    keep_main_branch,
+    main_branch_end,
+    main_branch_first,
 )
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.spine import settle, spine_first, spine_tip
-from edgeinfer.runtime.speculation.statistics import RoundTimes, SpeculationStatistics
-from edgeinfer.runtime.speculation.verification import Verification
-from edgeinfer.runtime.speculation.view import RoundView
+from edgeinfer.runtime.speculation.verification import RoundView, Verification
 
 __all__ = ["SpeculativeDecoding"]
 
-_ONE_ROW = np.zeros(1, np.int64)
-# Plain steps between two entries in the books where there is nobody to ask.
+# Plain steps between two entries in the statistics where there is no drafter to ask.
 _UNASKED = 64
 
 
-def _over(logits: Floats, drafted: Sequence[int]) -> NoReturn:
-    raise AssertionError("the reply is over")
+@dataclass(frozen=True, slots=True)
+class _Evaluated:
+    """What the verification pass gave; arrays are views until the next pass.
+
+    Attributes:
+        fed: the root, then the draft's nodes. (S,)
+        logits: after each of them. (S, V)
+        probed: logits after the probe rows. (P, V)
+        hidden: states after the last layer; None where the backend gives none. (S + P, D)
+        started: when the pass began, in nanoseconds.
+        resumed: the pass went on where drafting had left the target.
+    """
+
+    fed: Ints
+    logits: Floats
+    probed: Floats
+    hidden: Floats | None
+    started: int
+    resumed: bool
 
 
 class SpeculativeDecoding(DecodingStrategy):
-    """Speculative decoding of one reply.
+    """Decodes one reply in rounds, with plain steps between them while the governor expects nothing of drafts.
 
     Args:
         backend: the target.
-        sampler: of the generation.
+        sampler: of the reply.
         drafters: whose guesses the governor weighs.
         governor: decides what is drafted.
         verification: decides what is accepted.
-        settled: side branches of trees are not trusted, so that text is plain decoding's bit for bit.
+        main_branch_only: side branches of trees are not trusted, so that text is plain decoding's bit for bit.
         noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
-        timed: told the milliseconds of every plain step.
+        on_plain_ms: is called with the milliseconds of plain steps.
+
+    Attributes:
+        statistics: of the rounds so far.
     """
 
     def __init__(
@@ -63,235 +83,247 @@ class SpeculativeDecoding(DecodingStrategy):
         governor: Governor,
         verification: Verification,
         *,
-        settled: bool = False,
+        main_branch_only: bool = False,
         noise: float = 0.0,
-        timed: Callable[[float], None],
+        on_plain_ms: Callable[[float], None],
     ) -> None:
         super().__init__(backend, sampler)
         self.statistics = SpeculationStatistics()
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        self._prober = next((drafter for drafter in drafters if isinstance(drafter, Prober)), None)
+        self._probing = next((drafter for drafter in drafters if isinstance(drafter, ProbingDrafter)), None)
         self._governor = governor
         self._verification = verification
-        self._settled = settled
+        self._main_branch_only = main_branch_only
         self._noise = noise
-        self._timed = timed
-        self._untold = 0  # plain steps that drafters have not heard of
-        self._left = 0  # plain steps still to take before anybody is asked
-        self._most = backend.capacity  # tokens in a draft
-        self._pass_ns: list[int] = []
+        self._on_plain_ms = on_plain_ms
+        self._most = backend.cache.capacity  # tokens in a draft
+        self._plain_left = 0  # plain steps still to take before drafters are asked
+        self._unobserved = 0  # plain steps that drafters have not been told of
+        self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = 0
-        self._root_row, self._place = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        # Of the last plain step; a view that stays valid until the next pass, before which drafters are told.
-        self._hidden: Floats | None = None
         self._lost = 0
-        self._context = Context([], self._draw, sampler.forced, self._further, lambda: self._lost)
+        self._context = Context([], self._draw, sampler.forced, self._draw_further, lambda: self._lost)
 
-    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after a prompt that was fed, of which no more is drafted; again where the reply was paused."""
-        token = self._sampler.sample(logits, len(prompt))
-        self._sampler.accept(token, logits)
-        self._end_rest()
-        self._untold, self._hidden = 0, None
-        self._context.tokens[:] = [*prompt, token]
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The token after a prompt, of which no more is drafted."""
+        tokens = super().first(prompt, logits, room)
+        self._count_plain_steps()
+        self._unobserved, self._plain_hidden = 0, None
+        self._context.tokens[:] = [*prompt, *tokens]
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
-        latest = self._context.tokens[-self._backend.capacity :]
+        latest = self._context.tokens[-self._backend.cache.capacity :]
         for drafter in self._drafters.values():
             drafter.begin(latest)
-        return (token,)
+        return tokens
 
-    def next(self, room: int, lost: int = 0) -> tuple[int, ...]:
-        """One round: the tokens it committed, of which all but the last were fed then.
-
-        Args:
-            room: how many tokens may be committed at most.
-            lost: by how many tokens the text is longer than the cache with the root would be.
+    def next(self, room: int, lost: int = 0) -> Sequence[int]:
+        """One round or one plain step: the tokens it committed, of which all but the last were fed then.
 
         Raises:
             BackendError: a pass failed or was cancelled; the cache is as it was before the round.
         """
-        base, self._lost = self._backend.length, lost
+        base, self._lost = self._backend.cache.length, lost
         assert base == self._context.root_row, "the cache holds all committed tokens but the root and what it lost"
-        if self._left == 0:
-            self._end_rest()
-            self._left = self._governor.rest if self._drafters else _UNASKED
-        if not self._drafters or (self._left and not self._sampler.forced(())):
-            return self._plain(base)
-        begun = time.perf_counter_ns()
-        self._end_rest()
-        self._tell()
+        if self._plain_left == 0:
+            self._count_plain_steps()
+            self._plain_left = self._governor.rest if self._drafters else _UNASKED
+        if not self._drafters or (self._plain_left and not self._sampler.forced(())):
+            started = perf_counter_ns()
+            tokens = self._plain_step(lost)
+            self._context.tokens.extend(tokens)
+            self._plain_left -= 1
+            self._other_ns += perf_counter_ns() - started - self._pass_ns[-1]
+            return tokens
         try:
-            return self._round(base, room, begun)
+            return self._round(base, room)
         except BaseException:
-            if self._backend.length > base:
-                self._backend.truncate(base)
+            if self._backend.cache.length > base:
+                self._backend.cache.trim(base)
             raise
 
-    def _plain(self, base: int) -> tuple[int]:
-        """One token as plain decoding makes it, with nothing around it that could wait."""
-        tokens, begun = self._context.tokens, time.perf_counter_ns()
-        self._root_row[0], self._place[0] = tokens[-1], base
-        output = self._backend.forward(ForwardInput(self._root_row, self._place, _ONE_ROW))
-        verified = time.perf_counter_ns()
-        self._hidden = output.hidden
-        token = self._sampler.sample(output.logits[0], len(tokens))
-        self._sampler.accept(token, output.logits[0])
-        tokens.append(token)
-        self._left -= 1
-        self._pass_ns.append(verified - begun)
-        self._other_ns += time.perf_counter_ns() - verified
-        return (token,)
+    def _round(self, base: int, room: int) -> Sequence[int]:
+        """Proposes, verifies and commits: one to `room` tokens.
 
-    def _end_rest(self) -> None:
-        """Enters the plain steps since the last round in the books."""
+        Args:
+            base: rows of the cache, which holds all of the text but the root.
+        """
+        started = perf_counter_ns()
+        self._catch_up()
+
+        # Propose: a tree of tokens that may follow the root. The root and the token after the draft need room too.
+        most = min(room - 1, self._backend.cache.capacity - base - 1, self._most)
+        draft = main_branch_first(self._governor.draft(self._context, most))
+        drafted = perf_counter_ns()
+
+        # Verify: one pass of the target gives the logits after the root and after every token of the draft. The rule
+        # accepts a path of the draft while it agrees with them, and takes one further token from the last of them.
+        passed = self._evaluate(draft, base)
+        verified = perf_counter_ns()
+        target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens))
+        verdict = self._verification.verify(draft, target)
+        if self._main_branch_only:
+            verdict = keep_main_branch(draft, verdict)
+
+        # The cache keeps the rows of the root and of the accepted path.
+        rows = [0, *(node + 1 for node in verdict.accepted)]
+        if draft.is_chain:
+            self._backend.cache.trim(base + len(rows))
+        else:
+            self._backend.cache.keep(base, rows)
+        verdict, logits = self._recheck(verdict, target, passed, base)
+
+        # Commit: accepted tokens and the verdict's join the reply, and everything that learns is told.
+        accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
+        round = self._round_of(draft, verdict, (*accepted, verdict.token), passed, logits)
+        for row, token in zip((0, *(node + 1 for node in verdict.accepted)), round.committed, strict=True):
+            self._accept(token, logits[row])
+        self._context.tokens.extend(round.committed)
+        for drafter in self._drafters.values():
+            drafter.observe(round)
+        self._governor.observe(round)
+        self._count_round(round, passed, (started, drafted, verified))
+        return round.committed
+
+    def _evaluate(self, draft: Draft, base: int) -> _Evaluated:
+        """The target's pass over the root and a draft: whole, or resumed from drafting, or with probe rows behind."""
+        fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
+        resumption = self._resume(draft, base)
+        states = None if resumption is not None else self._probe_states(draft, fed, base)
+        started = perf_counter_ns()
+        size = len(fed)
+        rows = np.arange(size if states is None else len(states))
+        if resumption is not None:
+            batch = ForwardInput(fed, rows + base, rows, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
+        else:
+            # Of probe rows the states count, not the tokens.
+            tokens = fed if states is None else np.pad(fed, (0, len(rows) - size))
+            if draft.is_chain:
+                batch = ForwardInput(tokens, rows + base, rows, hidden=states)
+            else:
+                tree, depths = _tree_rows(draft, len(rows))
+                batch = ForwardInput(tokens, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
+        output = self._backend.forward(batch)
+        logits, resumed = output.logits, resumption is not None
+        return _Evaluated(fed, logits[:size], logits[size:], output.hidden, started, resumed)
+
+    def _resume(self, draft: Draft, base: int) -> Resumption | None:
+        """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
+        resumption = None
+        if draft.is_chain:
+            for name in dict.fromkeys(draft.sources):
+                resumption = self._drafters[name].resume(self._context, draft.tokens) or resumption
+        if self._backend.cache.length != base:
+            self._backend.cache.trim(base)
+        return resumption
+
+    def _probe_states(self, draft: Draft, fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
+        """What enters the first layer of a pass with a drafter's probe rows; None where there are none."""
+        probing = self._probing
+        if probing is None or base + len(fed) + probing.probes > self._backend.cache.capacity:
+            return None
+        if not self._governor.allows_probes(probing.name, draft, probing.probes):
+            return None
+        states = probing.embed(fed)
+        if self._backend.cache.length != base:
+            self._backend.cache.trim(base)
+        return states
+
+    def _recheck(
+        self, verdict: Verdict, target: RoundView, passed: _Evaluated, base: int
+    ) -> tuple[Verdict, Floats]:  # (S, V)
+        """Repeats the first choice that rounding may have decided, by the pass that plain decoding would run.
+
+        A pass over the root alone is that pass.
+
+        Returns:
+            The verdict, and the logits, which are copied before such a pass overwrites them, with what that gave.
+        """
+        if not self._noise or len(passed.fed) + len(passed.probed) == 1:
+            return verdict, passed.logits
+        for place, node in enumerate((-1, *verdict.accepted)):
+            if not target.near_tie(node, self._noise):
+                continue
+            logits = passed.logits.copy()
+            self._backend.cache.trim(base + place)
+            batch = ForwardInput(passed.fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
+            logits[node + 1] = self._backend.forward(batch).logits[0]
+            token = self._sampler.sample(logits[node + 1], target.position(node), target.path(node))
+            self.statistics.rechecked += 1
+            return Verdict(verdict.accepted[:place], token, False), logits
+        return verdict, passed.logits
+
+    def _round_of(
+        self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: _Evaluated, logits: Floats
+    ) -> Round:
+        probes, hidden, probed = len(passed.probed), passed.hidden, None
+        if logits is not passed.logits:  # another pass has overwritten what the output shows
+            hidden = None
+        elif probes and (verdict.accepted or (-1,))[-1] == main_branch_end(draft):
+            probed = passed.probed
+        return Round(draft, verdict, committed, passed.fed, logits, hidden=hidden, probes=probes, probed=probed)
+
+    def _forward(self, token: int) -> Floats:  # (V,)
+        started = perf_counter_ns()
+        logits = super()._forward(token)
+        self._pass_ns.append(perf_counter_ns() - started)
+        return logits
+
+    def _catch_up(self) -> None:
+        """Tells drafters of the plain steps since the last round."""
+        self._count_plain_steps()
+        if not self._unobserved:
+            return
+        tokens = tuple(self._context.tokens[-self._unobserved :])
+        self._unobserved = 0
+        nothing = np.zeros((0, self._backend.geometry.vocab_size), np.float32)
+        round = Round(
+            Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing, self._plain_hidden
+        )
+        for drafter in self._drafters.values():
+            drafter.observe(round)
+
+    def _count_plain_steps(self) -> None:
+        """Enters the plain steps since the last round in the statistics."""
         steps = len(self._pass_ns)
-        self._left = 0
+        self._plain_left = 0
         if steps:
             other = self._other_ns / steps
             self._governor.rested(steps)
             self.statistics.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
-            self._timed((median(self._pass_ns) + other) / 1e6)
+            self._on_plain_ms((median(self._pass_ns) + other) / 1e6)
             self._pass_ns.clear()
             self._other_ns = 0
-            self._untold += steps
+            self._unobserved += steps
+
+    def _count_round(self, round: Round, passed: _Evaluated, times: tuple[int, int, int]) -> None:
+        (started, drafted, verified), ended = times, perf_counter_ns()
+        draft, verdict, rows = round.draft, round.verdict, len(passed.fed) + round.probes
+        spent = RoundTimes((drafted - started) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
+        self.statistics.add_round(
+            draft.sources,
+            verdict.accepted,
+            len(round.committed),
+            bonus=verdict.bonus,
+            times=spent,
+            guessed_ms=self._governor.guessed_ms,
+        )
+        if not passed.resumed:
+            self.statistics.pass_ms[rows].append((verified - passed.started) / 1e6)
+        if rows == 1:
+            self._on_plain_ms((ended - passed.started) / 1e6)
 
     def limit(self, most: int) -> None:
         """Drafts at most so many tokens from the next round on; with 0 no drafter is asked or told anything again."""
         self._most = most
         if not most:
             self._drafters.clear()
-            self._prober = None
+            self._probing = None
 
     def finish(self) -> None:
-        """The reply is over: the books are closed."""
-        self._end_rest()
+        """The reply is over: statistics are complete afterwards."""
+        self._count_plain_steps()
         # It leads back here: what the reply was asked with would wait for a collection of cycles.
         self._context = Context([], _over, lambda _: ())
-
-    def _tell(self) -> None:
-        """Lets drafters catch up with plain steps."""
-        if not self._untold:
-            return
-        tokens = tuple(self._context.tokens[-self._untold :])
-        self._untold = 0
-        nothing = np.zeros((0, self._backend.geometry.vocab_size), np.float32)
-        round = Round(Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing, self._hidden)
-        for drafter in self._drafters.values():
-            drafter.observe(round)
-
-    def _round(self, base: int, room: int, begun: int) -> tuple[int, ...]:
-        # The root and the token after the last node need a place too.
-        most = min(room - 1, self._backend.capacity - base - 1, self._most)
-        draft = spine_first(self._governor.draft(self._context, most))
-        drafted = time.perf_counter_ns()
-        fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
-        resumption = self._resumption(draft, base)
-        states = None if resumption is not None else self._riders(draft, fed, base)
-        ready = time.perf_counter_ns()
-        output = self._verify(draft, fed, base, resumption, states)
-        verified = time.perf_counter_ns()
-        seen, probed = output.logits[: len(fed)], output.logits[len(fed) :]
-        view = RoundView(self._sampler, draft, seen, len(self._context.tokens))
-        verdict = self._verification.verify(draft, view)
-        if self._settled:
-            verdict = settle(draft, verdict)
-        rows = [0, *(node + 1 for node in verdict.accepted)]
-        if draft.is_chain:
-            self._backend.truncate(base + len(rows))
-        else:
-            self._backend.keep(base, rows)
-        # A pass over the root alone is the one that plain decoding runs.
-        logits = seen
-        if self._noise and (draft or len(probed)):
-            verdict, logits = self._recheck(verdict, view, fed, base, seen)
-        tokens = tuple(draft.guesses[node].token for node in verdict.accepted)
-        round = Round(draft, verdict, (*tokens, verdict.token), fed, logits, probes=len(probed))
-        if logits is seen:  # else another pass has overwritten what the output shows
-            followed = len(probed) > 0 and (verdict.accepted or (-1,))[-1] == spine_tip(draft)
-            round = replace(round, hidden=output.hidden, probed=probed if followed else None)
-        self._commit(round)
-        ended = time.perf_counter_ns()
-        times = RoundTimes((drafted - begun) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
-        self.statistics.add(round, times, self._governor.guessed_ms)
-        if resumption is None:
-            self.statistics.pass_ms[len(output.logits)].append((verified - ready) / 1e6)
-        if len(output.logits) == 1:
-            self._timed((ended - ready) / 1e6)
-        return round.committed
-
-    def _resumption(self, draft: Draft, base: int) -> Resumption | None:
-        """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
-        resumption = None
-        if draft.is_chain:
-            for name in dict.fromkeys(draft.sources):
-                resumption = self._drafters[name].resume(self._context, draft.tokens) or resumption
-        if self._backend.length != base:
-            self._backend.truncate(base)
-        return resumption
-
-    def _riders(self, draft: Draft, fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
-        """What enters the first layer of a pass in which a drafter's own rows ride along; None where none do."""
-        prober = self._prober
-        if prober is None or base + len(fed) + prober.probes > self._backend.capacity:
-            return None
-        if not self._governor.lets_ride(prober.name, draft, prober.probes):
-            return None
-        states = prober.embed(fed)
-        if self._backend.length != base:
-            self._backend.truncate(base)
-        return states
-
-    def _verify(
-        self, draft: Draft, fed: Ints, base: int, resumption: Resumption | None, states: Floats | None
-    ) -> ForwardOutput:
-        rows = np.arange(len(fed) if states is None else len(states))
-        if resumption is not None:
-            mask, hidden = resumption.layer_mask, resumption.hidden
-            return self._backend.forward(ForwardInput(fed, rows + base, rows, layer_mask=mask, hidden=hidden))
-        if states is not None:
-            # Their states count, not their tokens.
-            fed = np.pad(fed, (0, len(rows) - len(fed)))
-        if draft.is_chain:
-            return self._backend.forward(ForwardInput(fed, rows + base, rows, hidden=states))
-        depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
-        tree = [-1, *(parent + 1 for parent in draft.parents)]
-        for row in rows[len(tree) :].tolist():
-            above = row - 1 if row > len(draft) + 1 else spine_tip(draft) + 1
-            tree.append(above)
-            depths.append(depths[above] + 1)
-        return self._backend.forward(
-            ForwardInput(fed, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
-        )
-
-    def _recheck(
-        self, verdict: Verdict, view: RoundView, fed: Ints, base: int, logits: Floats
-    ) -> tuple[Verdict, Floats]:  # (S,), (S, V)
-        """Takes the first choice again that rounding may have decided, by the pass that plain decoding would run.
-
-        Returns:
-            The verdict, and the logits, which are copied before such a pass overwrites them, with what that gave.
-        """
-        for place, node in enumerate((-1, *verdict.accepted)):
-            if not view.near_tie(node, self._noise):
-                continue
-            logits = logits.copy()
-            self._backend.truncate(base + place)
-            position = np.array([base + place])
-            output = self._backend.forward(ForwardInput(fed[node + 1 : node + 2], position, np.zeros(1, np.int64)))
-            logits[node + 1] = output.logits[0]
-            token = self._sampler.sample(logits[node + 1], view.position(node), view.path(node))
-            self.statistics.rechecked += 1
-            return Verdict(verdict.accepted[:place], token, False), logits
-        return verdict, logits
-
-    def _commit(self, round: Round) -> None:
-        rows = [0, *(node + 1 for node in round.verdict.accepted)]
-        for row, token in zip(rows, round.committed, strict=True):
-            self._sampler.accept(token, round.logits[row])
-        self._context.tokens.extend(round.committed)
-        for drafter in self._drafters.values():
-            drafter.observe(round)
-        self._governor.observe(round)
 
     def _draw(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
         position = len(self._context.tokens) + len(drafted)
@@ -301,10 +333,25 @@ class SpeculativeDecoding(DecodingStrategy):
         probabilities = self._sampler.probabilities(logits, path)
         return self._sampler.sample_from(probabilities, position, 0), probabilities
 
-    def _further(self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+    def _draw_further(self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
         if not self._verification.iid_chains:
             probabilities = probabilities.copy()
             probabilities[list(taken)] = 0
             if not probabilities.any():
                 return None
         return self._sampler.sample_from(probabilities, len(self._context.tokens) + len(drafted), len(taken))
+
+
+def _tree_rows(draft: Draft, size: int) -> tuple[list[int], list[int]]:
+    """The parent and the depth of each row of a tree's pass; rows behind the draft's follow its main branch."""
+    depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
+    parents = [-1, *(parent + 1 for parent in draft.parents)]
+    for row in range(len(parents), size):
+        above = row - 1 if row > len(draft) + 1 else main_branch_end(draft) + 1
+        parents.append(above)
+        depths.append(depths[above] + 1)
+    return parents, depths
+
+
+def _over(logits: Floats, drafted: Sequence[int]) -> NoReturn:
+    raise AssertionError("the reply is over")

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.decoding.statistics import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import Profile, stamped
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
-from edgeinfer.runtime.speculation.statistics import SpeculationStatistics
 
 __all__ = ["DeviceCosts"]
 
@@ -89,7 +89,7 @@ class DeviceCosts:
             step = max(2, self._backend.capabilities.row_multiple) if exact else 1
             self._passes = measure_passes(self._backend, step=step, most=self._most)
             # Nothing of it is needed again, and a small model in a small budget may never make so large a pass.
-            self._backend.clear()
+            self._backend.cache.clear()
             self._save()
         if self.exact is not None and not self.exact.bit_identical:
             # Where nobody promised more, this is nothing to warn of.
@@ -134,7 +134,7 @@ class DeviceCosts:
 
     def _reaches(self, passes: PassCosts) -> bool:
         """Whether passes as large as are verified here were measured; plans of less memory measure smaller ones."""
-        wanted = sizes_to_measure(passes.step, min(self._most, self._backend.capacity))[-1]
+        wanted = sizes_to_measure(passes.step, min(self._most, self._backend.cache.capacity))[-1]
         # Where passes are this slow, time ended the measurement and would do so again.
         return passes.largest >= wanted or passes.ms(passes.largest) > _SLOW_MS
 
@@ -147,8 +147,8 @@ class DeviceCosts:
 
     def _plain_steps(self) -> list[float]:
         """Milliseconds of a few passes over one token, behind whatever the cache holds."""
-        backend, start, times = self._backend, self._backend.length, []
-        if start == backend.capacity:
+        backend, start, times = self._backend, self._backend.cache.length, []
+        if start == backend.cache.capacity:
             return []
         place, row = np.array([start]), np.zeros(1, np.int64)
         for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
@@ -156,13 +156,13 @@ class DeviceCosts:
             begun = time.perf_counter()
             backend.forward(ForwardInput(token, place, row))
             times.append((time.perf_counter() - begun) * 1e3)
-            backend.truncate(start)
+            backend.cache.trim(start)
         return times[1:]
 
     def _measure(self, drafter: Drafter) -> float:
         """Times guesses behind a conversation that repeats itself, so that tables have something to say."""
         backend = self._backend
-        base = backend.length
+        base = backend.cache.length
         filler = filler_tokens(backend, _FILLER // 2).tolist()
         tokens = (filler * (2 + (base + 1) // len(filler)))[
             : max(base + 1, _FILLER) if not drafter.uses_target else base + 1
@@ -173,7 +173,7 @@ class DeviceCosts:
         try:
             return measure_guesses(drafter, context)
         finally:
-            backend.truncate(base)
+            backend.cache.trim(base)
 
     def _shown(self, root: int) -> Round:
         """A round that committed nothing and shows made-up states, for drafters that guess from those."""

@@ -86,7 +86,7 @@ class _Candidate:
     order: int
     parent: int = field(compare=False)
     asked: Asked = field(compare=False)
-    spine: bool = field(compare=False)
+    main_branch: bool = field(compare=False)
 
 
 class _Tree:
@@ -97,7 +97,7 @@ class _Tree:
         self.parents: list[int] = []
         self.likely: list[float] = []
         self.paths: list[list[int]] = []
-        self.spine: list[bool] = []
+        self.main_branch: list[bool] = []
         self.expected = 1.0
         self.sure = 0  # nodes of a chain from the root that are as good as certain
         self.found = 0
@@ -110,7 +110,7 @@ class _Tree:
         self.parents.append(candidate.parent)
         self.likely.append(-candidate.unlikely)
         self.paths.append([*self.path(candidate.parent), candidate.asked.guess.token])
-        self.spine.append(candidate.spine)
+        self.main_branch.append(candidate.main_branch)
         self.expected -= candidate.unlikely
         # What a grammar forces, and what was right so often that it may count as such.
         if candidate.asked.estimate >= _SURE and self.sure == candidate.parent + 1 == len(self.nodes) - 1:
@@ -146,7 +146,7 @@ class Governor:
         # Cheap ones first: whether a costly one is asked depends on what they say.
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, most + 2)]
-        self._riding_ms = costs.pass_ms
+        self._pass_ms_of = costs.pass_ms
         self._round_ms = costs.round_ms
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._hopes = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
@@ -160,7 +160,7 @@ class Governor:
         self._asking_ms = self._round_ms + sum(cheap)
         self._saved = _FIRST_STAKE * self._pass_ms[0]
         self._tries = _TRIES
-        self._rides = _TRIES
+        self._probe_tries = _TRIES
         self._reach = 1.0  # how likely all of the last draft's first path is accepted
         self._needs = 0.0  # what the cheapest draft would have risked that promised more than plain decoding
         self._said, self._unpaid = 0, list(_UNPAID)
@@ -227,21 +227,21 @@ class Governor:
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         self._needs = needs if length == 0 and needs < math.inf else 0.0
-        self._reach = min((tree.likely[node] for node in range(length) if tree.spine[node]), default=1.0)
+        self._reach = min((tree.likely[node] for node in range(length) if tree.main_branch[node]), default=1.0)
         return tree.cut(length)
 
-    def lets_ride(self, name: str, draft: Draft, riders: int) -> bool:
-        """Whether so many rows may ride along with the last draft, for a drafter's next guesses.
+    def allows_probes(self, name: str, draft: Draft, probes: int) -> bool:
+        """Whether the pass over the last draft may have so many probe rows, for a drafter's next guesses.
 
         They must promise more tokens than their milliseconds could decode otherwise, and be paid for like any draft.
         """
-        ms = self._riding_ms(1 + len(draft) + riders) - self._pass_ms[len(draft)]
+        ms = self._pass_ms_of(1 + len(draft) + probes) - self._pass_ms[len(draft)]
         if self._reach * self._hopes[name] <= self.rate * ms:
             return False
         if ms > max(self._saved, 0.0):
-            if not self._rides:
+            if not self._probe_tries:
                 return False
-            self._rides -= 1
+            self._probe_tries -= 1
         return True
 
     def observe(self, round: Round) -> None:
@@ -260,7 +260,7 @@ class Governor:
             self._hopes[name] = target if name in asked_now else hope + (target - hope) * _RECOVERY
         kept = 1 - 1 / _ROUNDS
         size, probes = len(round.draft), round.probes
-        pass_ms = self._riding_ms(1 + size + probes) if probes else self._pass_ms[size]
+        pass_ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
         ms = pass_ms + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
         self._saved += len(committed) * self._pass_ms[0] * (1 + _STAKE) - ms
@@ -313,19 +313,19 @@ class Governor:
     def _children(self, context: Context, tree: _Tree, node: int) -> list[_Candidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
         path = tree.path(node)
-        likely, spine = (tree.likely[node], tree.spine[node]) if node >= 0 else (1.0, True)
-        asked = self._ask(context, path, likely, len(tree), spine)
+        likely, main_branch = (tree.likely[node], tree.main_branch[node]) if node >= 0 else (1.0, True)
+        asked = self._ask(context, path, likely, len(tree), main_branch)
         self._asked[tuple(path)] = asked
         surest: dict[int, Asked] = {}
         for a in sorted(asked, key=lambda a: -a.estimate):
             surest.setdefault(a.guess.token, a)
         candidates = []
         for rank, a in enumerate(list(surest.values())[: self._width]):
-            candidates.append(_Candidate(-likely * a.estimate, tree.found, node, a, spine and rank == 0))
+            candidates.append(_Candidate(-likely * a.estimate, tree.found, node, a, main_branch and rank == 0))
             tree.found += 1
         return candidates
 
-    def _ask(self, context: Context, path: list[int], likely: float, size: int, spine: bool) -> list[Asked]:
+    def _ask(self, context: Context, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
         answers: list[tuple[str, Guess]] = []
         best, best_ms = 0.0, 0.0
         for drafter in self._drafters:
@@ -334,7 +334,7 @@ class Governor:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)
-                if barred or not spine or self._ahead(likely, self._hopes[name], size, ms) <= without:
+                if barred or not main_branch or self._ahead(likely, self._hopes[name], size, ms) <= without:
                     continue
                 if not self._affords(self._pass_ms[0] + self._spent + ms):
                     if not self._tries:

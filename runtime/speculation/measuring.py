@@ -13,7 +13,8 @@ from statistics import median
 import numpy as np
 
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.contracts import Context, Drafter
 
@@ -61,10 +62,10 @@ def measure_passes(
         step: passes are padded to a multiple of so many rows; of larger passes only those multiples are measured.
         most: rows of the largest pass, for whose logits there is memory.
     """
-    capacity = backend.capacity
+    capacity = backend.cache.capacity
     past = min(past, max(0, capacity - _SIZES[-1]))
     sizes = [m for m in sizes_to_measure(step, most) if past + m <= capacity] or [1]
-    backend.truncate(0)
+    backend.cache.trim(0)
     _fill(backend, past)
     deadline = time.perf_counter() + budget_s
     _timed_pass(backend, past, 1, 0)  # reads the weights' pages in, and is no measure
@@ -83,7 +84,7 @@ def measure_passes(
             skip += size
             spent[size] += seconds
             best[size] = min(seconds, best.get(size, seconds))
-    backend.truncate(0)
+    backend.cache.trim(0)
     return PassCosts(tuple((size, best[size] * 1e3) for size in sizes if size in best), step)
 
 
@@ -92,21 +93,21 @@ def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
     begun = time.perf_counter()
     backend.forward(ForwardInput(tokens, rows + past, rows))
     seconds = time.perf_counter() - begun
-    backend.truncate(past)
+    backend.cache.trim(past)
     return seconds
 
 
 def _fill(backend: Backend, length: int) -> None:
     """Puts rows into an empty cache, for passes to attend to."""
-    if backend.capabilities.copies:
-        backend.restore(_blank(backend, length))
+    if backend.cache.copyable:
+        backend.cache.restore(_blank(backend, length))
     elif length:
         backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
 
 
 def _blank(backend: Backend, length: int) -> CacheSnapshot:
     """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
-    empty = backend.snapshot(0, 0)
+    empty = backend.cache.snapshot(0, 0)
     heads, _, width = empty.keys[0].shape
     zeros = (np.zeros((heads, length, width), empty.keys[0].dtype),) * backend.geometry.num_layers
     return replace(empty, length=length, keys=zeros, values=zeros)

@@ -1,4 +1,4 @@
-"""Which drafter a name stands for, what it needs and whether `auto` counts on it; knows nothing of what they do."""
+"""Which drafter a name stands for: how it is made, and whether `auto` counts on it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.profile.drafting import Tuning
 from edgeinfer.runtime.speculation.contracts import Drafter
-from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
-from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter
-from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
-from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter
-from edgeinfer.runtime.speculation.drafters.forced import ForcedDrafter
+from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
+from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
-from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
-from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
-from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
+from edgeinfer.runtime.speculation.drafters.self_drafters import (
+    BitsDrafter,
+    EarlyExitDrafter,
+    ExpertsDrafter,
+    ResidentDrafter,
+    SkipDrafter,
+)
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 
 __all__ = ["KINDS", "DrafterParts", "make_drafter"]

@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = ["ExactCheck", "check_exact", "near_edge"]
@@ -97,22 +98,22 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
         backend: the target, whose cache is given up.
         budget_s: seconds for measuring the noise where rows differ, in which at least one row is compared.
     """
-    size = min(_TEXT, backend.capacity)
-    past = min(_PROMPT, backend.capacity - size)
+    size = min(_TEXT, backend.cache.capacity)
+    past = min(_PROMPT, backend.cache.capacity - size)
     tokens = filler_tokens(backend, past + size)
-    backend.truncate(0)
+    backend.cache.trim(0)
     if past:
         backend.forward(ForwardInput(tokens[:past], np.arange(past), np.zeros(0, np.int64)))
     if not backend.capabilities.exact:
         drift = _drift(backend, past, budget_s)
-        backend.truncate(0)
+        backend.cache.trim(0)
         return ExactCheck(False, drift.largest, drift.worst_gap, max(drift.noise, _LEAST_NOISE), drift.rows)
     differences, same_cache = _Differences(), True
     first: tuple[Floats, CacheSnapshot] | None = None
     for cuts in _cuts(size):
-        backend.truncate(past)
+        backend.cache.trim(past)
         logits = np.concatenate([_rows(backend, tokens[past + a : past + b]) for a, b in pairwise(cuts)])
-        cache = backend.snapshot()
+        cache = backend.cache.snapshot()
         if first is None:
             first = logits, cache
             continue
@@ -122,7 +123,7 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     exact = differences.largest == 0 and same_cache
     if not exact:
         found.append(_drift(backend, past, budget_s))
-    backend.truncate(0)
+    backend.cache.trim(0)
     largest, gap = max(d.largest for d in found), max(d.worst_gap for d in found)
     return ExactCheck(exact, largest, gap, max(d.noise for d in found), sum(d.rows for d in found))
 
@@ -136,7 +137,7 @@ def _cuts(size: int) -> Iterator[list[int]]:
 
 def _rows(backend: Backend, tokens: Ints) -> Floats:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(tokens, rows + backend.length, rows)).logits.copy()
+    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits.copy()
 
 
 def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
@@ -147,15 +148,15 @@ def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
 def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
     """Between a text taken in token by token and again in wide passes, each over what it put into the cache itself."""
     differences = _Differences()
-    most = min(_MOST_ROWS, backend.capacity - past)
+    most = min(_MOST_ROWS, backend.cache.capacity - past)
     tokens = filler_tokens(backend, past + most)[past:]
     # Narrow passes take nearly all of the time.
     deadline = time.perf_counter() + 0.8 * budget_s
-    backend.truncate(past)
+    backend.cache.trim(past)
     narrow: list[Floats] = []
     while len(narrow) < most and (not narrow or time.perf_counter() < deadline):
         narrow.append(_rows(backend, tokens[len(narrow) : len(narrow) + 1]))
-    backend.truncate(past)
+    backend.cache.trim(past)
     for start in range(0, len(narrow), _WIDE):
         plain = np.concatenate(narrow[start : start + _WIDE])
         differences.add(plain, _rows(backend, tokens[start : start + len(plain)]))

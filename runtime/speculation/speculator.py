@@ -126,9 +126,9 @@ class Speculator:
             drafters,
             governor,
             verification,
-            settled=verification.name == "keyed" and exact is not None and exact.bit_identical,
+            main_branch_only=verification.name == "keyed" and exact is not None and exact.bit_identical,
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
-            timed=self._plain_ms.append,
+            on_plain_ms=self._plain_ms.append,
         )
         self._live.add(strategy)
         return strategy

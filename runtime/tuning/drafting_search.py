@@ -24,7 +24,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.profile.drafting import Tuning
-from edgeinfer.runtime.speculation.drafters.skip import every_second
+from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
 __all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]
@@ -110,7 +110,7 @@ def best_exit(
         matchness = scorer(mask)
         gain = costs.exit_gain(exit_layer, matchness)
         found.append(SkipSet(mask, matchness, gain.length, gain.speedup, 0))
-    backend.truncate(0)
+    backend.cache.trim(0)
     return replace(max(found, key=lambda exit: exit.speedup), evaluations=len(found))
 
 
@@ -147,7 +147,7 @@ def best_skip_set(
         search.step()
         if progress is not None:
             progress(search.scored, most)
-    backend.truncate(0)
+    backend.cache.trim(0)
     return search.result()
 
 

@@ -82,7 +82,7 @@ def _filler(engine: Engine, count: int) -> list[int]:
 
 
 def _require_room(engine: Engine, tokens: int) -> None:
-    capacity = engine.backend.capacity
+    capacity = engine.backend.cache.capacity
     if tokens > capacity:
         message = f"Measuring needs {tokens} tokens of context, there are {capacity}."
         raise UsageError(message, "Load with a larger context.")
@@ -121,7 +121,7 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
             backend.forward(ForwardInput(tokens, rows + past, rows))
             if repeat:  # the first round warms up
                 times[size].append((time.perf_counter() - begun) * 1e3)
-            backend.truncate(past)
+            backend.cache.trim(past)
     engine.forget()
     return times
 
@@ -232,7 +232,7 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
 def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
     fed = 0
     while fed < len(ids):
-        if engine.backend.length + engine.lost.tokens != fed:
+        if engine.backend.cache.length + engine.lost.tokens != fed:
             raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
         chunk = ids[fed : fed + min(_LOGIT_ROWS, engine.room())]
         yield engine.feed(chunk.tolist(), np.arange(len(chunk)))

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask
 from edgeinfer.runtime.layer_skip.divergence import entropy_bits
@@ -63,7 +64,7 @@ def search_skip_levels(
     units = skip_units(backend.geometry.num_layers, granularity)
     search = _Search(_Scorer(backend, samples), costs, units, evaluations, progress)
     search.run()
-    backend.truncate(0)
+    backend.cache.trim(0)
     return search.ladder()
 
 
@@ -266,7 +267,7 @@ class SampleTexts:
         for sample in samples:
             self._take_in(sample.prompt[:-1])
             fed = np.array([sample.prompt[-1], *sample.reply[: window - 1]], np.int64)
-            self._texts.append((backend.snapshot(), fed))
+            self._texts.append((backend.cache.snapshot(), fed))
 
     @property
     def positions(self) -> int:
@@ -277,14 +278,14 @@ class SampleTexts:
         """Logits of the blocks that run, after each token of each text in turn; a view that the next overwrites.
         (S, V)"""
         for before, fed in self._texts:
-            self._backend.restore(before)
+            self._backend.cache.restore(before)
             rows = np.arange(len(fed))
             yield self._backend.forward(
-                ForwardInput(fed, rows + self._backend.length, rows, layer_mask=layer_mask)
+                ForwardInput(fed, rows + self._backend.cache.length, rows, layer_mask=layer_mask)
             ).logits
 
     def _take_in(self, tokens: Sequence[int]) -> None:
-        self._backend.truncate(0)
+        self._backend.cache.trim(0)
         for start in range(0, len(tokens), _CHUNK):
             ids = np.array(tokens[start : start + _CHUNK], np.int64)
             self._backend.forward(ForwardInput(ids, np.arange(start, start + len(ids)), np.zeros(0, np.int64)))

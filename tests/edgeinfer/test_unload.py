@@ -133,7 +133,7 @@ def test_everything_large_is_freed(small_bundle: Path) -> None:
         assert parts.engine.prefix_bytes > 0
         backend = parts.engine.backend
         assert isinstance(backend, OnnxBackend)
-        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend._kv.keys[0])]
+        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend.cache.keys[0])]
         del parts, backend
         gc.disable()  # cycles may be collected much later
         try:

@@ -28,11 +28,9 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
-from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
-from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge
-from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
+from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter, StateDrafter
+from edgeinfer.runtime.speculation.drafters.model import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
-from edgeinfer.runtime.speculation.drafters.states import StateDrafter
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.runtime.speculation.drafters.models import context, take_in
@@ -137,7 +135,7 @@ def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: TokenFile
     guesser = PromptDrafter(backend, found)
     take_in(backend, TEXT[:9])
     states = guesser.embed(np.array(TEXT[9:10]))
-    assert states is not None and backend.length == 9
+    assert states is not None and backend.cache.length == 9
     rows = np.arange(1 + SHAPE.count)
     fed = np.pad(np.array(TEXT[9:10]), (0, SHAPE.count))
     output = backend.forward(ForwardInput(fed, rows + 9, rows, hidden=states))

@@ -87,7 +87,7 @@ def exported(request: pytest.FixtureRequest, optimum: None, tmp_path_factory: py
 
 
 def feed(backend: ConcatBackend, tokens: NDArray[np.int64], rows: list[int]) -> NDArray[np.float32]:  # (R, V)
-    positions = np.arange(backend.length, backend.length + len(tokens))
+    positions = np.arange(backend.cache.length, backend.cache.length + len(tokens))
     return backend.forward(ForwardInput(tokens, positions, np.array(rows, np.int64))).logits.copy()
 
 
@@ -123,8 +123,8 @@ def test_logits_match_after_rolling_back(exported: Exported) -> None:
     expected, backend = exported.logits(TOKENS), ConcatBackend(exported.bundle, 16)
     feed(backend, TOKENS[:5], [])
     feed(backend, np.array([9, 8, 7, 6]), [3])
-    backend.truncate(7)
-    backend.truncate(5)
+    backend.cache.trim(7)
+    backend.cache.trim(5)
     got = feed(backend, TOKENS[5:], [0, 5])
     assert np.abs(got - expected[[5, 10]]).max() <= TOLERANCE
 

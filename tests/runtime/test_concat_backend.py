@@ -127,12 +127,12 @@ def used(sums: Sums) -> ConcatBackend:
 @pytest.fixture
 def backend(used: ConcatBackend) -> ConcatBackend:
     """The backend with an empty cache; what tests leave behind its length must not matter."""
-    used.truncate(0)
+    used.cache.trim(0)
     return used
 
 
 def feed(backend: ConcatBackend, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:  # (R, V)
-    positions = np.arange(backend.length, backend.length + len(tokens))
+    positions = np.arange(backend.cache.length, backend.cache.length + len(tokens))
     return backend.forward(ForwardInput(np.array(tokens), positions, np.array(rows, np.int64))).logits.copy()
 
 
@@ -148,18 +148,18 @@ chains = st.lists(st.tuples(st.lists(st.integers(0, V - 1), min_size=1, max_size
 @given(chain=chains)
 def test_any_chain_of_passes_and_cuts(sums: Sums, used: ConcatBackend, chain: list[tuple[list[int], int]]) -> None:
     backend, held = used, list[int]()
-    backend.truncate(0)
+    backend.cache.trim(0)
     for tokens, cut in chain:
         if len(held) + len(tokens) > CAPACITY:
-            backend.truncate(0)
+            backend.cache.trim(0)
             held.clear()
         held += tokens
         got = feed(backend, tokens, range(len(tokens)))
         assert close(got, sums.expected(held)[-len(tokens) :])
         if cut <= len(held):
-            backend.truncate(cut)
+            backend.cache.trim(cut)
             del held[cut:]
-        assert backend.length == len(held)
+        assert backend.cache.length == len(held)
 
 
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
@@ -170,10 +170,10 @@ def test_wanted_rows(sums: Sums, backend: ConcatBackend, rows: list[int]) -> Non
 def test_keep_takes_the_first_rows_of_a_pass(sums: Sums, backend: ConcatBackend) -> None:
     feed(backend, [1, 2], [])
     feed(backend, [3, 4, 5], [])
-    backend.keep(2, [0, 1])
+    backend.cache.keep(2, [0, 1])
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 4, 6])[-1:])
     with pytest.raises(CapabilityError):
-        backend.keep(2, [0, 2])
+        backend.cache.keep(2, [0, 2])
 
 
 def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> None:
@@ -185,56 +185,56 @@ def test_trees_layers_and_hidden_states_are_refused(backend: ConcatBackend) -> N
     for extra in extras:
         with pytest.raises(CapabilityError):
             backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
-    assert backend.length == 0
+    assert backend.cache.length == 0
 
 
 @either
 def test_positions_other_than_the_next_ones(sums: Sums, backend: ConcatBackend) -> None:
     if sums.positions:
         backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
-        assert backend.length == 2
+        assert backend.cache.length == 2
         return
     with pytest.raises(BackendError, match="positions"):
         backend.forward(ForwardInput(np.array([1, 2]), np.array([0, 5]), np.array([1])))
-    assert backend.length == 0
+    assert backend.cache.length == 0
 
 
 def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
     feed(backend, [1, 2, 3, 4], [])
-    backend.truncate(3)
-    snapshot = backend.snapshot()
+    backend.cache.trim(3)
+    snapshot = backend.cache.snapshot()
     assert (snapshot.length, snapshot.keys[0].shape) == (3, (H, 3, D))
     feed(backend, [5, 5, 5], [])
-    backend.restore(snapshot)
+    backend.cache.restore(snapshot)
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 6])[-1:])
     other = ConcatBackend(sums.bundle, 2)
     with pytest.raises(BackendError, match="do not fit"):
-        other.restore(snapshot)
+        other.cache.restore(snapshot)
     with pytest.raises(BackendError, match="another model"):
-        other.restore(replace(snapshot, keys=()))
+        other.cache.restore(replace(snapshot, keys=()))
 
 
 def test_rows_come_back_piece_by_piece(sums: Sums, backend: ConcatBackend) -> None:
     feed(backend, [1, 2, 3, 4, 5], [])
-    backend.truncate(4)
-    first, second = backend.snapshot(0, 1), backend.snapshot(1, 4)
+    backend.cache.trim(4)
+    first, second = backend.cache.snapshot(0, 1), backend.cache.snapshot(1, 4)
     feed(backend, [5, 5], [])
-    backend.truncate(0)
+    backend.cache.trim(0)
     for piece in (first, second):
-        backend.append(piece)
-    assert backend.length == 4
+        backend.cache.append(piece)
+    assert backend.cache.length == 4
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 3, 4, 6])[-1:])
     with pytest.raises(BackendError, match="do not fit"):
         for _ in range(CAPACITY):
-            backend.append(second)
+            backend.cache.append(second)
     with pytest.raises(BackendError, match="copy"):
-        backend.snapshot(3, backend.length + 1)
+        backend.cache.snapshot(3, backend.cache.length + 1)
 
 
 def test_rows_are_rewritten_layer_by_layer(sums: Sums, backend: ConcatBackend) -> None:
     feed(backend, [1, 2, 3, 4, 5], [])
-    backend.truncate(4)
-    held, seen = backend.snapshot(), []
+    backend.cache.trim(4)
+    held, seen = backend.cache.snapshot(), []
 
     def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
         seen.append(layer)
@@ -243,16 +243,16 @@ def test_rows_are_rewritten_layer_by_layer(sums: Sums, backend: ConcatBackend) -
         keys[:], values[:] = 0, 0
         return kept
 
-    backend.rewrite(edit)
-    assert seen == list(range(L)) and backend.length == 2
+    backend.cache.rewrite(edit)
+    assert seen == list(range(L)) and backend.cache.length == 2
     assert close(feed(backend, [6], [0]), sums.expected([1, 2, 6])[-1:])
 
 
 def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> None:
     feed(backend, [1, 2, 3], [])
     with pytest.raises(BackendError, match="An edit of 3 rows"):
-        backend.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
-    assert backend.length == 0
+        backend.cache.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
+    assert backend.cache.length == 0
     assert close(feed(backend, [1, 2], [0, 1]), sums.expected([1, 2]))
 
 
@@ -266,15 +266,15 @@ def test_a_full_cache_and_a_bad_cut_are_refused(backend: ConcatBackend) -> None:
     feed(backend, [1] * CAPACITY, [])
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1], [0])
-    with pytest.raises(BackendError, match="truncate"):
-        backend.truncate(CAPACITY + 1)
+    with pytest.raises(BackendError, match="trim"):
+        backend.cache.trim(CAPACITY + 1)
 
 
 def test_memory_stays_as_planned(backend: ConcatBackend) -> None:
     before = backend.nbytes()["kv"]
     assert before == 2 * GEOMETRY.kv_bytes_per_token() * CAPACITY
     feed(backend, [1] * 8, [])
-    backend.truncate(3)
+    backend.cache.trim(3)
     feed(backend, [2], [0])
     assert backend.nbytes()["kv"] == before
     assert backend.run_ns > 0
@@ -284,7 +284,7 @@ def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -
     feed(backend, [1, 2], [])
     with within_runs(backend.cancel), pytest.raises(PassCancelledError):
         feed(backend, [3, 4, 5, 6], [])
-    assert backend.length == 2
+    assert backend.cache.length == 2
     assert close(feed(backend, [3], [0]), sums.expected([1, 2, 3])[-1:])
 
 

@@ -25,7 +25,7 @@ def export(layout: Layout = NATIVE, *, bits: int = 8, symmetric: bool = False) -
 
 def logits(backend: Backend, planes: int) -> Floats:  # (S, V)
     """Of a text, from an empty cache."""
-    backend.truncate(0)
+    backend.cache.trim(0)
     step = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)), planes=planes))
     return step.logits.copy()
 
@@ -59,7 +59,7 @@ def test_backends_without_planes_refuse() -> None:
         assert not backend.capabilities.elastic
         with pytest.raises(CapabilityError, match="cannot read one plane of its weights"):
             logits(backend, 1)
-        assert backend.length == 0
+        assert backend.cache.length == 0
         logits(backend, 2)
 
 

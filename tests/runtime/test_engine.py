@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.contract import (
-    CacheSnapshot,
-    Edit,
-    ForwardInput,
-    ForwardOutput,
-    PassCancelledError,
-    check_pass,
-)
+from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.logits import Logits
@@ -44,56 +38,21 @@ def continued(prompt: Sequence[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-class TableBackend:
-    """Implements the contract over `next_token`; `pause` holds a chosen pass until it is cancelled or let go."""
+class TableCache:
+    """The tokens of a text in the place of keys and values."""
 
-    name = "table"
-    kernel = "table"
-    geometry = Geometry(VOCABULARY, 1, 1, 1, 1, 1000)
-    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
-    capacity = CAPACITY
-    run_ns = 0
+    copyable = True
+    nbytes = 0
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.held: list[int] = []
-        self.passes: list[int] = []
-        self.fails_at: int | None = None
-        self.failure: Exception = BackendError("The table broke.")
-        self.paused_at: int | None = None
-        self.reached = threading.Event()
-        self._cancelled = threading.Event()
 
     @property
     def length(self) -> int:
         return len(self.held)
 
-    def forward(
-        self,
-        batch: ForwardInput,
-    ) -> ForwardOutput:
-        check_pass(self, batch)
-        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        assert positions.tolist() == list(range(self.length, self.length + len(tokens)))
-        self._wait()
-        start = self.length
-        self.held += tokens.tolist()
-        self.passes.append(len(tokens))
-        logits = np.zeros((len(rows), VOCABULARY), np.float32)
-        for i, row in enumerate(rows):
-            logits[i, next_token(self.held[: start + row + 1])] = 1
-        return ForwardOutput(logits, None)
-
-    def _wait(self) -> None:
-        if len(self.passes) == self.fails_at:
-            self.fails_at = None
-            raise self.failure
-        if len(self.passes) == self.paused_at:
-            self._cancelled.clear()
-            self.reached.set()
-            if self._cancelled.wait(TIME_LIMIT):
-                raise PassCancelledError("The pass was cancelled.")
-
-    def truncate(self, length: int) -> None:
+    def trim(self, length: int) -> None:
         assert 0 <= length <= self.length
         del self.held[length:]
 
@@ -117,6 +76,55 @@ class TableBackend:
     def rewrite(self, edit: Edit) -> None:
         rows = np.array(self.held, np.float32).reshape(1, -1, 1)
         self.held = edit(0, rows.copy(), rows.copy())[1][0, :, 0].astype(int).tolist()
+
+
+class TableBackend:
+    """Implements the contract over `next_token`; `pause` holds a chosen pass until it is cancelled or let go."""
+
+    name = "table"
+    kernel = "table"
+    geometry = Geometry(VOCABULARY, 1, 1, 1, 1, 1000)
+    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
+    run_ns = 0
+
+    def __init__(self) -> None:
+        self.cache = TableCache(CAPACITY)
+        self.passes: list[int] = []
+        self.fails_at: int | None = None
+        self.failure: Exception = BackendError("The table broke.")
+        self.paused_at: int | None = None
+        self.reached = threading.Event()
+        self._cancelled = threading.Event()
+
+    @property
+    def held(self) -> list[int]:
+        return self.cache.held
+
+    def forward(
+        self,
+        batch: ForwardInput,
+    ) -> ForwardOutput:
+        check_pass(self, batch)
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
+        assert positions.tolist() == list(range(self.cache.length, self.cache.length + len(tokens)))
+        self._wait()
+        start = self.cache.length
+        self.cache.held += tokens.tolist()
+        self.passes.append(len(tokens))
+        logits = np.zeros((len(rows), VOCABULARY), np.float32)
+        for i, row in enumerate(rows):
+            logits[i, next_token(self.held[: start + row + 1])] = 1
+        return ForwardOutput(logits, None)
+
+    def _wait(self) -> None:
+        if len(self.passes) == self.fails_at:
+            self.fails_at = None
+            raise self.failure
+        if len(self.passes) == self.paused_at:
+            self._cancelled.clear()
+            self.reached.set()
+            if self._cancelled.wait(TIME_LIMIT):
+                raise PassCancelledError("The pass was cancelled.")
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -226,7 +234,7 @@ def test_forgetting(engine: Engine, table: TableBackend) -> None:
     prompt = list(range(9))
     generate(engine, prompt)
     engine.forget()
-    assert table.length == 0
+    assert table.cache.length == 0
     assert generate(engine, prompt) == continued(prompt, 5)
     assert engine.prefill.cached == 0
 
@@ -254,7 +262,7 @@ def test_ends_when_the_context_is_full(engine: Engine, table: TableBackend, limi
     reply = generate(engine, [1, 2, 3], limit)
     # The last token needs no place: it is never fed.
     assert reply == continued([1, 2, 3], CAPACITY - 3 + 1)
-    assert table.length == CAPACITY
+    assert table.cache.length == CAPACITY
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -283,7 +291,7 @@ def test_a_pass_without_memory_empties_the_cache(
     table.fails_at, table.failure = fails_at, failure
     with pytest.raises(type(failure)):
         generate(engine, [1, 2, 3, 4, 5, 6])
-    assert (table.length, engine.held, engine.prefix_bytes) == (0, (), 0)
+    assert (table.cache.length, engine.held, engine.prefix_bytes) == (0, (), 0)
     assert generate(engine, [1, 2, 3, 4, 5, 6]) == continued([1, 2, 3, 4, 5, 6], 5)
 
 

@@ -61,13 +61,13 @@ def test_cancelling_a_real_pass(make_family: Callable[..., Family], length: int)
     prompt = [int(t) for t in np.random.default_rng(6).integers(0, 320, 512)]
 
     def cancel() -> None:
-        if backend.length == length:
+        if backend.cache.length == length:
             engine.cancel()
 
     with within_runs(cancel):
         reply = generate(engine, prompt, 500)
     assert engine.cancelled
-    assert backend.length == length
+    assert backend.cache.length == length
     assert len(reply) == max(0, length - 511)
     assert generate(engine, prompt[:20], 4) == greedy_by_transformers(family, prompt[:20], 4)
     backend.close()

@@ -27,11 +27,11 @@ class Window:
         self.texts: list[tuple[int, ...]] = []
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
-        assert self.table.length == CAPACITY
+        assert self.table.cache.length == CAPACITY
         assert self.table.held[SINKS:] == list(tokens[len(tokens) - CAPACITY + SINKS :])
         self.texts.append(tuple(tokens))
         kept = np.delete(np.arange(CAPACITY), slice(SINKS, SINKS + FREED))
-        self.table.rewrite(lambda layer, keys, values: (keys[:, kept], values[:, kept]))
+        self.table.cache.rewrite(lambda layer, keys, values: (keys[:, kept], values[:, kept]))
         return Removed(FREED)
 
     def forget(self) -> None:
@@ -76,7 +76,7 @@ def test_prompt_and_reply_may_be_of_any_length(table: TableBackend, size: int, c
     engine = engine_of(table, chunk)
     assert write(engine, prompt, 60) == continued(prompt, 60)
     fed = size + 59
-    assert engine.lost == Lost(-(-max(0, fed - CAPACITY) // FREED), fed - table.length, 0, engine.lost.since)
+    assert engine.lost == Lost(-(-max(0, fed - CAPACITY) // FREED), fed - table.cache.length, 0, engine.lost.since)
     assert max(table.passes) <= chunk
 
 
@@ -157,7 +157,7 @@ def test_a_policy_that_fails_empties_the_cache(table: TableBackend, monkeypatch:
     monkeypatch.setattr(engine.overflow, "make_room", fails)
     with pytest.raises(MemoryError):
         write(engine, [1] * 45, 3)
-    assert (table.length, engine.lost) == (0, Lost())
+    assert (table.cache.length, engine.lost) == (0, Lost())
     monkeypatch.undo()
     assert write(engine, [1] * 45, 3) == continued([1] * 45, 3)
 

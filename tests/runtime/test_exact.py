@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Layout
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.calibration import calibrate
@@ -62,7 +63,7 @@ class Exact:
 
 def run(backend: OnnxBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens), rows + backend.length, rows)).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens), rows + backend.cache.length, rows)).logits.copy()
 
 
 @pytest.fixture(
@@ -81,7 +82,7 @@ def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
         scales = calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
     backend = OnnxBackend(bundle, 64, threads=threads, kv=kv, kv_scales=scales)
     logits = run(backend, TEXT)
-    yield Exact(backend, logits, backend.snapshot())
+    yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()
 
 
@@ -95,12 +96,12 @@ def same_cache(actual: CacheSnapshot, expected: CacheSnapshot) -> bool:
 @example(cuts=set(range(1, len(TEXT))), wanted=[])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: list[int]) -> None:
-    exact.backend.truncate(0)
+    exact.backend.cache.trim(0)
     logits = np.concatenate([run(exact.backend, chunk) for chunk in np.split(TEXT, sorted(cuts))])
     assert np.array_equal(logits, exact.logits)
-    assert same_cache(exact.backend.snapshot(), exact.cache)
+    assert same_cache(exact.backend.cache.snapshot(), exact.cache)
     # Nor does it matter which rows are asked for.
-    exact.backend.truncate(0)
+    exact.backend.cache.trim(0)
     few = exact.backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.array(wanted, np.int64))).logits
     assert np.array_equal(few, exact.logits[wanted])
 
@@ -109,7 +110,7 @@ def test_any_chunking_gives_the_same_bits(exact: Exact, cuts: set[int], wanted: 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, int]]) -> None:
     """Each round feeds some right tokens with wrong ones after them, and takes the wrong ones back."""
-    exact.backend.truncate(0)
+    exact.backend.cache.trim(0)
     done = 0
     for right, wrong in rounds:
         right = min(right, len(TEXT) - done)
@@ -118,12 +119,12 @@ def test_rejected_drafts_leave_no_trace(exact: Exact, rounds: list[tuple[int, in
         tokens = np.concatenate([TEXT[done : done + right], np.arange(wrong)])
         assert np.array_equal(run(exact.backend, tokens)[:right], exact.logits[done : done + right])
         done += right
-        exact.backend.truncate(done)
+        exact.backend.cache.trim(done)
 
 
 def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
     backend = exact.backend
-    backend.truncate(0)
+    backend.cache.trim(0)
     run(backend, TEXT[:CONTEXT])
     # The next tokens as a spine, with branches beside it.
     depths: list[int] = []
@@ -134,20 +135,20 @@ def test_trees_and_copies_give_the_same_bits(exact: Exact) -> None:
         ForwardInput(tokens, CONTEXT + np.array(depths), np.arange(len(tokens)), tree=PARENTS)
     ).logits[:5]
     assert np.array_equal(spine, exact.logits[CONTEXT : CONTEXT + 5])
-    backend.keep(CONTEXT, [0, 1, 2])
+    backend.cache.keep(CONTEXT, [0, 1, 2])
     assert np.array_equal(run(backend, TEXT[CONTEXT + 3 :]), exact.logits[CONTEXT + 3 :])
-    assert same_cache(backend.snapshot(), exact.cache)
+    assert same_cache(backend.cache.snapshot(), exact.cache)
     # Rows are rewritten as they are, cut by an edit, and computed again.
-    backend.rewrite(lambda layer, keys, values: (keys, values))
-    assert same_cache(backend.snapshot(), exact.cache)
-    backend.rewrite(lambda layer, keys, values: (keys[:, :CONTEXT], values[:, :CONTEXT]))
-    assert backend.length == CONTEXT
+    backend.cache.rewrite(lambda layer, keys, values: (keys, values))
+    assert same_cache(backend.cache.snapshot(), exact.cache)
+    backend.cache.rewrite(lambda layer, keys, values: (keys[:, :CONTEXT], values[:, :CONTEXT]))
+    assert backend.cache.length == CONTEXT
     assert np.array_equal(run(backend, TEXT[CONTEXT:]), exact.logits[CONTEXT:])
     # They come back whole and in pieces.
-    first, second = backend.snapshot(0, CONTEXT), backend.snapshot(CONTEXT)
-    backend.truncate(CONTEXT)
-    backend.restore(exact.cache)
-    assert same_cache(backend.snapshot(), exact.cache)
-    backend.restore(first)
-    backend.append(second)
-    assert same_cache(backend.snapshot(), exact.cache)
+    first, second = backend.cache.snapshot(0, CONTEXT), backend.cache.snapshot(CONTEXT)
+    backend.cache.trim(CONTEXT)
+    backend.cache.restore(exact.cache)
+    assert same_cache(backend.cache.snapshot(), exact.cache)
+    backend.cache.restore(first)
+    backend.cache.append(second)
+    assert same_cache(backend.cache.snapshot(), exact.cache)

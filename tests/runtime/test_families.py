@@ -30,13 +30,13 @@ def test_logits_are_those_of_transformers(family: Family) -> None:
     for maker in MAKERS.values():
         backend = maker(family.bundle, CAPACITY)
         for sizes in ([20], [7, 1, 9, 3], [1] * 20):
-            backend.truncate(0)
+            backend.cache.trim(0)
             assert_close(feed_in(backend, TEXT, sizes), family.expected(TEXT))
-            assert backend.length == len(TEXT)
+            assert backend.cache.length == len(TEXT)
         for length in (9, 0):
-            backend.truncate(length)
+            backend.cache.trim(length)
             assert_close(feed_in(backend, OTHER, [2, 5]), family.expected(TEXT[:length] + OTHER)[length:])
-        backend.truncate(0)
+        backend.cache.trim(0)
         feed(backend, TEXT[:8])
         context = TEXT[:8]
         logits = feed_tree(backend, DRAFT, PARENTS)
@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers(family: Family) -> None:
             branch = [DRAFT[i] for i in path(PARENTS, node)]
             assert_close(logits[node], family.expected(context + branch)[-1])
         kept = path(PARENTS, 8)
-        backend.keep(8, kept)
+        backend.cache.keep(8, kept)
         held = context + [DRAFT[i] for i in kept]
         assert_close(feed(backend, OTHER), family.expected(held + OTHER)[len(held) :])
         backend.close()

@@ -19,7 +19,7 @@ from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV
 from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
@@ -86,9 +86,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.length = len(self.expected)
 
     @rule(share=st.floats(0, 1))
-    def truncate(self, share: float) -> None:
+    def trim(self, share: float) -> None:
         length = round(share * len(self.expected))
-        self.cache.truncate(length)
+        self.cache.trim(length)
         del self.expected[length:]
         self.start = min(self.start, length)
 
@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, stop))
         middle = data.draw(st.integers(start, stop))
         pieces = self.cache.snapshot(start, middle), self.cache.snapshot(middle, stop)
-        self.cache.truncate(start)
+        self.cache.trim(start)
         for piece in pieces:
             self.cache.append(piece)
         self.start = stop
@@ -192,7 +192,7 @@ def test_new_rows_are_zero_and_old_ones_stay_also_behind_the_length() -> None:
     cache = filled(256)
     for array in (*cache.keys, *cache.values):
         array[:] = 7
-    cache.truncate(3)
+    cache.trim(3)
     cache.reserve(300)
     for array in (*cache.keys, *cache.values):
         assert (array[:, :, :256] == 7).all()
@@ -205,9 +205,9 @@ def test_refuses_more_rows_than_the_capacity() -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 6])
-def test_refuses_to_truncate_to_what_is_not_there(length: int) -> None:
-    with pytest.raises(BackendError, match="truncate"):
-        filled(5).truncate(length)
+def test_refuses_to_trim_to_what_is_not_there(length: int) -> None:
+    with pytest.raises(BackendError, match="trim"):
+        filled(5).trim(length)
 
 
 @pytest.mark.parametrize("rows", [[1, 0], [1, 1], [-1], [3], [0, 7]])

@@ -39,7 +39,7 @@ def squared_error(family: Family, kv: str, scales: KVScales) -> float:
     """Of all cached rows of a text."""
     backend = ReferenceBackend(family.bundle, 64)
     backend.forward(ForwardInput(np.array(NEW), np.arange(len(NEW)), np.zeros(0, np.int64)))
-    held, kind, total = backend.snapshot(), KV[kv], 0.0
+    held, kind, total = backend.cache.snapshot(), KV[kv], 0.0
     for own, keys, values in zip(scales.of(kv), held.keys, held.values, strict=True):
         for rows, of in ((keys, own.keys), (values, own.values)):
             total += float(np.square(load(kind, store(kind, rows, of), of) - rows).sum())
@@ -56,7 +56,7 @@ def test_scales_are_found_and_fit(family: Family) -> None:
     backend = OnnxBackend(family.bundle, 64)
     seen: list[tuple[str, int, int]] = []
     scales = calibrate(backend, TEXTS, rope_of(family.bundle), progress=lambda *step: seen.append(step))
-    assert backend.length == 0 and scales.tokens == 120
+    assert backend.cache.length == 0 and scales.tokens == 120
     backend.close()
     assert [step[1:] for step in seen] == [(0, 3), (1, 3), (2, 3)]
     scales.check(family.bundle.manifest.geometry)
@@ -116,7 +116,7 @@ def test_channels_that_are_always_zero(make_family: Callable[..., Family]) -> No
         seen.append(values)
         return keys, values
 
-    backend.rewrite(look)
+    backend.cache.rewrite(look)
     backend.close()
     assert geometry.head_dim == 24
     assert not any(values[..., 18:].any() for values in seen) and all(values[..., :18].any() for values in seen)
@@ -156,7 +156,7 @@ def test_keys_fit_at_places_that_the_texts_did_not_reach(make_family: Callable[.
     scales = calibrate(ReferenceBackend(bundle, 64), TEXTS, rope)
     backend = ReferenceBackend(bundle, 4096)
     backend.forward(ForwardInput(np.array(NEW), np.arange(len(NEW)) + 4000, np.zeros(0, np.int64)))
-    held = backend.snapshot()
+    held = backend.cache.snapshot()
     beyond = [
         (np.abs(keys) > 128 * own.keys.reshape(keys.shape[0], 1, -1)).mean()
         for own, keys in zip(scales.of("int8"), held.keys, strict=True)

@@ -72,7 +72,7 @@ def logits(bundle: Bundle, weights: str, kv: str = "float32") -> Floats:  # (S, 
     rows = [0, *range(4)], [0, 1], [0]
     parts = []
     for chunk, wanted in zip(np.split(TEXT, [4, 6]), rows, strict=True):
-        positions = backend.length + np.arange(len(chunk))
+        positions = backend.cache.length + np.arange(len(chunk))
         parts.append(backend.forward(ForwardInput(chunk, positions, np.array(wanted))).logits.copy())
     backend.close()
     return np.concatenate(parts)

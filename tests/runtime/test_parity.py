@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
@@ -48,7 +49,7 @@ def backends(family: Family) -> Iterator[dict[str, Backend]]:
 def backend(request: pytest.FixtureRequest, backends: dict[str, Backend]) -> Backend:
     """Each backend in turn, empty."""
     made = backends[request.param]
-    made.truncate(0)
+    made.cache.trim(0)
     return made
 
 
@@ -56,8 +57,8 @@ def backend(request: pytest.FixtureRequest, backends: dict[str, Backend]) -> Bac
 def pair(request: pytest.FixtureRequest, backends: dict[str, Backend]) -> tuple[Backend, Backend]:
     """An ONNX backend and the reference backend of the same bundle, empty."""
     onnx, reference = backends[request.param], backends["reference"]
-    onnx.truncate(0)
-    reference.truncate(0)
+    onnx.cache.trim(0)
+    reference.cache.trim(0)
     return onnx, reference
 
 
@@ -65,7 +66,7 @@ def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # 
     """A chain in one pass, all logit rows."""
     rows = np.arange(len(tokens))
     return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **options)
+        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **options)
     ).logits.copy()
 
 
@@ -89,7 +90,7 @@ def path(parents: Sequence[int], node: int) -> list[int]:
 
 
 def feed_tree(backend: Backend, tokens: Sequence[int], parents: Sequence[int]) -> Floats:  # (S, V)
-    positions = backend.length + np.array(depths(parents))
+    positions = backend.cache.length + np.array(depths(parents))
     rows = np.arange(len(tokens))
     return backend.forward(
         ForwardInput(np.array(tokens, np.int64), positions, rows, tree=np.array(parents))
@@ -112,7 +113,7 @@ def test_only_the_rows_asked_for(family: Family, backend: Backend) -> None:
 def test_a_draft_tree_needs_a_context(backend: Backend) -> None:
     with pytest.raises(BackendError, match="at least one token"):
         feed_tree(backend, DRAFT, PARENTS)
-    assert backend.length == 0
+    assert backend.cache.length == 0
 
 
 @pytest.mark.parametrize("node", [8, 6, 4, None])
@@ -121,9 +122,9 @@ def test_keeping_a_branch(family: Family, backend: Backend, node: int | None) ->
     feed(backend, context)
     feed_tree(backend, DRAFT, PARENTS)
     branch = [] if node is None else path(PARENTS, node)
-    backend.keep(len(context), branch)
+    backend.cache.keep(len(context), branch)
     accepted = context + [DRAFT[i] for i in branch]
-    assert backend.length == len(accepted)
+    assert backend.cache.length == len(accepted)
     assert_close(feed_in(backend, OTHER, [1, 4, 2]), family.expected(accepted + OTHER)[len(accepted) :])
 
 
@@ -140,8 +141,8 @@ def test_masked_layers_match_the_reference(pair: tuple[Backend, Backend]) -> Non
     for mask in layer_masks(onnx.geometry.num_layers):
         actual, expected = (feed_in(b, TEXT, [9, 1, 10], layer_mask=mask) for b in pair)
         assert_close(actual, expected)
-        onnx.truncate(0)
-        reference.truncate(0)
+        onnx.cache.trim(0)
+        reference.cache.trim(0)
 
 
 def test_masked_trees_match_the_reference(pair: tuple[Backend, Backend]) -> None:
@@ -161,7 +162,7 @@ def test_a_masked_pass_leaves_the_context_alone(family: Family, backend: Backend
     feed(backend, TEXT[:8])
     for mask in layer_masks(backend.geometry.num_layers):
         feed(backend, OTHER, layer_mask=mask)
-        backend.truncate(8)
+        backend.cache.trim(8)
     assert_close(feed(backend, TEXT[8:]), family.expected(TEXT)[8:])
 
 
@@ -174,7 +175,7 @@ def test_resuming_from_an_exit_layer(family: Family, backend: Backend, exit_laye
     early = backend.forward(ForwardInput(tokens, positions, np.zeros(0, np.int64), layer_mask=first))
     assert early.hidden is not None
     hidden = early.hidden.copy()
-    backend.truncate(6)
+    backend.cache.trim(6)
     resumed = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=~first, hidden=hidden))
     assert_close(resumed.logits, expected[6:13])
     # Both halves left their keys and values behind.
@@ -193,23 +194,23 @@ def test_hidden_states_match_the_reference(pair: tuple[Backend, Backend], exit_l
 
 def test_snapshot_and_restore(family: Family, backend: Backend) -> None:
     feed(backend, TEXT[:11])
-    snapshot = backend.snapshot()
+    snapshot = backend.cache.snapshot()
     held = CacheSnapshot(
         snapshot.length, tuple(k.copy() for k in snapshot.keys), tuple(v.copy() for v in snapshot.values)
     )
-    backend.truncate(3)
+    backend.cache.trim(3)
     feed(backend, OTHER * 2)
     assert all(np.array_equal(a, b) for a, b in zip(snapshot.keys, held.keys, strict=True))
-    backend.restore(snapshot)
-    assert backend.length == 11
+    backend.cache.restore(snapshot)
+    assert backend.cache.length == 11
     assert_close(feed_in(backend, TEXT[11:], [1, 8]), family.expected(TEXT)[11:])
 
 
 def test_a_snapshot_moves_to_another_backend(family: Family, pair: tuple[Backend, Backend]) -> None:
     for source, target in (pair, pair[::-1]):
-        source.truncate(0)
+        source.cache.trim(0)
         feed(source, TEXT[:11])
-        target.restore(source.snapshot())
+        target.cache.restore(source.cache.snapshot())
         assert_close(feed(target, TEXT[11:]), family.expected(TEXT)[11:])
 
 
@@ -223,7 +224,7 @@ def test_the_cache_grows(make_family: Callable[..., Family], maker: str, sizes: 
     before = backend.nbytes()["kv"]
     assert_close(feed_in(backend, text, sizes), expected)
     assert backend.nbytes()["kv"] > before
-    backend.truncate(270)
+    backend.cache.trim(270)
     assert_close(feed(backend, text[270:]), expected[270:])
 
 
@@ -234,7 +235,7 @@ def test_restoring_more_than_the_cache_holds(make_family: Callable[..., Family],
     first, second = (MAKERS[maker](family.bundle, 600) for _ in range(2))
     feed(first, text[:270])
     feed(second, text[:3])
-    second.restore(first.snapshot())
+    second.cache.restore(first.cache.snapshot())
     assert_close(feed_in(second, text[270:], [1, 9]), family.expected(text)[270:])
 
 
@@ -245,7 +246,7 @@ def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
     assert_close(feed_in(backend, [*TEXT, 1], [20, 1]), family.expected([*TEXT, 1]))
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1])
-    backend.truncate(18)
+    backend.cache.trim(18)
     assert_close(feed(backend, [*TEXT[18:], 1]), family.expected([*TEXT, 1])[18:])
 
 
@@ -285,5 +286,5 @@ def test_impossible_passes_are_refused(make_family: Callable[..., Family], maker
     rest: dict[str, Any] = {name: np.array(value) for name, value in asked.items()}
     with pytest.raises(BackendError):
         backend.forward(ForwardInput(**integers, **rest))
-    assert backend.length == 4
+    assert backend.cache.length == 4
     assert_close(feed(backend, TEXT[4:]), family.expected(TEXT)[4:])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -228,7 +229,7 @@ def test_replies_are_those_of_recomputing(backend: Backend) -> None:
 @pytest.mark.parametrize("tokens", [10, 70, 150])
 def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> None:
     reply(Engine(backend, 16), [2])
-    token = 4 + backend.snapshot(0, 1).nbytes
+    token = 4 + backend.cache.snapshot(0, 1).nbytes
     engine = Engine(backend, 16, prefix_bytes=tokens * token)
     assert conversations(engine, 3)[0] == conversations(Engine(backend, 16), 3)[0]
     assert 0 < engine.prefix_bytes <= tokens * token
@@ -262,7 +263,7 @@ def test_rows_move_from_one_engine_to_another(backend: Backend) -> None:
     engine, prompt = Engine(backend, 16, prefix_bytes=UNBOUNDED), list(range(2, 60))
     expected = reply(engine, prompt)
     tokens = engine.held
-    pieces = [backend.snapshot(start, min(start + 10, 77)) for start in range(0, 77, 10)]
+    pieces = [backend.cache.snapshot(start, min(start + 10, 77)) for start in range(0, 77, 10)]
     assert (len(tokens), pieces[-1].length) == (77, 7)
     engine.forget()
     reply(engine, list(range(60, 90)))
@@ -280,4 +281,4 @@ def test_rows_of_another_model_leave_an_empty_cache(backend: Backend) -> None:
     with pytest.raises(BackendError):
         engine.adopt([1, 2, 3], [rows_of([1, 2, 3])])
     assert engine.held == ()
-    assert engine.backend.length == 0
+    assert engine.backend.cache.length == 0

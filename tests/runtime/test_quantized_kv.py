@@ -33,7 +33,7 @@ each_type = pytest.mark.parametrize("kv", QUANTIZED_KV)
 
 def run(backend: Backend, tokens: Sequence[int] | NDArray[np.int64], **options: Any) -> Floats:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens), rows + backend.length, rows, **options)).logits.copy()
+    return backend.forward(ForwardInput(np.array(tokens), rows + backend.cache.length, rows, **options)).logits.copy()
 
 
 def scales_of(bundle: Bundle) -> KVScales:
@@ -59,7 +59,7 @@ def test_logits_match_the_reference(family: Family, kv: str) -> None:
     onnx, reference = (make(family.bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
     logits = [np.concatenate([run(b, part) for part in np.split(TEXT, [9, 10])]) for b in (onnx, reference)]
     assert_alike(*logits)
-    for mine, theirs in zip(onnx.snapshot().keys, reference.snapshot().keys, strict=True):
+    for mine, theirs in zip(onnx.cache.snapshot().keys, reference.cache.snapshot().keys, strict=True):
         assert (mine != theirs).mean() < 0.02
     onnx.close()
 
@@ -72,7 +72,7 @@ def test_the_operator_stores_what_we_would(make_family: Callable[..., Family], k
     floats, quantized = OnnxBackend(bundle, 64), OnnxBackend(bundle, 64, kv=kv, kv_scales=scales)
     for backend in (floats, quantized):
         run(backend, TEXT)
-    exact, stored, own = floats.snapshot(), quantized.snapshot(), scales.of(kv)[0]
+    exact, stored, own = floats.cache.snapshot(), quantized.cache.snapshot(), scales.of(kv)[0]
     assert np.array_equal(stored.keys[0], store(KV[kv], exact.keys[0], own.keys))
     assert np.array_equal(stored.values[0], store(KV[kv], exact.values[0], own.values))
     assert stored.nbytes * 32 == exact.nbytes * KV[kv].bits
@@ -85,13 +85,13 @@ def test_masked_layers_match_the_reference(make_family: Callable[..., Family], k
     onnx, reference = (make(bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
     for mask in ([False, True] * 3, [True, False] * 3, [True, True, False, False, True, True]):
         for backend in (onnx, reference):
-            backend.truncate(0)
+            backend.cache.trim(0)
             run(backend, TEXT[:CONTEXT])
         logits = [run(b, TEXT[CONTEXT:], layer_mask=np.array(mask)) for b in (onnx, reference)]
         assert_alike(*logits)
         # What was skipped left the rows before as they were.
         for backend in (onnx, reference):
-            backend.truncate(CONTEXT)
+            backend.cache.trim(CONTEXT)
         assert_alike(run(onnx, TEXT[CONTEXT:]), run(reference, TEXT[CONTEXT:]))
 
 
@@ -114,8 +114,8 @@ def test_a_branch_of_a_tree_is_like_a_chain(make_family: Callable[..., Family], 
     logits = feed_tree(tree)[[0, 5, 6]]
     expected = run(chain, [TEXT[CONTEXT], SIDE[0], SIDE[1]])
     assert_alike(logits, expected)
-    tree.keep(CONTEXT, [0, 5, 6])
-    assert tree.length == chain.length
+    tree.cache.keep(CONTEXT, [0, 5, 6])
+    assert tree.cache.length == chain.cache.length
     assert_alike(run(tree, TEXT[12:]), run(chain, TEXT[12:]))
 
 
@@ -128,7 +128,7 @@ def test_another_cache_is_refused(make_family: Callable[..., Family]) -> None:
         with pytest.raises(UsageError, match="needs scales"):
             make(bundle, 64, kv="int8")
         with pytest.raises(BackendError, match="of a cache of float32, this one is of int8"):
-            make(bundle, 64, kv="int8", kv_scales=scales).restore(floats.snapshot())
+            make(bundle, 64, kv="int8", kv_scales=scales).cache.restore(floats.cache.snapshot())
 
 
 @each_type
@@ -161,5 +161,5 @@ def test_growth_without_memory_leaves_the_backend_usable(
         patch.setattr(np, "zeros", scarce)
         with pytest.raises(MemoryError):
             run(backend, TEXT)
-    assert backend.length == 256
+    assert backend.cache.length == 256
     assert np.array_equal(run(backend, TEXT), run(other, TEXT))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.kv_cache.session_file import Origin, is_session, open_session, origin_of, write_session
 from tests.speculation import random_bundle
 from tests.waiting import TIME_LIMIT

@@ -80,7 +80,7 @@ def feed(backend: Backend, tokens: Sequence[int], **options: Any) -> Floats:  # 
     """A chain in one pass, all logit rows."""
     rows = np.arange(len(tokens))
     return backend.forward(
-        ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **options)
+        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **options)
     ).logits.copy()
 
 
@@ -93,7 +93,7 @@ def feed_prompt(backend: Backend, tokens: Sequence[int]) -> Floats:  # (V,)
     """A chain of which the last row is wanted."""
     ids = np.array(tokens, np.int64)
     last = np.array([len(ids) - 1])
-    row: Floats = backend.forward(ForwardInput(ids, backend.length + np.arange(len(ids)), last)).logits[0]
+    row: Floats = backend.forward(ForwardInput(ids, backend.cache.length + np.arange(len(ids)), last)).logits[0]
     return row.copy()
 
 
@@ -103,7 +103,7 @@ def path(node: int) -> list[int]:
 
 
 def feed_tree(backend: Backend) -> Floats:  # (S, V)
-    positions = backend.length + np.array([len(path(node)) - 1 for node in range(len(DRAFT))])
+    positions = backend.cache.length + np.array([len(path(node)) - 1 for node in range(len(DRAFT))])
     return backend.forward(
         ForwardInput(np.array(DRAFT), positions, np.arange(len(DRAFT)), tree=np.array(PARENTS))
     ).logits.copy()
@@ -120,17 +120,17 @@ def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family
     expected = made.expected(TEXT)
     backend = StaticBackend(made.static, CAPACITY, exact=exact)
     for sizes in ([20], [7, 1, 9, 3], [1] * 20):
-        backend.truncate(0)
+        backend.cache.trim(0)
         assert close(feed_in(backend, TEXT, sizes), expected)
-    backend.truncate(0)
+    backend.cache.trim(0)
     assert close(feed_prompt(backend, TEXT), expected[-1])
     assert close(feed(backend, OTHER), made.expected(TEXT + OTHER)[len(TEXT) :])
-    backend.truncate(9)
+    backend.cache.trim(9)
     context = TEXT[:9]
     logits = feed_tree(backend)
     for node in range(len(DRAFT)):
         assert close(logits[node], made.expected(context + [DRAFT[i] for i in path(node)])[-1])
-    backend.keep(9, path(8))
+    backend.cache.keep(9, path(8))
     held = context + [DRAFT[i] for i in path(8)]
     assert close(feed(backend, OTHER), made.expected(held + OTHER)[len(held) :])
 
@@ -154,16 +154,16 @@ def test_logits_are_those_of_the_ordinary_bundle(bundles: Bundles, family: str, 
 def test_rows_are_bit_identical_however_a_text_is_cut(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
     backend = StaticBackend(bundles(family, **options).static, CAPACITY)
     assert backend.capabilities.exact
-    whole, cache = feed(backend, TEXT), backend.snapshot()
+    whole, cache = feed(backend, TEXT), backend.cache.snapshot()
     for sizes in ([7, 1, 9, 3], [1] * 20, [3, 5, 12]):
-        backend.truncate(0)
+        backend.cache.trim(0)
         assert np.array_equal(feed_in(backend, TEXT, sizes), whole)
-    backend.truncate(0)
+    backend.cache.trim(0)
     assert np.array_equal(feed_prompt(backend, TEXT), whole[-1])
-    again = backend.snapshot()
+    again = backend.cache.snapshot()
     for mine, theirs in zip((*again.keys, *again.values), (*cache.keys, *cache.values), strict=True):
         assert np.array_equal(mine, theirs)
-    backend.truncate(8)
+    backend.cache.trim(8)
     tree, positions = np.array([-1, 0, 1, -1, 3]), np.array([8, 9, 10, 8, 9])
     drafted = [*TEXT[8:11], 4, 5]
     branched = backend.forward(ForwardInput(np.array(drafted), positions, np.arange(5), tree=tree)).logits
@@ -187,7 +187,7 @@ def test_a_full_cache(llama: Made) -> None:
     assert close(feed_in(backend, [*TEXT, 1], [20, 1]), expected)
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1])
-    backend.truncate(18)
+    backend.cache.trim(18)
     assert close(feed(backend, [*TEXT[18:], 1]), expected[18:])
 
 
@@ -199,33 +199,33 @@ def test_the_last_row_of_the_graphs_cache(llama: Made) -> None:
 
 def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
     feed(backend, TEXT[:11])
-    snapshot = backend.snapshot()
-    first, second = backend.snapshot(0, 4), backend.snapshot(4, 11)
-    backend.truncate(3)
+    snapshot = backend.cache.snapshot()
+    first, second = backend.cache.snapshot(0, 4), backend.cache.snapshot(4, 11)
+    backend.cache.trim(3)
     feed(backend, OTHER * 2)
-    backend.restore(snapshot)
+    backend.cache.restore(snapshot)
     expected = llama.expected(TEXT)[11:]
     assert close(feed(backend, TEXT[11:]), expected)
-    backend.clear()
-    assert backend.length == 0
+    backend.cache.clear()
+    assert backend.cache.length == 0
     for piece in (first, second):
-        backend.append(piece)
+        backend.cache.append(piece)
     assert close(feed(backend, TEXT[11:]), expected)
     other = OnnxBackend(llama.ordinary, CAPACITY)
-    other.restore(snapshot)
+    other.cache.restore(snapshot)
     assert close(feed(other, TEXT[11:]), expected)
     with pytest.raises(BackendError, match="do not fit"):
-        StaticBackend(llama.static, 8).restore(snapshot)
+        StaticBackend(llama.static, 8).cache.restore(snapshot)
 
 
 def test_rows_are_rewritten(llama: Made, backend: StaticBackend) -> None:
     feed(backend, TEXT[:9])
-    backend.rewrite(lambda layer, keys, values: (keys[:, :5], values[:, :5]))
-    assert backend.length == 5
+    backend.cache.rewrite(lambda layer, keys, values: (keys[:, :5], values[:, :5]))
+    assert backend.cache.length == 5
     assert close(feed(backend, OTHER), llama.expected(TEXT[:5] + OTHER)[5:])
     with pytest.raises(BackendError, match="An edit of 12 rows"):
-        backend.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
-    assert backend.length == 0
+        backend.cache.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
+    assert backend.cache.length == 0
 
 
 def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
@@ -239,14 +239,14 @@ def test_what_it_cannot_do_is_refused(backend: StaticBackend) -> None:
             backend.forward(ForwardInput(np.array([1, 2]), np.arange(2), np.array([1]), **extra))
     with pytest.raises(BackendError, match="outside a cache of 32"):
         backend.forward(ForwardInput(np.array([1]), np.array([32]), np.array([0])))
-    assert backend.length == 0
+    assert backend.cache.length == 0
 
 
 def test_a_cancelled_pass_leaves_the_cache(llama: Made, backend: StaticBackend) -> None:
     feed(backend, TEXT[:9])
     with within_runs(backend.cancel), pytest.raises(PassCancelledError):
         feed(backend, OTHER)
-    assert backend.length == 9
+    assert backend.cache.length == 9
     assert close(feed(backend, OTHER), llama.expected(TEXT[:9] + OTHER)[9:])
 
 
@@ -358,7 +358,7 @@ def copy(bundle: Bundle, folder: Path) -> Path:
 def test_padding_is_seen_by_no_token(llama: Made, backend: StaticBackend) -> None:
     """Whatever lies in rows of the cache that are not in use."""
     feed(backend, TEXT[:5])
-    for arrays in (backend._kv.keys, backend._kv.values):
+    for arrays in (backend.cache.keys, backend.cache.values):
         for array in arrays:
             array[:, :, 5:] = 1e3
     assert close(feed(backend, OTHER[:3]), llama.expected(TEXT[:5] + OTHER[:3])[5:])

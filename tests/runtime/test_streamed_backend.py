@@ -65,7 +65,7 @@ def same(steps: list[ForwardOutput]) -> None:
 
 def same_cache(pair: Pair, layer_mask: NDArray[np.bool_] | None = None) -> None:
     """In the layers whose attention ran; others keep what padding once left in rows that are not in use."""
-    mine, theirs = (backend.snapshot() for backend in pair)
+    mine, theirs = (backend.cache.snapshot() for backend in pair)
     assert mine.length == theirs.length
     for layer in range(LAYERS):
         if layer_mask is None or layer_mask[2 * layer]:
@@ -95,10 +95,10 @@ def passes(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]], seed: int) -> None:
     chance = np.random.default_rng(seed)
     for backend in pair:
-        backend.truncate(0)
+        backend.cache.trim(0)
         backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
-        tokens, start = asked["tokens"], pair[0].length
+        tokens, start = asked["tokens"], pair[0].cache.length
         hidden = chance.normal(size=(len(tokens), 128)).astype(np.float32) if asked["resumes"] else None
         depths = np.arange(len(tokens))
         if asked["tree"] is not None:
@@ -110,7 +110,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
         same_cache(pair, asked["layer_mask"])
         for backend in pair:
             # Rows that a layer was skipped in are computed again before anything may read them.
-            backend.keep(start, range(asked["kept"] if asked["layer_mask"] is None else 0))
+            backend.cache.keep(start, range(asked["kept"] if asked["layer_mask"] is None else 0))
     same_cache(pair)
 
 
@@ -120,15 +120,15 @@ def test_a_draft_is_resumed_behind_the_layers_that_made_it(pair: Pair) -> None:
     early = np.repeat(np.arange(LAYERS) < 2, 2)
     results = []
     for backend in pair:
-        backend.truncate(0)
+        backend.cache.trim(0)
         hidden = backend.forward(ForwardInput(tokens, positions, np.array([2]), layer_mask=early)).hidden
         assert hidden is not None
         hidden = hidden.copy()
-        backend.truncate(0)
+        backend.cache.trim(0)
         results.append(backend.forward(ForwardInput(tokens, positions, np.arange(3), layer_mask=~early, hidden=hidden)))
     same(results)
     same_cache(pair)
-    pair[1].truncate(0)
+    pair[1].cache.trim(0)
     same([results[0], pair[1].forward(ForwardInput(tokens, positions, np.arange(3)))])
 
 
@@ -155,8 +155,8 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     streamed = StreamedBackend(inner, 1)
     tokens = np.array([3, 4, 5, 6])
     wanted = streamed.forward(ForwardInput(tokens, np.arange(4), np.arange(4))).logits.copy()
-    streamed.truncate(2)
-    before = streamed.snapshot()
+    streamed.cache.trim(2)
+    before = streamed.cache.snapshot()
 
     def act(count: int) -> None:
         if count == at and kind == "failed":
@@ -167,8 +167,10 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
     monkeypatch.setattr(streamed, "_inner", _Inner(inner, act))
     with pytest.raises(PassCancelledError if kind == "cancelled" else BackendError):
         streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([1])))
-    assert streamed.length == 2
-    for mine, theirs in zip(before.keys + before.values, (*(s := streamed.snapshot()).keys, *s.values), strict=True):
+    assert streamed.cache.length == 2
+    for mine, theirs in zip(
+        before.keys + before.values, (*(s := streamed.cache.snapshot()).keys, *s.values), strict=True
+    ):
         np.testing.assert_array_equal(mine, theirs)
     again = streamed.forward(ForwardInput(tokens[2:], np.array([2, 3]), np.array([0, 1])))
     np.testing.assert_array_equal(again.logits, wanted[2:])
@@ -178,10 +180,10 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
 def test_what_it_refuses(pair: Pair) -> None:
     with pytest.raises(CapabilityError, match="cannot be dropped"):
         StreamedBackend(OnnxBackend(small(PORTABLE), CAPACITY), 1)
-    length = pair[0].length
+    length = pair[0].cache.length
     with pytest.raises(BackendError, match="outside a pass"):
         pair[0].forward(ForwardInput(np.array([1]), np.array([length]), np.array([1])))
-    assert pair[0].length == length
+    assert pair[0].cache.length == length
 
 
 @pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
@@ -196,11 +198,11 @@ def test_only_a_window_is_resident(layout: Layout) -> None:
 
     def resident(backend: Backend) -> int:
         backend.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
-        backend.truncate(0)
+        backend.cache.trim(0)
         return process_memory().file
 
     inner.forward(ForwardInput(np.array([3, 4]), np.arange(2), np.array([1])))
-    inner.truncate(0)
+    inner.cache.trim(0)
     all_resident = resident(inner)
     streamed = StreamedBackend(inner, 1)
     left = resident(streamed)

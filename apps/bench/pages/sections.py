@@ -8,13 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.pages.memory_section import (
-    chat_section,
-    kv_section,
-    plans_section,
-    smallest_section,
-    spec_memory_section,
-)
 from edgeinfer.apps.bench.pages.tune_section import tune_section
 from edgeinfer.apps.bench.peers_figures import peers_section
 from edgeinfer.apps.bench.quality_report import quality_section
@@ -28,11 +21,6 @@ __all__ = ["read_section", "report_html"]
 _KINDS: dict[str, Callable[[Any], Section]] = {
     **{each.key: each.section for each in BENCHMARKS},
     "peers": peers_section,
-    "memory-plans": plans_section,
-    "memory-spec": spec_memory_section,
-    "memory-smallest": smallest_section,
-    "memory-chat": chat_section,
-    "memory-kv": kv_section,
     "quality": quality_section,
     "tune": tune_section,
 }

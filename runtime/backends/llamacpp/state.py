@@ -25,7 +25,7 @@ from edgeinfer.bundle.kv_types import load as load_rows
 from edgeinfer.bundle.kv_types import store as store_rows
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 
 __all__ = ["StateCodec", "copied_bytes"]
 

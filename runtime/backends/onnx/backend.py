@@ -9,7 +9,6 @@ least two (over a quantized cache any number), and an even number where MatMulNB
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,6 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
-    CacheSnapshot,
-    Edit,
     ForwardInput,
     ForwardOutput,
     Visibility,
@@ -101,7 +98,6 @@ class OnnxBackend:
         self._device = device
         exact = exact and device.on_cpu
         self.capabilities = _capabilities_on(device, bundle.manifest.capabilities_in(layout))
-        self.capacity = capacity
         self._window = decoder.window_size
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
         attention = 1 if find_kv_type(kv).quantized else 2
@@ -114,7 +110,7 @@ class OnnxBackend:
         # The operator's own window counts rows, whichever text's they are.
         if self._window and capacity + self._multiple - 1 > self._window + graph.TREE_ROWS:
             self.capabilities = dataclasses.replace(self.capabilities, branches=False)
-        self._kv = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales, zeros=zeros)
+        self.cache = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales, zeros=zeros)
         mapped = layout == PORTABLE and weights == "mapped"
         self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
         self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
@@ -131,6 +127,7 @@ class OnnxBackend:
         self._zeros = np.zeros(0, np.float32)
         self._buffers = self._new_buffers(size=2, rows=2)
         self._passes: dict[tuple[int, int, bool, int], Pass] = {}
+        self.cache.unbind = self._unbind
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
         in_place = self._graph.layout == NATIVE or self._graph.reads is not None
@@ -145,11 +142,6 @@ class OnnxBackend:
         return LookedUp(file if self.pages is None else self.pages.embedding())
 
     @property
-    def length(self) -> int:
-        """Tokens the cache holds."""
-        return self._kv.length
-
-    @property
     def run_ns(self) -> int:
         """Nanoseconds of the last pass inside onnxruntime."""
         return self._session.run_ns
@@ -160,11 +152,10 @@ class OnnxBackend:
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         if self._window and batch.tree is not None and len(batch.tree) > graph.TREE_ROWS:
             raise BackendError(f"A draft tree of {len(batch.tree)} rows is larger than {graph.TREE_ROWS}.")
-        start, size = self._kv.length, len(tokens)
+        start, size = self.cache.length, len(tokens)
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
-        self._release_bindings(total)
-        self._kv.reserve(total)
+        self.cache.reserve(total)
         padded_rows = -(-len(rows) // self._head_multiple) * self._head_multiple
         used = 0
         if self._experts is not None:
@@ -181,7 +172,7 @@ class OnnxBackend:
         self._bind_biases(step, batch.tree, batch.sees, size, total)
         self._session.run(step.binding)
         self._swap_copies()
-        self._kv.length = start + size
+        self.cache.length = start + size
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
@@ -202,10 +193,10 @@ class OnnxBackend:
             self._passes[key] = self._bind(Pass(self._buffers, *key))
         return self._passes[key]
 
-    def _release_bindings(self, rows: int) -> None:
-        """Drops all bindings where so many rows will move the buffers that they hold."""
-        if rows > self._kv.rows:
-            self._passes.clear()
+    def _unbind(self) -> None:
+        """Drops all bindings, and the memory of large passes."""
+        self._passes.clear()
+        self._buffers = self._new_buffers(size=2, rows=2)
 
     def _bind(self, step: Pass) -> Pass:
         """Binds all but the attention bias, whose shape changes with every pass."""
@@ -223,13 +214,13 @@ class OnnxBackend:
             step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
         step.binding.bind_ortvalue_input(graph.SIN_CACHE, self._tables[1])
-        for layer, arrays in enumerate(zip(self._kv.keys, self._kv.values, strict=True)):
+        for layer, arrays in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
             names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
             for past, present, array in names:
                 before, after = _both(array)
                 step.binding.bind_ortvalue_input(past, before)
                 step.binding.bind_ortvalue_output(present, after)
-        for layer, scales in enumerate(self._kv.scales):
+        for layer, scales in enumerate(self.cache.scales):
             for name, array in zip(graph.scale_names(layer), scales, strict=True):
                 if array is not None:
                     step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
@@ -257,46 +248,14 @@ class OnnxBackend:
     def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
         if self._zeros.size < size * total:
             # Never written, so the zero pages of this buffer are not resident.
-            self._zeros = np.zeros(size * self._kv.rows, np.float32)
+            self._zeros = np.zeros(size * self.cache.rows, np.float32)
         return self._zeros[: size * total].reshape(1, 1, size, total)
 
     def _swap_copies(self) -> None:
         """Where a device cannot update the cache in place: what the pass wrote is the cache now."""
         if not self._device.traits.in_place_kv:
-            for array in (*self._kv.keys, *self._kv.values):
+            for array in (*self.cache.keys, *self.cache.values):
                 array.swap()
-
-    def truncate(self, length: int) -> None:
-        """Drops all rows from `length` on."""
-        self._kv.truncate(length)
-
-    def clear(self) -> None:
-        """Drops all rows and their memory, and that of large passes."""
-        self._passes.clear()
-        self._buffers = self._new_buffers(size=2, rows=2)
-        self._kv.clear()
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows of the pass that began at `start`."""
-        self._kv.keep(start, rows)
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the cache, or its rows start..stop-1."""
-        return self._kv.snapshot(start, stop)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copied cache back."""
-        self._release_bindings(snapshot.length)
-        self._kv.restore(snapshot)
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use."""
-        self._release_bindings(self._kv.length + snapshot.length)
-        self._kv.append(snapshot)
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
-        self._kv.rewrite(edit)
 
     def cancel(self) -> None:
         """Ends the running pass from another thread."""
@@ -311,7 +270,7 @@ class OnnxBackend:
         """Bytes allocated, by term."""
         buffers = self._buffers.nbytes + sum(t.tensor_size_in_bytes() for t in self._tables)
         # What lies in a device's own memory is none of the process's.
-        return {"kv": self._kv.nbytes if self._device.memory == CPU_MEMORY else 0, "buffers": buffers}
+        return {"kv": self.cache.nbytes if self._device.memory == CPU_MEMORY else 0, "buffers": buffers}
 
     def close(self) -> None:
         """Drops the session and all buffers."""
@@ -319,7 +278,7 @@ class OnnxBackend:
         if self.pages is not None:
             self.pages.close()
         # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
-        del self._session, self._kv, self._buffers, self._tables, self._zeros
+        del self._session, self.cache, self._buffers, self._tables, self._zeros
         self._graph.close()
 
 

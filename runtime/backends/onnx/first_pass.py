@@ -21,11 +21,11 @@ def check_first_pass(backend: Backend, device: Device) -> None:
     try:
         for tokens in ([0, 0], [0]):
             ids = np.array(tokens, np.int64)
-            positions = backend.length + np.arange(len(ids), dtype=np.int64)
+            positions = backend.cache.length + np.arange(len(ids), dtype=np.int64)
             logits = backend.forward(ForwardInput(ids, positions, np.array([len(ids) - 1], np.int64))).logits
             if not np.isfinite(logits).all():
                 raise device_error(device, "its first pass gave logits that are no numbers")
-        backend.clear()
+        backend.cache.clear()
     except (BackendError, DeviceError) as error:
         backend.close()
         raise error if isinstance(error, DeviceError) else device_error(device, error.message) from error

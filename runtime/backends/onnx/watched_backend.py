@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.results import ExpertUse
@@ -35,7 +34,7 @@ class WatchedBackend(WrappedBackend[Backend]):
     @property
     def counts(self) -> ExpertCounts:
         """How the tokens so far used experts, those of drafts that were rejected left out."""
-        return self._counter.counts(self.length)
+        return self._counter.counts(self.cache.length)
 
     def use(self, since: ExpertCounts | None = None) -> ExpertUse:
         """What people want to know of it.
@@ -52,14 +51,9 @@ class WatchedBackend(WrappedBackend[Backend]):
             found, expert_bytes=r.expert_bytes, resident_bytes=r.resident_bytes, hit_rate=r.hit_rate
         )
 
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows of the pass that began at `start`."""
-        super().keep(start, rows)
-        self._counter.kept(start, rows)
-
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
-        start = self.length
+        start = self.cache.length
         output = self._inner.forward(batch)
         # Drafts of cheaper passes are not what the model's tokens use, and passes that go on after one know not all.
         whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None and batch.hidden is None

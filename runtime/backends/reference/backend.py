@@ -6,7 +6,6 @@ Reads weights through the bundle's tensor table; knows nothing of the ONNX graph
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -20,8 +19,6 @@ from edgeinfer.bundle.packing import dequantize
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
-    CacheSnapshot,
-    Edit,
     ExpertChoice,
     ForwardInput,
     ForwardOutput,
@@ -61,26 +58,20 @@ class ReferenceBackend:
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
         self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
-        self._kv = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
+        self.cache = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
         self.geometry: Geometry = self._spec.geometry
         elastic = bool(_elastic(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, elastic=elastic, expert_counts=counts, branches=True)
-        self.capacity = capacity
-
-    @property
-    def length(self) -> int:
-        """Tokens the cache holds."""
-        return self._kv.length
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         begun = time.perf_counter_ns()
-        start, size = self._kv.length, len(tokens)
+        start, size = self.cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
-        self._kv.reserve(start + size)
+        self.cache.reserve(start + size)
         x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
         visible = _visible(start, size, batch.tree) if batch.sees is None else batch.sees.sees  # (S, T)
         places = np.concatenate([np.arange(start), positions]) if batch.sees is None else batch.sees.places  # (T,)
@@ -96,7 +87,7 @@ class ReferenceBackend:
                 else:
                     mixed, used[layer] = self._mixture(layer, moe, normed, batch.experts)
                     x = x + mixed
-        self._kv.length = start + size
+        self.cache.length = start + size
         final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
         logits = final @ self._weights["head"].T
         self.run_ns = time.perf_counter_ns() - begun
@@ -129,8 +120,8 @@ class ReferenceBackend:
         k = self._normed(k.reshape(size, spec.num_kv_heads, spec.head_dim), f"{prefix}attn.k_norm")
         cos, sin = self._cos[positions], self._sin[positions]
         v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
-        self._kv.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
-        keys, values = self._kv.read(layer, total)  # (H, T, h)
+        self.cache.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
+        keys, values = self.cache.read(layer, total)  # (H, T, h)
         group = spec.num_heads // spec.num_kv_heads
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
         mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, places, visible))  # (H, g, S, h)
@@ -201,34 +192,6 @@ class ReferenceBackend:
         nothing = np.full((size, self._spec.moe.top_k if choice is None else choice.count), -1, np.int64)
         return np.stack([used.get(layer, nothing) for layer in range(self._spec.num_layers)])
 
-    def truncate(self, length: int) -> None:
-        """Drops all rows from `length` on."""
-        self._kv.truncate(length)
-
-    def clear(self) -> None:
-        """Drops all rows and their memory."""
-        self._kv.clear()
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows of the pass that began at `start`."""
-        self._kv.keep(start, rows)
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the cache, or its rows start..stop-1."""
-        return self._kv.snapshot(start, stop)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copied cache back."""
-        self._kv.restore(snapshot)
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use."""
-        self._kv.append(snapshot)
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
-        self._kv.rewrite(edit)
-
     def cancel(self) -> None:
         """Does nothing: a numpy pass runs to its end, which is still within one step."""
 
@@ -238,12 +201,12 @@ class ReferenceBackend:
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         weights = sum(w.nbytes for w in self._whole.values())
-        return {"weights": weights, "kv": self._kv.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
+        return {"weights": weights, "kv": self.cache.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
 
     def close(self) -> None:
         """Drops the weights and the cache."""
         self._whole.clear()
-        del self._kv
+        del self.cache
 
 
 def _visible(start: int, size: int, tree: Ints | None) -> NDArray[np.bool_]:  # (S, T)

@@ -10,7 +10,6 @@ keep to that within one graph. Sessions are made when they are first needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,8 +19,6 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.backends.contract import (
-    CacheSnapshot,
-    Edit,
     ForwardInput,
     ForwardOutput,
     check_pass,
@@ -83,15 +80,13 @@ class StaticBackend:
             raise UsageError(message, f"Use a context of at most {static.context} (-c {static.context}).")
         self.geometry = decoder.geometry
         self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact, branches=True)
-        self.capacity = capacity
         self.kernel = kernel_of(bundle)
         self._bundle, self._spec, self._device = bundle, decoder, device
         self._threads, self._affinity = threads, affinity
         wanted, most = rows or static.widths[-1], chunk or static.chunk
         self.graphs = choose_graphs(static, exact=exact, on_cpu=device.on_cpu, rows=wanted, chunk=most)
         self._paths = {graph: check_graph_file(bundle, graph, decoder) for graph in self.graphs.all}
-        self._kv = KVBuffers(self.geometry, capacity, spare=static.context - capacity)
-        self._kv.reserve(static.context)
+        self.cache = KVBuffers(self.geometry, capacity, spare=static.context - capacity, fixed=True)
         self._tables = rope_tables(decoder.rope, capacity, capacity)
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
         self._sessions: dict[StaticGraph, StaticSession] = {}
@@ -100,18 +95,13 @@ class StaticBackend:
         # Here, where a caller expects a device to fail, and not in the first pass.
         self._session(self.graphs.narrow[0])
 
-    @property
-    def length(self) -> int:
-        """Tokens the cache holds."""
-        return self._kv.length
-
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        if not 0 <= int(positions.min()) <= int(positions.max()) < self.capacity:
-            raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.capacity} tokens.")
-        start, size = self._kv.length, len(tokens)
+        if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
+            raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.cache.capacity} tokens.")
+        start, size = self.cache.length, len(tokens)
         seen = visible_rows(start, positions, batch.tree, self._spec.window_size, batch.sees)
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
@@ -131,7 +121,7 @@ class StaticBackend:
             )
             self._take(session, run, start)
             logits[here] = session.logits[:1] if run.graph.prompts else session.logits[wanted]
-        self._kv.length, self.run_ns = start + size, spent
+        self.cache.length, self.run_ns = start + size, spent
         return ForwardOutput(logits, None)
 
     def _take(self, session: StaticSession, run: Run, start: int) -> None:
@@ -139,46 +129,18 @@ class StaticBackend:
         count = run.stop - run.start
         for layer in range(self.geometry.num_layers):
             keys, values = session.new(layer)
-            self._kv.write(layer, start + run.start, keys[:, :count], values[:, :count])
+            self.cache.write(layer, start + run.start, keys[:, :count], values[:, :count])
 
     def _session(self, graph: StaticGraph) -> StaticSession:
         if graph not in self._sessions:
             path = self._paths[graph]
             session = OrtSession(path, self._threads, device=self._device, affinity=self._affinity)
             made = StaticSession(session, graph, self._spec)
-            made.bind_cache(self._kv.keys, self._kv.values)
+            made.bind_cache(self.cache.keys, self.cache.values)
             self._sessions[graph] = made
             # Weights are packed into copies; the pages they were read from have done their work.
             MappedFile(self._bundle.path / WEIGHTS).release()
         return self._sessions[graph]
-
-    def truncate(self, length: int) -> None:
-        """Drops all rows from `length` on."""
-        self._kv.truncate(length)
-
-    def clear(self) -> None:
-        """Drops all rows. Their memory stays: every graph is bound to it."""
-        self._kv.truncate(0)
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keeps these rows of the pass that began at `start`."""
-        self._kv.keep(start, rows)
-
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies the cache, or its rows start..stop-1."""
-        return self._kv.snapshot(start, stop)
-
-    def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copied cache back."""
-        self._kv.restore(snapshot)
-
-    def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use."""
-        self._kv.append(snapshot)
-
-    def rewrite(self, edit: Edit) -> None:
-        """Replaces the rows in use."""
-        self._kv.rewrite(edit)
 
     def cancel(self) -> None:
         """Ends the running pass from another thread."""
@@ -193,12 +155,12 @@ class StaticBackend:
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         buffers = sum(session.nbytes for session in self._sessions.values())
-        return {"kv": self._kv.nbytes, "buffers": buffers + sum(t.nbytes for t in self._tables) + self._logits.nbytes}
+        return {"kv": self.cache.nbytes, "buffers": buffers + sum(t.nbytes for t in self._tables) + self._logits.nbytes}
 
     def close(self) -> None:
         """Drops the sessions and all buffers."""
         self._running = None
-        del self._sessions, self._kv, self._tables, self._logits
+        del self._sessions, self.cache, self._tables, self._logits
 
 
 def kernel_of(bundle: Bundle) -> str:

@@ -56,7 +56,7 @@ class ClusterPolicy:
         self._spec = spec
         self._backend = backend
         self._options = options or ClusterOptions()
-        self._freed, self._recent = _sizes(self._options, backend.capacity)
+        self._freed, self._recent = _sizes(self._options, backend.cache.capacity)
         self._counts: dict[int, Floats] = {}  # by layer: tokens that its rows stood for after the last overflow
 
     @staticmethod
@@ -69,8 +69,8 @@ class ClusterPolicy:
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Merges rows of every head."""
-        rows = self._backend.length
-        rotation = Rotation(self._spec.rope, self._backend.capacity)
+        rows = self._backend.cache.length
+        rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
         old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
         remembered: dict[int, Floats] = {}
 
@@ -85,7 +85,7 @@ class ClusterPolicy:
             size = keys.shape[-1]
             return rotation.moved(both[..., :size], zero, new), both[..., size:]
 
-        self._backend.rewrite(edit)
+        self._backend.cache.rewrite(edit)
         self._counts = remembered
         return Removed(self._freed, self._freed)
 

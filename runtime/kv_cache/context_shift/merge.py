@@ -73,7 +73,7 @@ class MergePolicy:
         self._backend = backend
         self._observer = Observer(bundle, backend)
         self._options = options or MergeOptions()
-        self._freed, self._observed, self._recent = _sizes(self._options, backend.capacity)
+        self._freed, self._observed, self._recent = _sizes(self._options, backend.cache.capacity)
         self._past: dict[int, _Past] = {}
 
     @staticmethod
@@ -92,8 +92,8 @@ class MergePolicy:
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Evicts and merges rows of every head."""
         queries = self._observer.queries(tokens[-self._observed :])
-        rows, merged = self._backend.length, 0
-        rotation = Rotation(self._spec.rope, self._backend.capacity)
+        rows, merged = self._backend.cache.length, 0
+        rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
         old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
         past: dict[int, _Past] = {}
 
@@ -109,7 +109,7 @@ class MergePolicy:
             size = keys.shape[-1]
             return rotation.moved(both[..., :size], zero, new), both[..., size:]
 
-        self._backend.rewrite(edit)
+        self._backend.cache.rewrite(edit)
         self._past = past
         return Removed(self._freed, merged / (self._spec.num_layers * self._spec.num_kv_heads))
 

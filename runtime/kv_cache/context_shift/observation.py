@@ -54,19 +54,19 @@ class Observer:
             PassCancelledError: a pass was cancelled; the cache has lost these rows.
         """
         layers, states = self._spec.num_layers, self._entering(tokens)
-        start = self._backend.length - len(tokens)
-        tables = rope_tables(self._spec.rope, start + len(tokens), self._backend.capacity)
+        start = self._backend.cache.length - len(tokens)
+        tables = rope_tables(self._spec.rope, start + len(tokens), self._backend.cache.capacity)
         cos, sin = (table[start:] for table in tables)  # (w, r/2)
         return [self._query(layer, state, cos, sin) for layer, state in zip(range(layers), states, strict=True)]
 
     def _entering(self, tokens: Sequence[int]) -> Iterator[Floats]:  # L x (w, D), one at a time
         """The hidden states before each layer. The last layer is not run, but its rows are as they were."""
-        layers, start = self._spec.num_layers, self._backend.length - len(tokens)
+        layers, start = self._spec.num_layers, self._backend.cache.length - len(tokens)
         ids, places = np.array(tokens, np.int64), np.arange(start, start + len(tokens))
         hidden: Floats | None = None
         for layer in range(layers):
             mask = np.arange(2 * layers) // 2 == layer - 1  # none before the first: what comes out are the embeddings
-            self._backend.truncate(start)
+            self._backend.cache.trim(start)
             output = self._backend.forward(ForwardInput(ids, places, _NO_ROWS, layer_mask=mask, hidden=hidden))
             assert output.hidden is not None, "a backend that resumes gives hidden states"
             hidden = output.hidden.copy()

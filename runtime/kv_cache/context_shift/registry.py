@@ -54,8 +54,10 @@ def make_overflow(name: str, bundle: Bundle, backend: Backend) -> OverflowPolicy
     if spec is None:
         message = f"{bundle.path} does not describe how its keys are rotated, which overflow {name!r} needs to know."
         raise UsageError(message, f"{_STOP}, or use a natively exported bundle.")
-    if backend.capacity < _LEAST_CONTEXT:
-        message = f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.capacity}."
+    if backend.cache.capacity < _LEAST_CONTEXT:
+        message = (
+            f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.cache.capacity}."
+        )
         raise UsageError(message, f"{_STOP}, or a larger context.")
     if kind.reorders and spec.window_size:
         # Rows that are left stand closer together, so a layer's window would reach tokens that it must not see.

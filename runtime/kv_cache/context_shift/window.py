@@ -42,7 +42,7 @@ class WindowPolicy:
         self._spec = spec
         self._backend = backend
         self._sinks = sinks
-        self._freed = max(1, int(freed * backend.capacity))
+        self._freed = max(1, int(freed * backend.cache.capacity))
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
@@ -51,15 +51,15 @@ class WindowPolicy:
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Drops the rows after the sinks."""
-        rows = self._backend.length
+        rows = self._backend.cache.length
         kept = np.delete(np.arange(rows), slice(self._sinks, self._sinks + self._freed))
         now = np.arange(len(kept))
-        rotation = Rotation(self._spec.rope, self._backend.capacity)
+        rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
 
         def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:  # (H, n, h) each
             return rotation.moved(keys[:, kept], kept, now), values[:, kept]
 
-        self._backend.rewrite(edit)
+        self._backend.cache.rewrite(edit)
         return Removed(self._freed)
 
     def forget(self) -> None:

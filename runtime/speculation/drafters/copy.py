@@ -1,8 +1,4 @@
-"""Drafts by repeating the conversation: what followed the longest earlier match, kept in step through changes.
-
-Knows nothing of models or costs. After `begin` the guess is the continuation of the longest match (CopySpec,
-algorithms.md C2). While the reply repeats a source it follows that source (C4), until a longer match turns up.
-"""
+"""Drafts what is there already: what a grammar forces, and continuations of earlier places of the same text."""
 
 from __future__ import annotations
 
@@ -12,11 +8,26 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
-__all__ = ["CopyDrafter"]
+__all__ = ["CopyDrafter", "ForcedDrafter"]
+
+
+class ForcedDrafter(Drafter):
+    """Implements `contracts.Drafter`: proposes what `context.forced` says, whatever the model thinks."""
+
+    name = "forced"
+    # The target's own choice goes by the same constraint: of a closed list nothing else can come, of a grammar nothing
+    # but another spelling of the same text, and how often that comes is learnt.
+    priors: Sequence[float] = (0.999,)
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        """The token that must follow, or spells what must; or nothing."""
+        forced = context.forced(drafted)
+        return (Guess(forced[0], 0),) if forced else ()
+
 
 # Signs of the source's next token combine four things, each with the upper edges of its buckets, the last one open:
 # tokens of agreement since the last miss;
@@ -53,14 +64,12 @@ class _Place(NamedTuple):
     cursor: Cursor | None
 
 
-class CopyDrafter:
+class CopyDrafter(Drafter):
     """Implements `contracts.Drafter`: repeats the conversation."""
 
     name = "copy"
     priors: Sequence[float] = _PRIORS
-    uses_target = False
     branches = True
-    draws = False
 
     def __init__(self) -> None:
         self._index = SuffixIndex()
@@ -100,10 +109,6 @@ class CopyDrafter:
                 found.append(Guess(own, _UNREPLACED))
         return found[:width]
 
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
-        """Nothing: it does not use the target."""
-        return None
-
     def observe(self, round: Round) -> None:
         """Follows the committed tokens, and learns what they replaced."""
         place = self._places[()]
@@ -115,13 +120,6 @@ class CopyDrafter:
     def nbytes(self) -> int:
         """Bytes of the index and the substitutions."""
         return self._index.nbytes() + self._aligner.nbytes()
-
-    def state(self) -> State:
-        """Nothing: it knows the conversation alone."""
-        return {}
-
-    def restore(self, state: State) -> None:
-        """Nothing to take back."""
 
     def close(self) -> None:
         """Forgets the conversation."""

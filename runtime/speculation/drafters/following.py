@@ -54,7 +54,7 @@ class Follower:
 
     def restart(self, start: int) -> None:
         """Follows from row `start` on, which the cache must reach, and drops what comes after it."""
-        self._backend.truncate(start)
+        self._backend.cache.trim(start)
         self.start = start
         self._fed.clear()
         self._agreed = 0
@@ -120,7 +120,7 @@ class Follower:
         return logits
 
     def _cut(self, rows: int) -> None:
-        self._backend.truncate(self.start + rows)
+        self._backend.cache.trim(self.start + rows)
         del self._fed[rows:]
         self._agreed = min(self._agreed, rows)
         self._last = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["HierarchicalDrafter"]
@@ -17,7 +17,7 @@ __all__ = ["HierarchicalDrafter"]
 _LOOK_AHEAD = 3
 
 
-class HierarchicalDrafter:
+class HierarchicalDrafter(Drafter):
     """Implements `contracts.Drafter`: guesses what its model guesses, in fewer of the model's passes.
 
     Args:
@@ -62,10 +62,6 @@ class HierarchicalDrafter:
     @property
     def _members(self) -> tuple[Drafter, ...]:
         return (self._model, *self._cheap)
-
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
-        """Nothing to go on from."""
-        return None
 
     def observe(self, round: Round) -> None:
         """Tells the model and the cheap drafters."""

@@ -6,7 +6,7 @@ Knows nothing of where the logits come from.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
 
 __all__ = ["LogitDrafter"]
 
@@ -26,7 +26,7 @@ _BUCKETS = len(_EDGES) + 1
 _PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.93, 0.03, 0.08, 0.15, 0.2, 0.2, 0.2, 0.2, 0.2)
 
 
-class LogitDrafter(ABC):
+class LogitDrafter(Drafter):
     """Implements the part of `contracts.Drafter` that follows from having logits after any path.
 
     Args:
@@ -92,10 +92,6 @@ class LogitDrafter(ABC):
         self._known[path] = known = tuple(found)
         return known
 
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
-        """Nothing to go on from."""
-        return None
-
     def observe(self, round: Round) -> None:
         """Forgets the round's guesses; the next path tells what was committed."""
         self._known.clear()
@@ -103,10 +99,6 @@ class LogitDrafter(ABC):
     def nbytes(self) -> int:
         """Bytes that it holds."""
         return self._powers.nbytes
-
-    def state(self) -> State:
-        """Nothing to keep."""
-        return {}
 
     def restore(self, state: State) -> None:
         """There is nothing to take back.

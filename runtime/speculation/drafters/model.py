@@ -1,7 +1,4 @@
-"""Drafting with a small model of its own, and whether its tokens are the target's; knows nothing of who verifies.
-
-The drafter's cache is its own too, so it keeps what earlier rounds fed and catches up when it is asked for a guess.
-"""
+"""Drafting with a small model of the same tokenizer, and a head that tells which of its tokens will be accepted."""
 
 from __future__ import annotations
 
@@ -10,17 +7,47 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.drafters.following import Follower
-from edgeinfer.runtime.speculation.drafters.judge import AcceptanceJudge
+from edgeinfer.runtime.speculation.drafters.heads import Matrix, silu
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 
-__all__ = ["ModelDrafter", "check_same_vocabulary"]
+__all__ = ["AcceptanceJudge", "ModelDrafter", "check_same_vocabulary"]
+
+# Times that the one block is run: SpecDec++ (Huang et al. 2024) shares it between its three places.
+_TIMES = 3
+
+
+class AcceptanceJudge:
+    """Estimates acceptance.
+
+    Args:
+        heads: of kind "acceptance", of the draft model.
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        names = ("weight", "bias", "out", "out_bias")
+        weight, *others = (heads.arrays[name].astype(np.float32) for name in names)
+        self._weight = Matrix(weight)
+        self._bias, self._out, self._out_bias = others
+
+    def accepts(self, state: Floats) -> float:  # (D,)
+        """Probability that the token that the model draws from this state, before its final norm, is accepted."""
+        state = state / np.sqrt(np.dot(state, state) / len(state) + STATE_EPS)
+        for _ in range(_TIMES):
+            state = state + silu((self._weight @ state) + self._bias)
+        rejected, accepted = (self._out @ state + self._out_bias).tolist()
+        return float(1 / (1 + np.exp(min(rejected - accepted, 60.0))))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in (self._weight, self._bias, self._out, self._out_bias))
 
 
 class ModelDrafter(LogitDrafter):
@@ -35,7 +62,6 @@ class ModelDrafter(LogitDrafter):
     """
 
     name = "model"
-    uses_target = False
 
     def __init__(
         self, backend: Backend, chunk: int, vocabulary: int | None = None, acceptance: Heads | None = None
@@ -68,20 +94,20 @@ class ModelDrafter(LogitDrafter):
         self._follower.doubt()
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if len(context.tokens) + len(drafted) > self._backend.capacity:
+        if len(context.tokens) + len(drafted) > self._backend.cache.capacity:
             return None
         self._row = -1
         return self._widened(self._follower.follow(context.tokens, drafted, 1)[0])
 
     def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
         """Logits after a text that has only grown since `begin`, a view; None where it does not fit the cache."""
-        if len(tokens) > self._backend.capacity:
+        if len(tokens) > self._backend.cache.capacity:
             return None
         return self._widened(self._follower.follow(tokens, (), 1)[0])
 
     def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
         """Copies of the logits (V,) after each of the last tokens of such a text; None where it does not fit."""
-        if len(tokens) > self._backend.capacity:
+        if len(tokens) > self._backend.cache.capacity:
             return None
         return [self._widened(row).copy() for row in self._follower.follow(tokens, (), count)]
 
@@ -100,7 +126,7 @@ class ModelDrafter(LogitDrafter):
 
         `guesses` then gives up to `width` of them without a pass: the very ones that it would have given anyway.
         """
-        room = self._backend.capacity - len(context.tokens) - len(drafted)
+        room = self._backend.cache.capacity - len(context.tokens) - len(drafted)
         if room < 0 or self.knows(drafted):
             return
         path, proposed = tuple(drafted), proposed[:room]

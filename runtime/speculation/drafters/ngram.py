@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
 
 __all__ = ["NgramDrafter"]
 
@@ -49,7 +49,7 @@ _CAUTION = 0.5
 _PRIORS = tuple(1 / (1 + math.exp(_CAUTION - sum(terms))) for terms in product(_BY_ORDER, _BY_COUNT, _BY_SHARE))
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Guesses what most often followed the latest tokens.
 
     Args:
@@ -59,9 +59,7 @@ class NgramDrafter:
 
     name = "ngram"
     priors: Sequence[float] = _PRIORS
-    uses_target = False
     branches = True
-    draws = False
 
     def __init__(self, vocabulary: int, bits: int = _BITS) -> None:
         self._vocabulary = vocabulary
@@ -117,10 +115,6 @@ class NgramDrafter:
                 if token not in found:
                     found[token] = Guess(token, self._sign(order, first, way))
         return list(found.values())
-
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
-        """Nothing: it does not use the target."""
-        return None
 
     def observe(self, round: Round) -> None:
         """Learns the committed tokens."""

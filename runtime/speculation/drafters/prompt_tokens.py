@@ -15,7 +15,7 @@ import numpy as np
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
-from edgeinfer.runtime.speculation.contracts import Context, Round
+from edgeinfer.runtime.speculation.contracts import Context, ProbingDrafter, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = ["PromptDrafter"]
@@ -25,11 +25,11 @@ _KEPT = 1024
 _NO_ROWS = np.zeros(0, np.int64)
 
 
-class PromptDrafter(LogitDrafter):
-    """Implements `contracts.Drafter` and `contracts.Prober`.
+class PromptDrafter(LogitDrafter, ProbingDrafter):
+    """Drafts with prompt tokens as probe rows.
 
     Args:
-        target: in whose passes the prompt tokens ride.
+        target: in whose passes the prompt tokens are probe rows.
         heads: of kind "prompt".
 
     Raises:
@@ -37,8 +37,6 @@ class PromptDrafter(LogitDrafter):
     """
 
     name = "prompt"
-    # Its passes are those that the engine lets it run in `embed`; guessing runs none.
-    uses_target = False
 
     def __init__(self, target: Backend, heads: Heads) -> None:
         can, size = target.capabilities, target.geometry.hidden_size
@@ -47,17 +45,13 @@ class PromptDrafter(LogitDrafter):
         super().__init__(target.geometry.vocab_size)
         self._target = target
         self._prompts = heads.arrays["embeddings"].astype(np.float32)  # (P, D)
+        self.probes = len(self._prompts)
         self._no_layers = np.zeros(2 * target.geometry.num_layers, np.bool_)
         self._kept = np.empty((min(_KEPT, target.geometry.vocab_size), size), np.float32)
         self._rows: dict[int, int] = {}
         self._states = np.empty((0, size), np.float32)
         self._said = np.empty((self.probes, target.geometry.vocab_size), np.float32)
         self._told = False
-
-    @property
-    def probes(self) -> int:
-        """Prompt tokens."""
-        return len(self._prompts)
 
     @staticmethod
     def kept_bytes(vocabulary: int, size: int, probes: int) -> int:
@@ -82,9 +76,9 @@ class PromptDrafter(LogitDrafter):
         missing = [token for token in wanted if token not in self._rows]
         if not missing:
             return True
-        start, most = self._target.length, len(self._kept)
+        start, most = self._target.cache.length, len(self._kept)
         full = len(self._rows) + len(missing) > most
-        if len(wanted) > most or len(wanted if full else missing) > self._target.capacity - start:
+        if len(wanted) > most or len(wanted if full else missing) > self._target.cache.capacity - start:
             return False
         if full:
             self._rows.clear()
@@ -97,7 +91,7 @@ class PromptDrafter(LogitDrafter):
         first = len(self._rows)
         self._kept[first : first + len(missing)] = output.hidden
         self._rows |= {token: first + place for place, token in enumerate(missing)}
-        self._target.truncate(start)
+        self._target.cache.trim(start)
         return True
 
     def begin(self, tokens: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
 
 __all__ = ["RecycleDrafter", "best_tokens"]
 
@@ -33,7 +33,7 @@ _PRIORS = (0.2, 0.4, 0.65, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98, 0.1, 0.05, 0.03, 0
 _RANKED = _MOST.bit_length()
 
 
-class RecycleDrafter:
+class RecycleDrafter(Drafter):
     """Guesses what came out best when a token was fed before.
 
     Args:
@@ -42,9 +42,7 @@ class RecycleDrafter:
 
     name = "recycle"
     priors: Sequence[float] = _PRIORS
-    uses_target = False
     branches = True
-    draws = False
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -79,10 +77,6 @@ class RecycleDrafter:
             return [Guess(self._best_at[start], came)]
         best = self._best_at[start : start + min(width, _BEST)].tolist()
         return [Guess(token, _RANKED + rank if rank else came) for rank, token in enumerate(best) if token != _NONE]
-
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
-        """Nothing: it does not use the target."""
-        return None
 
     def observe(self, round: Round) -> None:
         """Takes in the best tokens behind every one that was fed, also those that were rejected."""

@@ -64,7 +64,7 @@ class SortedDrafter(ModelDrafter):
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         total = len(context.tokens) + len(drafted)
-        if total > self._backend.capacity:
+        if total > self._backend.cache.capacity:
             return None
         logits = self._follower.follow(context.tokens, drafted, 1)[0]
         part = 0
@@ -79,7 +79,7 @@ class SortedDrafter(ModelDrafter):
         # The last row again where it was seen: its logits are wanted.
         start = min(self._seen[part], len(tokens) - 1)
         # The passes that follow start at the same row and mask the layers before, which leaves their rows as they are.
-        self._backend.truncate(start)
+        self._backend.cache.trim(start)
         self._follower.forget_logits()
         logits = np.empty((0, 0), np.float32)
         for first in range(start, len(tokens), self._chunk):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench import kv_quality
-from edgeinfer.apps.bench.kv_quality import compare_caches
+from edgeinfer.apps.bench import memory_kv
+from edgeinfer.apps.bench.memory_kv import compare_caches
 from edgeinfer.apps.cli.main import main
 from tests.apps.bench.here import exported
 from tests.factories import make_checkpoint
@@ -49,11 +49,11 @@ def test_the_table_and_the_json(
     # Read once, for both.
     results = compare_caches(str(bundle), STORIES[-1:])
 
-    def known(model: str, stories: Sequence[str]) -> Sequence[kv_quality.KVQuality]:
+    def known(model: str, stories: Sequence[str]) -> Sequence[memory_kv.KVQuality]:
         assert (model, list(stories)) == (str(bundle), STORIES[-1:])
         return results
 
-    monkeypatch.setattr(kv_quality, "compare_caches", known)
+    monkeypatch.setattr(memory_kv, "compare_caches", known)
     text = tmp_path / "text"
     text.write_text("<|endoftext|>".join(STORIES))
     out = tmp_path / "kv.json"

@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench import memory_chat, memory_plans, memory_smallest, memory_subjects, memory_timed
+from edgeinfer.apps.bench import memory_budgets, memory_plans, memory_timed
 from edgeinfer.apps.bench.enforced import Enclosure, enclosure
-from edgeinfer.apps.bench.memory_chat import ChatResults
+from edgeinfer.apps.bench.memory_budgets import BudgetPeer, SmallestResults, SpecMemoResults, measure_peer
 from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
-from edgeinfer.apps.bench.memory_plans import Case, PlanRun, PlansResults, draw_cases
-from edgeinfer.apps.bench.memory_report import print_chat, print_plans, print_spec
-from edgeinfer.apps.bench.memory_smallest import Peer, SmallestResults, measure_peer
-from edgeinfer.apps.bench.memory_spec import SpecMemoResults
-from edgeinfer.apps.bench.memory_subjects import Subject, find_subjects
-from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
+from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, PlansResults, draw_cases, find_subjects
+from edgeinfer.apps.bench.memory_sections import chat_section, plans_section, spec_memory_section
+from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
+from edgeinfer.apps.bench.render import print_section
 from edgeinfer.apps.bench.watch import Ended, Watched, watch
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
@@ -30,11 +28,11 @@ from edgeinfer.hub import resolve
 from tests.apps.bench.here import exports_here, watch_here
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
-BUILTIN = Subject("built-in", str(resolve(None)), 5_000_000, 1024, "built-in", (str(resolve(None)),))
+BUILTIN = PlannedModel("built-in", str(resolve(None)), 5_000_000, 1024, "built-in", (str(resolve(None)),))
 
 
 def plan_run(measured: int, *, planned: int = 90, counted: str = "resident", **more: Any) -> PlanRun:
-    case = Case(0, BUILTIN, 1.0, 0, 1, False, {"counted": counted})
+    case = PlanCase(0, BUILTIN, 1.0, 0, 1, False, {"counted": counted})
     details = {"choice": {"kv": "float32", "weights": "mapped"}, "anonymous": {"kv": 5}, "file": {}, "used": {"kv": 4}}
     sizes = {"peak_rss": measured} if counted == "resident" else {"peak_anonymous": measured, "peak_rss": 1000}
     return PlanRun(
@@ -53,7 +51,7 @@ def test_a_plan_is_kept_if_no_more_of_what_counts_was_taken(counted: str) -> Non
 def test_results_name_every_plan_that_was_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     refused = dataclasses.replace(plan_run(0), ended="refused", reason="too small")
     results = PlansResults(1, (plan_run(80), plan_run(95), refused))
-    print_plans(results)
+    print_section(plans_section(results.to_dict()))
     shown = capsys.readouterr().out
     assert "3 plans: 1 kept, 1 exceeded, 1 refused, 0 failed, 0 killed" in shown
     assert "too small" in shown and "exceeded: built-in" in shown
@@ -148,7 +146,7 @@ def timed(budget: int | None, short: float, deep: float, reason: str = "", name:
     }
     options = {} if budget is None else {"memory": budget}
     run = TimedRun(reason, peak_rss=150, peak_anonymous=50, found=found)
-    return Timed(Setup(name or str(budget), options), (run, run))
+    return Timed(LoadSetup(name or str(budget), options), (run, run))
 
 
 def test_the_smallest_budget_has_to_keep_both_speeds() -> None:
@@ -175,16 +173,16 @@ def test_speeds_are_compared_with_runs_of_the_same_time() -> None:
 
 
 def test_budgets_are_halved_towards_the_smallest_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    def speed(setup: Setup) -> Timed:
+    def speed(setup: LoadSetup) -> Timed:
         return timed(setup.budget, 30, 30) if (setup.budget or 0) >= 240 else timed(setup.budget, 3, 3)
 
-    def time_them(model: str, setups: list[Setup], *rest: object, **more: object) -> list[Timed]:
+    def time_them(model: str, setups: list[LoadSetup], *rest: object, **more: object) -> list[Timed]:
         return [speed(setup) for setup in setups]
 
     monkeypatch.setattr(memory_timed, "time_setups", time_them)
     first = [timed(400, 30, 30), timed(100, 3, 3)]
     results = SmallestResults("m", 2048, tuple(first))
-    replies = memory_timed.Replies(((1,), (2,)), 4)
+    replies = memory_timed.ReplyRequest(((1,), (2,)), 4)
     found = memory_timed.narrow("m", first, replies, 1, 3, results.keeps)
     assert [each.setup.budget for each in found] == [400, 250, 212, 175, 100]
     assert found[1].beside and dataclasses.replace(results, points=tuple(found)).smallest_fast is found[1]
@@ -196,7 +194,7 @@ def test_the_smallest_budget_that_pays_is_held_against_no_limits(capsys: pytest.
     assert results.smallest is not None and results.smallest.setup.budget == 2
     assert results.cut(results.smallest, "default", planned=True, alone=False) == pytest.approx(1 - 77 / 75)
     assert results.to_dict()["smallest_budget"] == 2
-    print_spec(results)
+    print_section(spec_memory_section(results.to_dict()))
     printed = " ".join(capsys.readouterr().out.split())
     assert ": 2 B, 512 tokens in float32, mapped: the prompt in one pass." in printed
     for name in ("unconstrained", "default"):
@@ -210,7 +208,7 @@ def test_the_smallest_budget_that_pays_is_held_against_no_limits(capsys: pytest.
 
 
 def test_peaks_of_a_chat_stand_beside_their_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    print_chat(ChatResults(tuple(1000 * turn for turn in range(1, 21)), 200, 64))
+    print_section(chat_section(ChatResults(tuple(1000 * turn for turn in range(1, 21)), 200, 64).to_dict()))
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     for turn in (1, 5, 10, 15, 20):
         assert [str(turn), f"{turn}.0", "KB"] in printed
@@ -268,7 +266,7 @@ def test_the_code_says_whether_all_plans_were_kept(
     measured: tuple[int, int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_plans, "run_cases", lambda cases, enforce: map(plan_run, measured))
-    monkeypatch.setattr(memory_subjects, "find_subjects", lambda *_: [BUILTIN])
+    monkeypatch.setattr(memory_plans, "find_subjects", lambda *_: [BUILTIN])
     found, data = _plans(tmp_path)
     assert (found, len(data["runs"])) == (code, 2)
 
@@ -309,7 +307,7 @@ def test_budgets_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(memory_timed, "run_watched", lambda command, env: watch(command, env).watched)
     # Its chats are longer than tests have time for.
     for name, tokens in {"_REPLY": 4, "_SHORT_PROMPT": 8, "_MARGIN": 4}.items():
-        monkeypatch.setattr(memory_smallest, name, tokens)
+        monkeypatch.setattr(memory_budgets, name, tokens)
     shared = ["--spec", "off", *BUDGETS, "--json", str(out)]
     assert main(["bench", "memory", "smallest", "-c", "64", *shared]) == 0
     check_smallest(out, capsys.readouterr().out)
@@ -338,7 +336,7 @@ def test_the_code_says_whether_memory_grew(
         assert (name, arguments["turns"], arguments["context"]) == ("chat", 12, 256)
         return {"peaks": [100] * 11 + [last], "planned": 300, "context": 256}
 
-    monkeypatch.setattr(memory_chat, "run_job", job)
+    monkeypatch.setattr(memory_timed, "run_job", job)
     out = tmp_path / "chat.json"
     arguments = ["bench", "memory", "chat", "--turns", "12", "-n", "4", "-c", "256", "--json", str(out)]
     assert main(arguments) == code
@@ -369,13 +367,13 @@ def test_a_peer_is_asked_for_both_chats(tmp_path: Path, monkeypatch: pytest.Monk
         told = "".join(json.dumps({"answer": answer}) + "\n" for answer in answers)
         return Ended(0, "", Watched(told, 1.0, 600, 0, 0, 300))
 
-    monkeypatch.setattr(memory_smallest, "watch", watch)
-    figures = measure_peer(Peer("edgeinfer", tmp_path), 512, 1)
+    monkeypatch.setattr(memory_budgets, "watch", watch)
+    figures = measure_peer(BudgetPeer("edgeinfer", tmp_path), 512, 1)
     assert (figures.reason, figures.peak_rss, figures.peak_anonymous) == ("", 600, 300)
     assert (figures.short_speed, figures.deep_speed) == (100.0, 50.0)
 
 
 @pytest.mark.slow
 def test_a_peer_that_cannot_load_says_why(tmp_path: Path) -> None:
-    figures = measure_peer(Peer("edgeinfer", tmp_path / "absent"), 512, 1)
+    figures = measure_peer(BudgetPeer("edgeinfer", tmp_path / "absent"), 512, 1)
     assert "absent" in figures.reason

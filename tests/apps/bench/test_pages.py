@@ -12,13 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.apps.bench.environment import run_header
-from edgeinfer.apps.bench.kv_quality import KVQuality
-from edgeinfer.apps.bench.memory_chat import ChatResults
-from edgeinfer.apps.bench.memory_plans import Case, PlanRun, PlansResults
-from edgeinfer.apps.bench.memory_smallest import Peer, PeerFigures, SmallestResults
-from edgeinfer.apps.bench.memory_spec import SpecMemoResults
-from edgeinfer.apps.bench.memory_subjects import Subject
-from edgeinfer.apps.bench.memory_timed import Setup, Timed, TimedRun
+from edgeinfer.apps.bench.memory_budgets import BudgetPeer, BudgetPeerFigures, SmallestResults, SpecMemoResults
+from edgeinfer.apps.bench.memory_kv import KVQuality
+from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, PlansResults
+from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
 from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Paragraph, Section, Table, page_html
@@ -141,14 +138,14 @@ def told(planned: int, reason: str = "") -> TimedRun:
 
 def memory_results() -> dict[str, dict[str, Any]]:
     """By benchmark, what its results are as JSON."""
-    subject = Subject("tiny", "tiny", 1000, 64, "64")
-    case = Case(0, subject, 1.2, 0, 1, False, {"counted": "resident"})
+    subject = PlannedModel("tiny", "tiny", 1000, 64, "64")
+    case = PlanCase(0, subject, 1.2, 0, 1, False, {"counted": "resident"})
     ran = PlanRun(case, "cgroup", "ran", "", 90_000_000, 100_000_000, 85_000_000, 40_000_000)
     killed = PlanRun(case, "cgroup", "killed", "gone")
-    points = [Timed(Setup(str(size), {"memory": size}), (told(size),)) for size in (400_000_000, 300_000_000)]
-    points.append(Timed(Setup("200", {"memory": 200_000_000}), (told(200_000_000, "too small"),)))
-    peer = PeerFigures(Peer("llamacpp", Path("x")), "", 600_000_000, 300_000_000, 57.7, 34.6)
-    unbounded = Timed(Setup("unconstrained"), (told(500_000_000),))
+    points = [Timed(LoadSetup(str(size), {"memory": size}), (told(size),)) for size in (400_000_000, 300_000_000)]
+    points.append(Timed(LoadSetup("200", {"memory": 200_000_000}), (told(200_000_000, "too small"),)))
+    peer = BudgetPeerFigures(BudgetPeer("llamacpp", Path("x")), "", 600_000_000, 300_000_000, 57.7, 34.6)
+    unbounded = Timed(LoadSetup("unconstrained"), (told(500_000_000),))
     caches = [KVQuality("tales", "int8", 9.37, 0.001, 0.988, 0.731, 0.013, 0.02, 8340, 4000)]
     return {
         "memory-plans": PlansResults(1, (ran, killed)).to_dict(),
@@ -166,7 +163,14 @@ def memory_results() -> dict[str, dict[str, Any]]:
         ("memory-plans", {"tiny", "90.0 MB", "85.0 MB", "5.0%", "planned, MB", "measured peak, MB", "as planned"}),
         ("memory-smallest", {"400.0 MB", "300.0 MB", "big, short", "100.0", "50.0", "-", "too small", "57.7"}),
         ("memory-spec", {"unconstrained", "400.0 MB", "100.0%"}),
-        ("memory-chat", {"peak of the process, MB", "turn", "Grown after the first turns by 0.00%: flat."}),
+        (
+            "memory-chat",
+            {
+                "peak of the process, MB",
+                "turn",
+                "The peak grew by 0.00% after turn 10: flat (less than 1%). Planned: 90.0 MB.",
+            },
+        ),
         ("memory-kv", {"tales, int8", "+0.100%", "98.80%", "8340"}),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_cache_on_a_device_is_the_cache_of_the_process() -> None:
         cache.keep(4, [0, 2, 3])
         snapshot = cache.snapshot(1, 5)
         filled(cache, 290)
-        cache.truncate(20)
+        cache.trim(20)
         cache.append(snapshot)
         cache.rewrite(lambda layer, keys, values: (keys[:, ::2] + layer, values[:, ::2]))
         kept = cache.snapshot()

@@ -62,7 +62,7 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 def test_numbers_are_those_of_the_cpu(make: Callable[..., OnnxBackend], device: Device) -> None:
     there, here = make(device), make(CPU)
     check_first_pass(there, device)
-    assert there.length == 0
+    assert there.cache.length == 0
     assert all(np.array_equal(*pair) for pair in zip(talk(there), talk(here), strict=True))
 
 
@@ -100,7 +100,7 @@ def test_layers_are_skipped_and_resumed_there_too(make: Callable[..., OnnxBacken
         first = backend.forward(ForwardInput(tokens, positions, rows, layer_mask=mask))
         outputs.append(first.logits.copy())
         assert first.hidden is not None
-        backend.truncate(6)
+        backend.cache.trim(6)
         outputs.append(
             backend.forward(
                 ForwardInput(tokens, positions, rows, layer_mask=~mask, hidden=first.hidden.copy())

@@ -130,7 +130,7 @@ def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> Non
     for size in (1, 2, 4, 8, 16):
         unions = []
         for _ in range(12):
-            backend.truncate(0)
+            backend.cache.trim(0)
             used = backend.forward(
                 ForwardInput(chance.integers(2, 320, size), np.arange(size), np.zeros(0, np.int64))
             ).experts

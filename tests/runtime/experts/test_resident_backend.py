@@ -96,11 +96,11 @@ def _bias(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]) -> None:
     for backend in pair:
-        backend.truncate(0)
+        backend.cache.trim(0)
         backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
     for asked in script:
         how = dict(asked)
-        tokens, start = how.pop("tokens"), pair[0].length
+        tokens, start = how.pop("tokens"), pair[0].cache.length
         depths = np.arange(len(tokens))
         if how["tree"] is not None:
             for row, parent in enumerate(how["tree"]):
@@ -117,7 +117,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
         if how["layer_mask"] is not None:
             assert (used[~how["layer_mask"][1::2]] == -1).all()
             for backend in pair:
-                backend.truncate(start)
+                backend.cache.trim(start)
 
 
 def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
@@ -153,10 +153,10 @@ def test_memory_is_what_the_residency_says() -> None:
     def peak(backend: OnnxBackend | ResidentBackend, first: int) -> int:
         """Most resident bytes of files after any of a prompt's and a reply's passes."""
         chance, most = np.random.default_rng(1), 0
-        backend.truncate(0)
+        backend.cache.trim(0)
         for size in (first, *[1] * 20):
             tokens = chance.integers(0, 320, size)
-            backend.forward(ForwardInput(tokens, backend.length + np.arange(size), np.array([size - 1])))
+            backend.forward(ForwardInput(tokens, backend.cache.length + np.arange(size), np.array([size - 1])))
             most = max(most, process_memory().file)
         return most
 
@@ -185,7 +185,7 @@ def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
         patch.setattr(Residency, "used", used)
         with pytest.raises(PassCancelledError):
             backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
-    assert backend.length == 0
+    assert backend.cache.length == 0
     backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
     backend.close()
 

@@ -87,9 +87,9 @@ def other() -> Backend:
 
 @pytest.fixture
 def engine(backend: Backend) -> Iterator[Engine]:
-    backend.truncate(0)
+    backend.cache.trim(0)
     yield Engine(backend, 4)
-    backend.truncate(0)
+    backend.cache.trim(0)
 
 
 def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
@@ -102,13 +102,13 @@ def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: 
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
     ]
     text = [*PROMPT, *made]
-    assert engine.backend.length == len(engine.held)
+    assert engine.backend.cache.length == len(engine.held)
     assert list(engine.held) == text[: len(engine.held)]
-    held = engine.backend.snapshot()
-    engine.backend.truncate(0)
+    held = engine.backend.cache.snapshot()
+    engine.backend.cache.trim(0)
     again = list(feed(whole_pass(engine.backend), text[: held.length], 0, [], 4))
     assert again == []
-    whole = engine.backend.snapshot()
+    whole = engine.backend.cache.snapshot()
     assert all(map(np.array_equal, (*held.keys, *held.values), (*whole.keys, *whole.values)))
     return made
 
@@ -138,7 +138,7 @@ def test_skipped_blocks_do_not_run(engine: Engine) -> None:
     assert made != plain(engine)[0]
     list(feed(whole_pass(backend), PROMPT, 0, [], 4))
     for token, said in zip(made, sampler.logits[1:], strict=False):
-        place = np.array([backend.length])
+        place = np.array([backend.cache.length])
         output = backend.forward(ForwardInput(np.array([token]), place, np.zeros(1, np.int64), layer_mask=SKIPS))
         assert np.array_equal(output.logits[0], said)
     use = steps.compute_use()
@@ -178,7 +178,7 @@ def test_a_floor_ends_skipping_within_the_reply(engine: Engine, monkeypatch: pyt
     text = [*PROMPT, *made]
     rows = dict(feed(whole_pass(engine.backend), text[:-1], 0, [], 4))
     assert rows == {}
-    engine.backend.truncate(0)
+    engine.backend.cache.trim(0)
     after = range(len(PROMPT) + 8, len(text) - 1)
     for index, logits in feed(whole_pass(engine.backend), text[:-1], 0, list(after), 4):
         assert int(logits.argmax()) == text[index + 1]
@@ -188,7 +188,7 @@ def test_a_full_cache_ends_a_reply(engine: Engine) -> None:
     sampler = Greedy()
     steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(SKIPS), COSTS)
     made = [s.token for s in engine.generate(PROMPT, sampler, max_tokens=None, stop_ids=frozenset(), strategy=steps)]
-    assert len(made) == engine.backend.capacity - len(PROMPT) + 1
+    assert len(made) == engine.backend.cache.capacity - len(PROMPT) + 1
 
 
 def test_sure_of_nothing_is_plain(engine: Engine) -> None:
@@ -212,11 +212,11 @@ def test_exits_follow_their_confidence(engine: Engine) -> None:
     list(feed(whole_pass(backend), PROMPT, 0, [], 4))
     one = np.zeros(1, np.int64)
     for token, said in zip(made, sampler.logits[1:], strict=False):
-        start = backend.length
+        start = backend.cache.length
         early = (
             backend.forward(ForwardInput(np.array([token]), np.array([start]), one, layer_mask=first)).logits[0].copy()
         )
-        backend.truncate(start)
+        backend.cache.trim(start)
         whole = backend.forward(ForwardInput(np.array([token]), np.array([start]), one)).logits[0]
         sure = 1 / np.exp(early - early.max()).sum() >= 0.05
         waiting = waiting + 1 if sure else 0
@@ -237,7 +237,7 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
 
     def watched(batch: ForwardInput) -> ForwardOutput:
         if batch.hidden is not None:
-            seen.append((len(batch.tokens), backend.snapshot(len(PROMPT))))
+            seen.append((len(batch.tokens), backend.cache.snapshot(len(PROMPT))))
         return forward(batch)
 
     backend.forward = watched  # type: ignore[method-assign]
@@ -252,7 +252,7 @@ def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> Non
     for layer in (2, 3):
         assert np.array_equal(held.keys[layer], held.keys[1]) and np.array_equal(held.values[layer], held.values[1])
     assert not np.array_equal(held.keys[0], held.keys[1])
-    assert backend.length == len(PROMPT)  # nothing that rests on filled rows stays
+    assert backend.cache.length == len(PROMPT)  # nothing that rests on filled rows stays
     assert steps.compute_use().caught_up == 0
 
 
@@ -276,13 +276,13 @@ def test_there_is_no_such_exit(backend: Backend) -> None:
 def test_states_are_those_between_the_layers(engine: Engine) -> None:
     backend = engine.backend
     list(feed(whole_pass(backend), PROMPT, 0, [], 4))
-    before = backend.snapshot()
+    before = backend.cache.snapshot()
     states = PromptStates(backend, PROMPT, 4).states()
     assert states.shape == (LAYERS + 1, len(PROMPT), backend.geometry.hidden_size)
-    after = backend.snapshot()
+    after = backend.cache.snapshot()
     assert all(map(np.array_equal, (*before.keys, *before.values), (*after.keys, *after.values)))
     for layer in range(LAYERS + 1):
-        backend.truncate(0)
+        backend.cache.trim(0)
         mask = np.arange(2 * LAYERS) < 2 * layer
         output = backend.forward(
             ForwardInput(np.array(PROMPT), np.arange(len(PROMPT)), np.zeros(0, np.int64), layer_mask=mask)
@@ -302,7 +302,7 @@ def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
     text = [*PROMPT, *made]
     said = {}
     for name, model in ((True, backend), (False, other)):
-        model.truncate(0)
+        model.cache.trim(0)
         rows = range(len(PROMPT) - 1, len(text) - 1)
         said[name] = {index: row.copy() for index, row in feed(whole_pass(model), text[:-1], 0, list(rows), 4)}
     for place, (turn, logits) in enumerate(zip([True, *turns], sampler.logits, strict=True)):

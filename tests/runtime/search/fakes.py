@@ -13,12 +13,13 @@ from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import CacheSnapshot, ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.registry import make_search
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
-from tests.runtime.test_engine import TableBackend
+from tests.runtime.test_engine import TableBackend, TableCache
 
 LETTERS = "abcdefgh.,"
 V = len(LETTERS)
@@ -32,51 +33,15 @@ def letters_logits(text: Sequence[int]) -> Floats:  # (V,)
     return chance.normal(0, 1.5, V).astype(np.float32)
 
 
-class LettersBackend(TableBackend):
-    """Implements the contract over `letters_logits`, for texts side by side too.
+class LettersCache(TableCache):
+    """The tokens of texts side by side and their positions."""
 
-    Args:
-        noise: of the logits of rows that have other texts' rows in the cache.
-    """
-
-    name = "letters"
-    geometry = Geometry(V, 1, 1, 1, 1, 1000)
-    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False, branches=True)
-
-    def __init__(self, capacity: int = 200, noise: float = 0.0) -> None:
-        super().__init__()
-        self.capacity = capacity
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
         self.places: list[int] = []
-        self.noise = noise
-        self.most_held = 0
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        check_pass(self, batch)
-        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.sees
-        self._wait()
-        start, size = self.length, len(tokens)
-        self.held += tokens.tolist()
-        self.places += positions.tolist()
-        self.passes.append(size)
-        self.most_held = max(self.most_held, self.length)
-        if sees is None:
-            seen = np.tri(size, start + size, start, dtype=np.bool_)
-        else:
-            seen = sees.sees
-            assert sees.places.tolist() == self.places
-        texts = [self._text(np.flatnonzero(seen[row])) for row in rows]
-        logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
-        if sees is not None:
-            logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
-        return ForwardOutput(logits, None)
-
-    def _text(self, rows: NDArray[np.int64]) -> list[int]:
-        found = sorted((self.places[row], self.held[row]) for row in rows)
-        assert [place for place, _ in found] == list(range(len(found))), "the rows of a text are one for each place"
-        return [token for _, token in found]
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
+    def trim(self, length: int) -> None:
+        super().trim(length)
         del self.places[length:]
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
@@ -93,6 +58,49 @@ class LettersBackend(TableBackend):
             raise BackendError("Full.")
         self.held += snapshot.keys[0][0, :, 0].astype(int).tolist()
         self.places += snapshot.values[0][0, :, 0].astype(int).tolist()
+
+
+class LettersBackend(TableBackend):
+    """Implements the contract over `letters_logits`, for texts side by side too.
+
+    Args:
+        noise: of the logits of rows that have other texts' rows in the cache.
+    """
+
+    name = "letters"
+    geometry = Geometry(V, 1, 1, 1, 1, 1000)
+    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False, branches=True)
+
+    def __init__(self, capacity: int = 200, noise: float = 0.0) -> None:
+        super().__init__()
+        self.cache: LettersCache = LettersCache(capacity)
+        self.noise = noise
+        self.most_held = 0
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        check_pass(self, batch)
+        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.sees
+        self._wait()
+        start, size = self.cache.length, len(tokens)
+        self.cache.held += tokens.tolist()
+        self.cache.places += positions.tolist()
+        self.passes.append(size)
+        self.most_held = max(self.most_held, self.cache.length)
+        if sees is None:
+            seen = np.tri(size, start + size, start, dtype=np.bool_)
+        else:
+            seen = sees.sees
+            assert sees.places.tolist() == self.cache.places
+        texts = [self._text(np.flatnonzero(seen[row])) for row in rows]
+        logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
+        if sees is not None:
+            logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
+        return ForwardOutput(logits, None)
+
+    def _text(self, rows: NDArray[np.int64]) -> list[int]:
+        found = sorted((self.cache.places[row], self.held[row]) for row in rows)
+        assert [place for place, _ in found] == list(range(len(found))), "the rows of a text are one for each place"
+        return [token for _, token in found]
 
 
 class Letters:
@@ -161,10 +169,10 @@ class Trial:
     def check_cache(self, found: Sequence[int]) -> None:
         """The cache holds the text, or a beginning of it, and nothing else."""
         text = [*self.prompt, *found]
-        assert self.backend.held == text[: self.backend.length]
-        assert self.backend.places == list(range(self.backend.length))
+        assert self.backend.held == text[: self.backend.cache.length]
+        assert self.backend.cache.places == list(range(self.backend.cache.length))
         assert self.engine.held == tuple(self.backend.held)
-        assert self.backend.length >= len(self.prompt)
+        assert self.backend.cache.length >= len(self.prompt)
 
 
 def alone(seed: int, *, stop_ids: frozenset[int] = frozenset({END}), **options: Any) -> list[int]:

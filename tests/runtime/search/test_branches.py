@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search import branches as module
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import Passes, SearchParts, SearchStatistics
+from edgeinfer.runtime.search.strategy import Passes, SearchParts
 from tests.runtime.search.fakes import PROMPT, Letters, LettersBackend, V, letters_logits
 
 
@@ -81,8 +82,8 @@ def test_dead_rows_make_room() -> None:
 def test_copied_rows_begin_a_branch() -> None:
     backend = fed_prompt()
     backend.forward(ForwardInput(np.array([4, 6]), np.arange(2) + len(PROMPT), np.array([0])))
-    piece = backend.snapshot(len(PROMPT))
-    backend.truncate(len(PROMPT))
+    piece = backend.cache.snapshot(len(PROMPT))
+    backend.cache.trim(len(PROMPT))
     branches = Branches(parts_of(backend), SearchStatistics())
     other, copied = branches.begin(), branches.begin(rows=[piece])
     rows = branches.feed([(other, [5]), (copied, [0])])
@@ -98,7 +99,7 @@ def test_a_cancelled_reply_runs_no_pass() -> None:
         branches.feed([(branches.begin(), [1])])
     with pytest.raises(PassCancelledError):
         Passes(parts, SearchStatistics()).feed(1)
-    assert backend.length == len(PROMPT)
+    assert backend.cache.length == len(PROMPT)
 
 
 def test_a_chain_is_fed_as_it_is_asked_for() -> None:

@@ -53,7 +53,7 @@ def backend(request: pytest.FixtureRequest, some_family: Family) -> Iterator[Bac
 
 
 def run(backend: Backend, tokens: list[int]) -> np.ndarray:
-    backend.truncate(0)
+    backend.cache.trim(0)
     return backend.forward(ForwardInput(np.array(tokens), np.arange(len(tokens)), np.arange(len(tokens)))).logits.copy()
 
 
@@ -66,7 +66,7 @@ def test_texts_side_by_side_give_what_each_gives_alone(backend: Backend, width: 
     owners, places = [""] * len(TRUNK), list(range(len(TRUNK)))
     while order:
         names, order = order[:width], order[width:]
-        start, tokens, starts = backend.length, [], []
+        start, tokens, starts = backend.cache.length, [], []
         for name in names:
             starts.append(len(TRUNK) * (name != "c") + fed[name])
             tokens.append(TEXTS[name][fed[name]])
@@ -95,7 +95,7 @@ def test_rows_that_are_kept_go_on_as_the_text_they_are_of(backend: Backend) -> N
     positions = np.array([n, n, n + 1, n + 1])
     places = np.concatenate([np.arange(n), positions])
     backend.forward(ForwardInput(np.array(tokens), positions, np.zeros(0, np.int64), sees=Visibility(sees, places)))
-    backend.keep(n, [1, 3])
+    backend.cache.keep(n, [1, 3])
     rest = TEXTS["a"][2:]
     logits = backend.forward(ForwardInput(np.array(rest), np.arange(len(rest)) + n + 2, np.arange(len(rest)))).logits
     np.testing.assert_allclose(logits, alone[n + 2 :], atol=TOLERANCE, rtol=TOLERANCE)
@@ -107,7 +107,7 @@ def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Cal
     ok = Visibility(np.tri(2, dtype=np.bool_), np.arange(2))
 
     def feed(sees: Visibility, tree: np.ndarray | None = None) -> None:
-        start = backend.length
+        start = backend.cache.length
         backend.forward(
             ForwardInput(np.array([3, 4]), np.arange(start, start + 2), np.array([1]), tree=tree, sees=sees)
         )
@@ -127,7 +127,7 @@ def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Cal
     blind[1, n + 1] = False
     with pytest.raises(BackendError, match="must see itself"):
         feed(Visibility(blind, np.arange(n + 2)))
-    assert backend.length == n
+    assert backend.cache.length == n
     backend.close()
 
 
@@ -144,7 +144,7 @@ def test_a_window_bounds_the_context_of_several_texts(make_family: Callable[...,
 def test_a_backend_that_cannot_refuses() -> None:
     backend = TableBackend()
     assert not Capabilities(False, False, True).branches
-    backend.held = [1]
+    backend.cache.held = [1]
     with pytest.raises(CapabilityError, match="several texts in one cache"):
         sees = Visibility(np.ones((1, 2), np.bool_), np.arange(2))
         backend.forward(ForwardInput(np.array([3]), np.array([1]), np.array([0]), sees=sees))

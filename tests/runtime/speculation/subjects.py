@@ -17,7 +17,8 @@ from edgeinfer.bundle.heads import add_heads
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.profile.drafting import Tuning
@@ -127,7 +128,7 @@ class Subject:
         rounds = self.rounds(sampler, config, drafters, width, noise) if drafters else None
         steps = self.engine.generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=stop_ids, strategy=rounds)
         tokens = [step.token for step in steps]
-        return Text(tokens, sampler.logits, self.backend.snapshot(), rounds)
+        return Text(tokens, sampler.logits, self.backend.cache.snapshot(), rounds)
 
     def rounds(
         self, sampler: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
@@ -135,7 +136,7 @@ class Subject:
         verification = find_verification(config.verification)
         model = self._model() if {"model", "hierarchical"} & {*names} else None
         if model is not None:
-            model.truncate(0)
+            model.cache.trim(0)
         parts = DrafterParts(self.backend, model, 8, Tuning(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
@@ -151,7 +152,14 @@ class Subject:
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
         settled = width > 1 and isinstance(self.backend, OnnxBackend)
         return SpeculativeDecoding(
-            self.backend, sampler, made, governor, verification, settled=settled, noise=noise, timed=lambda ms: None
+            self.backend,
+            sampler,
+            made,
+            governor,
+            verification,
+            main_branch_only=settled,
+            noise=noise,
+            on_plain_ms=lambda ms: None,
         )
 
 

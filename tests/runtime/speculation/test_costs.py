@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation import measuring as module
 from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess
@@ -178,7 +179,13 @@ class TimedBackend:
         self.passes.append(size)
         return ForwardOutput(np.zeros((size, 1000), np.float32), None)
 
-    def truncate(self, length: int) -> None:
+    copyable = True
+
+    @property
+    def cache(self) -> TimedBackend:
+        return self
+
+    def trim(self, length: int) -> None:
         assert length <= self.length
         self.length = length
 
@@ -246,7 +253,7 @@ def test_the_builtin_model_is_measured() -> None:
 
     backend = OnnxBackend(open_bundle(resolve(None)), 128)
     curve = measure_passes(backend, budget_s=0.1, step=2)
-    assert backend.length == 0
+    assert backend.cache.length == 0
     assert (curve.points[0][0], curve.step) == (1, 2) and curve.ms(1) > 0
     backend.close()
 

@@ -108,5 +108,5 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(reference: Subject, monkeypatc
     with pytest.raises(RuntimeError, match="broken"):
         next(steps)
     monkeypatch.undo()
-    assert reference.backend.length == len(PROMPT)
+    assert reference.backend.cache.length == len(PROMPT)
     assert reference.decode(GREEDY, ("exit",)).tokens == reference.plain(GREEDY).tokens

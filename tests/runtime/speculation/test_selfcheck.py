@@ -16,7 +16,8 @@ from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import LogitsProcessor
@@ -72,14 +73,14 @@ def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
     backend.forward(ForwardInput(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
     check = check_exact(backend)
     assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
-    assert check.rows > 0 and backend.length == 0
+    assert check.rows > 0 and backend.cache.length == 0
     backend.close()
 
 
 def test_unpadded_passes_are_found_out(bundle: Bundle) -> None:
     backend = OnnxBackend(bundle, 200, exact=False)
     check = check_exact(backend, budget_s=0.5)
-    assert not check.bit_identical and backend.length == 0
+    assert not check.bit_identical and backend.cache.length == 0
     # 1e-7 in attention flips roundings to 8 bits, each worth up to some hundredths of a logit.
     assert 1e-7 < check.largest_difference < 1
     assert 0 < check.noise < check.largest_difference
@@ -107,12 +108,24 @@ class Disturbed:
         noise = self._rng.normal(size=output.logits.shape).astype(np.float32) * np.float32(self._logits if wide else 0)
         return ForwardOutput(self._table[batch.tokens[batch.rows]] + noise, output.hidden)
 
-    def truncate(self, length: int) -> None:
-        self._inner.truncate(length)
+    @property
+    def cache(self) -> Disturbed:
+        return self
+
+    @property
+    def length(self) -> int:
+        return self._inner.cache.length
+
+    @property
+    def capacity(self) -> int:
+        return self._inner.cache.capacity
+
+    def trim(self, length: int) -> None:
+        self._inner.cache.trim(length)
         self._wide = False
 
     def snapshot(self) -> CacheSnapshot:
-        found = self._inner.snapshot()
+        found = self._inner.cache.snapshot()
         keys = tuple(key + np.float32(self._cache if self._wide else 0) for key in found.keys)
         return CacheSnapshot(found.length, keys, found.values)
 

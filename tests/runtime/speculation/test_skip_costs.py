@@ -50,7 +50,7 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
     forward, now, behind = backend.forward, [0.0], set[int]()
 
     def timed(batch: ForwardInput) -> ForwardOutput:
-        behind.add(backend.length)
+        behind.add(backend.cache.length)
         if batch.layer_mask is not None:
             now[0] += (COSTS.ms(batch.layer_mask) + 0.7 * (len(batch.tokens) - 1)) / 1e3
         return forward(batch)
@@ -62,4 +62,4 @@ def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatc
     assert costs.blocks == pytest.approx(COSTS.blocks)
     assert costs.whole == pytest.approx(COSTS.whole)
     assert behind == {0, 8}
-    assert backend.length == 0
+    assert backend.cache.length == 0

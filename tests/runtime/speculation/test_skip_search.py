@@ -14,7 +14,7 @@ from edgeinfer.export import export_checkpoint
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter
+from edgeinfer.runtime.speculation.drafters.self_drafters import SkipDrafter
 from edgeinfer.runtime.tuning.drafting_search import best_exit, best_skip_set
 from edgeinfer.runtime.tuning.skip_search import Sample
 from tests.cache import made
@@ -62,7 +62,7 @@ def test_blocks_that_do_nothing_are_found(planted: Backend, samples: list[Sample
     assert (found.length, found.speedup) == (gain.length, gain.speedup)
     assert found.speedup > 1
     assert found.evaluations == 60
-    assert planted.length == 0
+    assert planted.cache.length == 0
     SkipDrafter(planted, found.layer_mask)
 
 
@@ -77,10 +77,10 @@ def test_matchness_is_of_a_pass_behind_the_whole_models_cache(planted: Backend, 
     right = 0
     for sample in samples:
         fed = [sample.prompt[-1], *sample.reply[:15]]
-        planted.truncate(0)
+        planted.cache.trim(0)
         take_in(planted, sample.prompt[:-1])
         whole = take_in(planted, fed)
-        planted.truncate(len(sample.prompt) - 1)
+        planted.cache.trim(len(sample.prompt) - 1)
         right += int((take_in(planted, fed, layer_mask=found.layer_mask).argmax(1) == whole.argmax(1)).sum())
     assert found.matchness == right / 32
     assert 0 < found.matchness < 1
@@ -119,7 +119,7 @@ def test_the_exit_before_idle_layers_is_found(samples: list[Sample]) -> None:
     assert found.matchness == 1.0
     assert found.evaluations == LAYERS - 1
     assert found.speedup == EVEN.exit_gain(3, 1.0).speedup
-    assert target.length == 0
+    assert target.cache.length == 0
     pairs = best_exit(target, samples, EVEN, granularity=2)
     assert (pairs.layers, pairs.evaluations) == (4, 2)
     for granularity in (0, LAYERS):

@@ -58,7 +58,7 @@ class Target(TableBackend):
         paths: list[list[int]] = []
         for token, parent in zip(tokens.tolist(), parents, strict=True):
             paths.append([*(self.held if parent < 0 else paths[parent]), token])
-        self.held += tokens.tolist()
+        self.cache.held += tokens.tolist()
         logits = [target_logits(paths[row]) for row in batch.rows]
         return ForwardOutput(np.array(logits, np.float32).reshape(-1, V), None)
 
@@ -82,7 +82,7 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     acceptance.add("model", [0.9] * len(drafter.priors))
     kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
     governor = kind([drafter], Prices(FLAT), acceptance, 6, width)
-    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, timed=lambda ms: None)
+    rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
     steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in steps)
     assert rounds.statistics.drafted > 0

@@ -38,7 +38,7 @@ def feed(
     backend: LlamaCppBackend, tokens: Sequence[int] | NDArray[Any], rows: Sequence[int] | None = None
 ) -> Floats:  # (R, V)
     size = len(tokens)
-    positions = np.arange(backend.length, backend.length + size)
+    positions = np.arange(backend.cache.length, backend.cache.length + size)
     wanted = np.arange(size) if rows is None else np.array(rows, np.int64)
     return backend.forward(ForwardInput(np.array(tokens), positions, wanted)).logits.copy()
 
@@ -52,7 +52,7 @@ def test_any_division_into_passes(make_backend: Make, kv: str) -> None:
     backend = make_backend(kv=kv)
     whole = feed(backend, TEXT[:40])
     for sizes in ([1] * 40, [7, 7, 7, 7, 7, 5], [2, 3, 1, 14, 20]):
-        backend.truncate(0)
+        backend.cache.trim(0)
         ends = np.cumsum(sizes)
         parts = [feed(backend, TEXT[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
         assert close(np.concatenate(parts), whole, NEAR[kv])
@@ -69,28 +69,28 @@ def test_any_chain_of_passes_and_cuts(
     two: tuple[LlamaCppBackend, LlamaCppBackend], chain: list[tuple[int, int]]
 ) -> None:
     backend, straight = two
-    backend.truncate(0)
+    backend.cache.trim(0)
     held = list[int]()
     for step, (size, cut) in enumerate(chain):
         if len(held) + size > CAPACITY:
-            backend.truncate(0)
+            backend.cache.trim(0)
             held.clear()
         tokens = np.roll(TEXT, step)[:size].tolist()
         held += tokens
         got = feed(backend, tokens)
-        straight.truncate(0)
+        straight.cache.trim(0)
         assert close(got, feed(straight, held)[-size:], NEAR["float32"])
         if cut <= len(held):
-            backend.truncate(cut)
+            backend.cache.trim(cut)
             del held[cut:]
-        assert backend.length == len(held)
+        assert backend.cache.length == len(held)
 
 
 @pytest.mark.parametrize("rows", [[], [2], [0, 1, 2], [0, 2], [2, 0], [1, 1]])
 def test_wanted_rows(make_backend: Make, rows: list[int]) -> None:
     backend = make_backend(kv="float32")
     whole = feed(backend, TEXT[:3])
-    backend.truncate(0)
+    backend.cache.trim(0)
     assert close(feed(backend, TEXT[:3], rows), whole[rows].reshape(-1, whole.shape[1]), NEAR["float32"])
 
 
@@ -98,9 +98,9 @@ def test_more_rows_than_fit_a_pass_run_in_parts(make_backend: Make) -> None:
     whole = feed(make_backend(kv="float32", chunk=CAPACITY, draft_rows=CAPACITY), TEXT)
     backend = make_backend(kv="float32", chunk=10, draft_rows=4)
     assert close(feed(backend, TEXT), whole, NEAR["float32"])
-    backend.truncate(0)
+    backend.cache.trim(0)
     assert close(feed(backend, TEXT, [47, 0, 20, 20]), whole[[47, 0, 20, 20]], NEAR["float32"])
-    backend.truncate(0)
+    backend.cache.trim(0)
     feed(backend, TEXT[:5], [])
     assert close(feed(backend, TEXT[5:], [42]), whole[[47]], NEAR["float32"])
     assert backend.run_ns > 0
@@ -114,23 +114,23 @@ def test_ways_of_keeping_weights_agree(make_backend: Make, shape: Shape, weights
     # Activations are rounded to eight bits either way, but not in the same blocks; that costs 1.8 at most.
     assert close(feed(backend, TEXT), wanted, 0.1)
     backend.drop_pages()
-    backend.clear()
+    backend.cache.clear()
     assert close(feed(backend, TEXT), wanted, 0.1)
 
 
 def test_rows_that_fill_up_a_pass_leave_nothing_behind(make_backend: Make) -> None:
     backend = make_backend(kv="float32", file_type=Q4_0)
     whole = feed(backend, TEXT)
-    backend.truncate(0)
+    backend.cache.trim(0)
     parts = [feed(backend, TEXT[:5])]
     for size in (2, 3, 1, 6, 7, 10, 11, 3):
-        parts.append(feed(backend, TEXT[backend.length : backend.length + size]))
+        parts.append(feed(backend, TEXT[backend.cache.length : backend.cache.length + size]))
     assert close(np.concatenate(parts), whole, 0.02)
     tree, places = np.array([-1, 0, 0]), np.array([5, 6, 6])
-    backend.truncate(5)
+    backend.cache.trim(5)
     got = backend.forward(ForwardInput(np.array([TEXT[5], 1, TEXT[6]]), places, np.arange(3), tree=tree)).logits.copy()
     assert close(got[[0, 2]], whole[5:7], 0.02)
-    backend.keep(5, [0, 2])
+    backend.cache.keep(5, [0, 2])
     assert close(feed(backend, TEXT[7:9]), whole[7:9], 0.02)
 
 
@@ -160,15 +160,15 @@ def test_trees_are_their_paths(make_backend: Make, tree: list[int], kv: str) -> 
     tokens, paths = TEXT[20 : 20 + len(tree)], paths_of(tree)
     places = np.array([start + len(path) - 1 for path in paths])
     for path in paths:
-        backend.truncate(0)
+        backend.cache.trim(0)
         feed(backend, TEXT[:start], [])
         got = backend.forward(ForwardInput(tokens, places, np.arange(len(tree)), tree=np.array(tree))).logits.copy()
-        assert backend.length == start + len(tree)
-        straight.truncate(0)
+        assert backend.cache.length == start + len(tree)
+        straight.cache.trim(0)
         feed(straight, TEXT[:start], [])
         assert close(got[path], feed(straight, tokens[path]), NEAR[kv])
-        backend.keep(start, path)
-        assert backend.length == start + len(path)
+        backend.cache.keep(start, path)
+        assert backend.cache.length == start + len(path)
         assert close(feed(backend, TEXT[:5]), feed(straight, TEXT[:5]), NEAR[kv])
 
 
@@ -176,24 +176,28 @@ def test_what_is_left_of_a_tree(make_backend: Make) -> None:
     backend = make_backend(kv="float32", sequences=3)
     feed(backend, TEXT[:4], [])
     wanted = feed(backend, TEXT[4:8])
-    backend.truncate(4)
+    backend.cache.trim(4)
     tree, places = np.array([-1, 0, 0]), np.array([4, 5, 5])
     backend.forward(ForwardInput(TEXT[4:7], places, np.arange(3), tree=tree))
-    for refused in (lambda: feed(backend, [1]), lambda: backend.snapshot(), lambda: backend.keep(4, [0, 1, 2])):
+    for refused in (
+        lambda: feed(backend, [1]),
+        lambda: backend.cache.snapshot(),
+        lambda: backend.cache.keep(4, [0, 1, 2]),
+    ):
         with pytest.raises(BackendError):
             refused()
-    backend.truncate(6)
+    backend.cache.trim(6)
     assert close(feed(backend, TEXT[6:8]), wanted[2:], NEAR["float32"])
-    backend.truncate(4)
+    backend.cache.trim(4)
     with pytest.raises(BackendError, match="4 paths, 3 were planned"):
         backend.forward(
             ForwardInput(TEXT[:5], np.array([4, 5, 5, 5, 5]), np.arange(5), tree=np.array([-1, 0, 0, 0, 0]))
         )
     assert close(feed(backend, TEXT[4:8]), wanted, NEAR["float32"])
     with pytest.raises(BackendError, match="do not follow each other"):
-        backend.keep(4, [0, 2])
-    backend.keep(4, [0, 1])
-    assert backend.length == 6
+        backend.cache.keep(4, [0, 2])
+    backend.cache.keep(4, [0, 1])
+    assert backend.cache.length == 6
     with pytest.raises(BackendError, match="larger than"):
         wide = make_backend(chunk=4, draft_rows=4)
         feed(wide, [1], [])
@@ -205,36 +209,39 @@ def test_copies_come_back(make_backend: Make, kv: str) -> None:
     backend = make_backend(kv=kv)
     feed(backend, TEXT[:21], [])
     wanted = feed(backend, TEXT[21:24])
-    backend.truncate(21)
-    whole, pieces = backend.snapshot(), [backend.snapshot(0, 5), backend.snapshot(5, 21), backend.snapshot(7, 7)]
+    backend.cache.trim(21)
+    whole, pieces = (
+        backend.cache.snapshot(),
+        [backend.cache.snapshot(0, 5), backend.cache.snapshot(5, 21), backend.cache.snapshot(7, 7)],
+    )
     kind, geometry = LLAMA_KV[kv], backend.geometry
     assert whole.keys[0].shape == (geometry.num_kv_heads, 21, kind.width(geometry.head_dim))
     assert np.array_equal(np.concatenate([p.keys[1] for p in pieces], axis=1), whole.keys[1])
     assert np.array_equal(np.concatenate([p.values[0] for p in pieces], axis=1), whole.values[0])
     other = make_backend(kv=kv)
     for copies in ([whole], pieces):
-        other.restore(copies[0])
+        other.cache.restore(copies[0])
         for piece in copies[1:]:
-            other.append(piece)
-        assert other.length == 21
+            other.cache.append(piece)
+        assert other.cache.length == 21
         assert close(feed(other, TEXT[21:24]), wanted, NEAR[kv])
     with pytest.raises(BackendError, match="do not fit"):
         for _ in range(CAPACITY):
-            other.append(whole)
+            other.cache.append(whole)
     with pytest.raises(BackendError, match="another model"):
-        other.restore(replace(whole, keys=whole.keys[:1]))
+        other.cache.restore(replace(whole, keys=whole.keys[:1]))
     with pytest.raises(BackendError, match="copy"):
-        backend.snapshot(3, 22)
+        backend.cache.snapshot(3, 22)
 
 
 def test_copies_after_a_tree_are_in_order(make_backend: Make) -> None:
     backend, straight = make_backend(kv="float32"), make_backend(kv="float32")
     feed(backend, TEXT[:3], [])
     backend.forward(ForwardInput(TEXT[3:7], np.array([3, 4, 4, 5]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
-    backend.keep(3, [0, 2, 3])
+    backend.cache.keep(3, [0, 2, 3])
     feed(backend, TEXT[7:10], [])
     feed(straight, [*TEXT[:4], *TEXT[5:10]], [])
-    for mine, theirs in zip(backend.snapshot().values, straight.snapshot().values, strict=True):
+    for mine, theirs in zip(backend.cache.snapshot().values, straight.cache.snapshot().values, strict=True):
         assert np.allclose(mine, theirs, atol=1e-5)
 
 
@@ -243,26 +250,26 @@ def test_rows_are_rewritten(make_backend: Make, kv: str) -> None:
     backend = make_backend(kv=kv)
     feed(backend, TEXT[:12], [])
     wanted = feed(backend, TEXT[12:14])
-    backend.truncate(12)
-    before = backend.snapshot()
-    backend.rewrite(lambda _, keys, values: (keys, values))
+    backend.cache.trim(12)
+    before = backend.cache.snapshot()
+    backend.cache.rewrite(lambda _, keys, values: (keys, values))
     # Rounding a second time changes the last bit of some values at most.
     assert close(feed(backend, TEXT[12:14]), wanted, 0.02 if LLAMA_KV[kv].blocks else NEAR[kv])
-    backend.restore(before)
+    backend.cache.restore(before)
     seen = []
 
     def shorten(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
         seen.append((layer, keys.shape, str(keys.dtype)))
         return keys[:, 2:], values[:, 2:]
 
-    backend.rewrite(shorten)
+    backend.cache.rewrite(shorten)
     shape = (backend.geometry.num_kv_heads, 12, backend.geometry.head_dim)
     assert seen == [(layer, shape, "float32") for layer in range(backend.geometry.num_layers)]
-    assert backend.length == 10
+    assert backend.cache.length == 10
     feed(backend, [1], [0])
     with pytest.raises(BackendError, match="An edit of 11 rows"):
-        backend.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
-    assert backend.length == 0
+        backend.cache.rewrite(lambda layer, keys, values: (keys[:, layer:], values[:, layer:]))
+    assert backend.cache.length == 0
 
 
 @pytest.mark.parametrize("kv", ["float32", "q8_0"])
@@ -277,7 +284,7 @@ def test_edits_see_the_same_numbers_whatever_the_type(make_backend: Make, kv: st
     for kind in ("float32", kv):
         backend = make_backend(kv=kind)
         feed(backend, TEXT[:5], [])
-        backend.rewrite(look)
+        backend.cache.rewrite(look)
     first, second = seen[0], seen[2]
     assert np.abs(first - second).max() < 0.03 * np.abs(first).max()
 
@@ -300,17 +307,17 @@ def test_a_cancelled_pass_leaves_the_cache(make_backend: Make, monkeypatch: pyte
     backend = make_backend(kv="float32", shape=Shape(head_dim=64, ffn=512))
     feed(backend, TEXT[:2], [])
     wanted = feed(backend, TEXT[2:5])
-    backend.truncate(2)
+    backend.cache.trim(2)
     with monkeypatch.context() as patch:
         patch.setattr(backend._context, "_lib", Interrupted(backend._context._lib, backend.cancel))
         for _ in range(2):
             with pytest.raises(PassCancelledError):
                 feed(backend, TEXT[2:40], [])
-            assert backend.length == 2
+            assert backend.cache.length == 2
             tree, places = np.array([-1, 0, 0, 1]), np.array([2, 3, 3, 4])
             with pytest.raises(PassCancelledError):
                 backend.forward(ForwardInput(TEXT[2:6], places, np.arange(1), tree=tree))
-            assert backend.length == 2
+            assert backend.cache.length == 2
     assert close(feed(backend, TEXT[2:5]), wanted, NEAR["float32"])
 
 
@@ -331,9 +338,9 @@ def test_what_a_pass_may_not_ask_for(make_backend: Make) -> None:
     feed(backend, TEXT, [])
     with pytest.raises(BackendError, match="does not fit"):
         feed(backend, [1])
-    with pytest.raises(BackendError, match="truncate"):
-        backend.truncate(CAPACITY + 1)
-    assert backend.length == CAPACITY
+    with pytest.raises(BackendError, match="trim"):
+        backend.cache.trim(CAPACITY + 1)
+    assert backend.cache.length == CAPACITY
 
 
 def test_options_that_cannot_be(gguf_bundle: Callable[..., Bundle]) -> None:
@@ -366,7 +373,7 @@ def test_fewer_experts(make_backend: Make) -> None:
 
 
 def feed_again(backend: LlamaCppBackend) -> Floats:
-    backend.truncate(0)
+    backend.cache.trim(0)
     return feed(backend, TEXT[:4])
 
 
@@ -374,11 +381,11 @@ def test_sliding_windows_cannot_be_copied(make_backend: Make) -> None:
     backend = make_backend(Shape(window=8))
     feed(backend, TEXT[:20], [])
     wanted = feed(backend, TEXT[20:24])
-    backend.truncate(12)
+    backend.cache.trim(12)
     feed(backend, TEXT[12:20], [])
     assert close(feed(backend, TEXT[20:24]), wanted, 2e-3)
     with pytest.raises(CapabilityError, match="sliding windows"):
-        backend.snapshot()
+        backend.cache.snapshot()
 
 
 def test_closed_twice_and_told_by_name(make_backend: Make) -> None:

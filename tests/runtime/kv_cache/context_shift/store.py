@@ -36,7 +36,7 @@ def raw_keys(count: int) -> Floats:  # (L, H, count, h)
 
 
 class Store:
-    """What policies use of `contracts.Backend`. Element 0 of a value is its token's place in the text."""
+    """What policies use of `contract.Backend`. Element 0 of a value is its token's place in the text."""
 
     name = "store"
     geometry = SPEC.geometry
@@ -49,6 +49,10 @@ class Store:
         self._tables = rope_tables(SPEC.rope, capacity, capacity)
         shape = (SPEC.num_layers, SPEC.num_kv_heads, 0, HEAD)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+    @property
+    def cache(self) -> Store:
+        return self
 
     def feed(self, place: int) -> None:
         """One more token of the text, by its place there."""

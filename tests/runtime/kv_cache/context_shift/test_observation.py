@@ -48,13 +48,13 @@ def test_observes_what_a_pass_attends_to(family: Family, monkeypatch: pytest.Mon
     backend.forward(ForwardInput(TOKENS, np.arange(40), np.zeros(0, np.int64)))
     shown = [weights[:, :, -LATEST:] for weights in seen]  # L x (H, g, w, n)
     monkeypatch.undo()
-    before = backend.snapshot()
+    before = backend.cache.snapshot()
     queries = Observer(family.bundle, backend).queries(TOKENS[-LATEST:].tolist())
     for query, keys, weights in zip(queries, before.keys, shown, strict=True):
         may_see = np.minimum(40 - np.arange(40), LATEST)
         expected = weights.sum(axis=(1, 2)) / (weights.shape[1] * may_see)
         np.testing.assert_allclose(attention(query, keys), expected, atol=1e-5)
-    after = backend.snapshot()
+    after = backend.cache.snapshot()
     assert after.length == before.length
     for mine, theirs in zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
@@ -82,10 +82,10 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
         backend.forward(ForwardInput(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
-    before = backend.snapshot()
+    before = backend.cache.snapshot()
     for size in (2, 7, 16):
         Observer(bundle, backend).queries(TOKENS[-size:].tolist())
-        after = backend.snapshot()
+        after = backend.cache.snapshot()
         assert after.length == before.length == 40
         pairs = zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True)
         assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
@@ -102,7 +102,7 @@ def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capa
     tokens = np.arange(capacity) % 320
     peaks = []
     for _ in range(3):
-        start = backend.length
+        start = backend.cache.length
         backend.forward(ForwardInput(tokens[start:], np.arange(start, capacity), np.zeros(0, np.int64)))
         tracemalloc.start()
         policy.make_room(tokens.tolist())

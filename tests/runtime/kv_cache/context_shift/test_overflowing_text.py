@@ -82,7 +82,7 @@ class Writer:
         return [step.token for step in steps], sampler, rounds
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
-        small = OnnxBackend(self.bundle, self.backend.capacity) if "model" in names else None
+        small = OnnxBackend(self.bundle, self.backend.cache.capacity) if "model" in names else None
         parts = DrafterParts(self.backend, small, 8, Tuning())
         if not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
@@ -92,7 +92,7 @@ class Writer:
             acceptance.add(drafter.name, [0.9] * len(drafter.priors))
         governor = Governor(made, Prices(FLAT, {"exit": 0.1, "bits": 0.1, "skip": 0.1}), acceptance, 7, 1)
         verification = find_verification(config.verification)
-        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, timed=lambda ms: None)
+        return SpeculativeDecoding(self.backend, sampler, made, governor, verification, on_plain_ms=lambda ms: None)
 
 
 @pytest.fixture(
@@ -234,7 +234,7 @@ def test_a_failed_overflow_is_never_continued_from(
 ) -> None:
     expected = writer(policy).write(CYCLE, SAMPLED, 60)[0]
     subject = writer(policy)
-    whole = subject.backend.rewrite
+    whole = subject.backend.cache.rewrite
 
     def fails(edit: Any) -> None:
         def second(layer: int, keys: Floats, values: Floats) -> Any:
@@ -244,11 +244,11 @@ def test_a_failed_overflow_is_never_continued_from(
 
         whole(second)
 
-    monkeypatch.setattr(subject.backend, "rewrite", fails)
+    monkeypatch.setattr(subject.backend.cache, "rewrite", fails)
     with pytest.raises(BackendError, match="broken"):
         subject.write(CYCLE, SAMPLED, 60)
     monkeypatch.undo()
-    assert subject.backend.length == 0
+    assert subject.backend.cache.length == 0
     assert subject.write(CYCLE, SAMPLED, 60)[0] == expected
 
 

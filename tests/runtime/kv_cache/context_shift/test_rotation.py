@@ -80,8 +80,8 @@ def test_first_layers_keys_after_an_overflow_are_those_of_the_text_that_is_left(
     backend.forward(ForwardInput(tokens, np.arange(40), np.zeros(0, np.int64)))
     fresh.forward(ForwardInput(left, np.arange(30), np.zeros(0, np.int64)))
     removed = WindowPolicy(spec, backend, sinks=4, freed=0.25).make_room(tokens.tolist())
-    assert (removed.rows, removed.merged, backend.length) == (10, 0, 30)
-    actual, expected = backend.snapshot(), fresh.snapshot()
+    assert (removed.rows, removed.merged, backend.cache.length) == (10, 0, 30)
+    actual, expected = backend.cache.snapshot(), fresh.cache.snapshot()
     np.testing.assert_allclose(actual.keys[0], expected.keys[0], atol=1e-5)
     np.testing.assert_allclose(actual.values[0], expected.values[0], atol=1e-5)
 

@@ -12,7 +12,8 @@ import numpy as np
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, CacheSnapshot, ForwardInput
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Probabilities, Round, Verdict
@@ -87,7 +88,9 @@ def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:
 def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)
     """Feeds tokens in one pass and gives the logits after each."""
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(np.array(tokens, np.int64), rows + backend.length, rows, **how)).logits.copy()
+    return backend.forward(
+        ForwardInput(np.array(tokens, np.int64), rows + backend.cache.length, rows, **how)
+    ).logits.copy()
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,13 @@ class Plain:
     @classmethod
     def decode(cls, backend: Backend, prompt: Sequence[int], count: int) -> Plain:
         """Decodes token by token from an empty cache."""
-        backend.truncate(0)
+        backend.cache.trim(0)
         token = int(take_in(backend, prompt)[-1].argmax())
         reply = [token]
         while len(reply) < count:
             token = int(take_in(backend, [token])[0].argmax())
             reply.append(token)
-        return cls(tuple(prompt), tuple(reply), backend.snapshot())
+        return cls(tuple(prompt), tuple(reply), backend.cache.snapshot())
 
 
 def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> list[int]:
@@ -116,12 +119,12 @@ def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> li
     As the engine does: drafts, resumes or cuts, verifies, cuts, commits, tells.
     """
     rng = np.random.default_rng(seed)
-    backend.truncate(0)
+    backend.cache.trim(0)
     take_in(backend, plain.prompt[:-1])
     now, text = context(plain.prompt), [*plain.prompt, *plain.reply]
     drafter.begin(now.tokens)
     while len(now.tokens) < len(text):
-        base, known = backend.length, len(now.tokens)
+        base, known = backend.cache.length, len(now.tokens)
         assert base == known - 1
         drafted: list[int] = []
         length = min(int(rng.integers(5)), len(text) - known - 1)
@@ -130,15 +133,15 @@ def speculate(backend: Backend, drafter: Drafter, plain: Plain, seed: int) -> li
             drafted.append(text[known + len(drafted)] if rng.random() < 0.6 else guess.token)
         resumption = drafter.resume(now, drafted) if drafted else None
         if resumption is None:
-            backend.truncate(base)
-        assert backend.length == base
+            backend.cache.trim(base)
+        assert backend.cache.length == base
         how = {} if resumption is None else {"layer_mask": resumption.layer_mask, "hidden": resumption.hidden}
         fed = [now.tokens[-1], *drafted]
         chosen = take_in(backend, fed, **how).argmax(axis=1).tolist()
         right = 0
         while right < len(drafted) and drafted[right] == chosen[right]:
             right += 1
-        backend.truncate(base + 1 + right)
+        backend.cache.trim(base + 1 + right)
         now.tokens.extend(chosen[: right + 1])
         drafter.observe(committed(drafted, right, chosen[right]))
     return now.tokens[len(plain.prompt) :]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
+from edgeinfer.runtime.speculation.drafters.self_drafters import EarlyExitDrafter
 from tests.runtime.speculation.drafters.models import assert_same_cache, context, export, make_backend, take_in
 
 EXIT = 2
@@ -41,16 +41,16 @@ def target(model: tuple[str, Bundle]) -> Iterator[Backend]:
 def check(target: Backend, prompt: int, drafted: int, own: int) -> None:
     """Drafts behind a prompt, `own` of the tokens here, and compares verification with a whole pass."""
     tokens, chain = TEXT[:prompt], TEXT[300 : 300 + drafted]
-    target.truncate(0)
+    target.cache.trim(0)
     if prompt > 1:
         take_in(target, tokens[:-1])
-    before = target.snapshot()
+    before = target.cache.snapshot()
     drafter, now = EarlyExitDrafter(target, EXIT), context(tokens)
     drafter.begin(tokens)
     for length in range(own):
         drafter.guesses(now, chain[:length], 1)
     resumption = drafter.resume(now, chain)
-    assert target.length == prompt - 1
+    assert target.cache.length == prompt - 1
     assert (resumption is None) == (own == 0)
     if resumption is None:
         return
@@ -58,11 +58,11 @@ def check(target: Backend, prompt: int, drafted: int, own: int) -> None:
     assert resumption.layer_mask.tolist() == [i >= 2 * EXIT for i in range(2 * target.geometry.num_layers)]
     fed = [tokens[-1], *chain]
     logits = take_in(target, fed, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
-    cache = target.snapshot()
-    target.truncate(0)
-    target.restore(before)
+    cache = target.cache.snapshot()
+    target.cache.trim(0)
+    target.cache.restore(before)
     np.testing.assert_array_equal(logits, take_in(target, fed))
-    assert_same_cache("onnx", cache, target.snapshot())
+    assert_same_cache("onnx", cache, target.cache.snapshot())
 
 
 @given(prompt=st.integers(2, 40), drafted=st.integers(1, 20), own=st.integers(0, 20))

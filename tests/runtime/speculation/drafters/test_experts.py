@@ -13,7 +13,7 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
-from edgeinfer.runtime.speculation.drafters.experts import ExpertsDrafter, ResidentDrafter, fewer_experts
+from edgeinfer.runtime.speculation.drafters.self_drafters import ExpertsDrafter, ResidentDrafter, fewer_experts
 from tests.runtime.speculation.drafters.models import (
     Plain,
     assert_same_cache,
@@ -47,7 +47,7 @@ def target(kind: str) -> Iterator[Backend]:
 
 
 def guesses(target: Backend, drafter: ExpertsDrafter, count: int) -> list[int]:
-    target.truncate(0)
+    target.cache.trim(0)
     take_in(target, PROMPT[:-1])
     drafter.begin(PROMPT)
     drafted: list[int] = []
@@ -60,14 +60,14 @@ def test_guesses_are_what_fewer_experts_choose(target: Backend) -> None:
     count = fewer_experts(target)
     assert count == TOP_K // 2
     drafted = guesses(target, ExpertsDrafter(target), 6)
-    target.truncate(0)
+    target.cache.trim(0)
     take_in(target, PROMPT[:-1])
     tokens = [PROMPT[-1], *drafted]
     for at, token in enumerate(drafted):
         logits = take_in(target, tokens[at : at + 1], experts=ExpertChoice(count))
         assert token == logits[0].argmax()
     # All experts would choose otherwise.
-    target.truncate(0)
+    target.cache.trim(0)
     assert take_in(target, [*PROMPT, *drafted])[len(PROMPT) - 1 : -1].argmax(axis=1).tolist() != drafted
 
 
@@ -78,7 +78,7 @@ def test_drafting_leaves_no_trace(kind: str, target: Backend, seed: int, count: 
         pytest.skip("rows of this backend depend on each other's experts")
     plain = Plain.decode(target, PROMPT, 25)
     assert speculate(target, ExpertsDrafter(target, count), plain, seed) == list(plain.reply)
-    assert_same_cache(kind, target.snapshot(), plain.cache)
+    assert_same_cache(kind, target.cache.snapshot(), plain.cache)
 
 
 def test_numbers_of_experts_that_are_not_there_are_refused(target: Backend) -> None:
@@ -106,10 +106,10 @@ def test_only_experts_in_memory_draft() -> None:
     drafter = ResidentDrafter(target, residency.bias)
     plain = Plain.decode(target, PROMPT, 12)
     assert speculate(target, drafter, plain, 0) == list(plain.reply)
-    assert_same_cache("native", target.snapshot(), plain.cache)
+    assert_same_cache("native", target.cache.snapshot(), plain.cache)
     # One token's experts are there, so drafts use no others.
     residency.forget()
-    target.truncate(0)
+    target.cache.trim(0)
     take_in(target, PROMPT[:1])
     held = residency.resident.copy()
     drafter.begin(PROMPT[:2])

@@ -31,7 +31,7 @@ class Followed:
     def __init__(self, backend: Backend) -> None:
         self.sizes: list[int] = []
         self._backend = backend
-        backend.truncate(0)
+        backend.cache.trim(0)
         self.follower = Follower(backend, self._run, CHUNK)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
@@ -45,7 +45,7 @@ class Followed:
 
 
 def anew(backend: Backend, path: Sequence[int], wanted: int) -> Floats:  # (wanted, V)
-    backend.truncate(0)
+    backend.cache.trim(0)
     return take_in(backend, path)[len(path) - wanted :]
 
 
@@ -69,7 +69,7 @@ def test_any_path_gives_its_own_logits(
             assert len(logits) == wanted
             if wanted:
                 np.testing.assert_array_equal(logits, anew(backends[1], path, wanted))
-            assert followed.follower.end == backends[0].length == max(len(path), before)
+            assert followed.follower.end == backends[0].cache.length == max(len(path), before)
             assert sum(followed.sizes) in (0, max(0, len(path) - min(before, len(path) - wanted)))
             assert all(size <= max(CHUNK, wanted) for size in followed.sizes)
 
@@ -100,7 +100,7 @@ def test_it_may_start_behind_rows_of_others(backends: tuple[Backend, Backend]) -
     followed = Followed(backends[0])
     take_in(backends[0], [1, 2, 3])
     followed.follower.restart(2)
-    assert (followed.follower.start, followed.follower.end, backends[0].length) == (2, 2, 2)
+    assert (followed.follower.start, followed.follower.end, backends[0].cache.length) == (2, 2, 2)
     np.testing.assert_array_equal(followed.follow([9], [8]), anew(backends[1], [1, 2, 9, 8], 1))
     with pytest.raises(BackendError):
         followed.follower.restart(20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.runtime.speculation.contracts import Context, Guess
-from edgeinfer.runtime.speculation.drafters.forced import ForcedDrafter
+from edgeinfer.runtime.speculation.drafters.copy import ForcedDrafter
 from tests.runtime.speculation.drafters.rounds import ask, settled
 
 

@@ -17,13 +17,19 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Guess, Prober, Round, Verdict
+from edgeinfer.runtime.speculation.contracts import (
+    Context,
+    Draft,
+    Guess,
+    ProbingDrafter,
+    Round,
+    Verdict,
+    main_branch_end,
+)
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
-from edgeinfer.runtime.speculation.drafters.matrix import Matrix
-from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
+from edgeinfer.runtime.speculation.drafters.heads import Matrix, MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.spine import spine_tip
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.heads import random_heads
 from tests.runtime.speculation.drafters.models import BACKENDS, export, make_backend, take_in
@@ -89,12 +95,12 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
     sampler = Sampler(LogitsProcessor(GenerationConfig(), backend.geometry.vocab_size, 0), PROMPT, None)
     governor = kind([drafter], Prices(FLAT), acceptance, 3, 1)
     rounds = SpeculativeDecoding(
-        backend, sampler, [drafter], governor, find_verification("keyed"), timed=lambda ms: None
+        backend, sampler, [drafter], governor, find_verification("keyed"), on_plain_ms=lambda ms: None
     )
     steps = Engine(backend, 8).generate(PROMPT, sampler, max_tokens=16, stop_ids=frozenset(), strategy=rounds)
     text = [*PROMPT, *(step.token for step in steps)]
     assert len(drafter.told) >= 3
-    backend.truncate(0)
+    backend.cache.trim(0)
     whole = backend.forward(ForwardInput(np.array(text), np.arange(len(text)), np.arange(len(text))))
     assert whole.hidden is not None
     for token, state in drafter.told:
@@ -108,15 +114,15 @@ def test_embeddings_are_the_models_own(kind: str) -> None:
     bundle = export(kind)
     backend = make_backend(kind, bundle)
     drafter = PromptDrafter(backend, random_heads(bundle, "prompt"))
-    assert isinstance(drafter, Prober) and drafter.probes == 3
+    assert isinstance(drafter, ProbingDrafter) and drafter.probes == 3
     take_in(backend, PROMPT)
     fed = np.array([62, 73, 62, 84])
     states = drafter.embed(fed)
-    assert states is not None and states.shape == (7, 128) and backend.length == len(PROMPT)
+    assert states is not None and states.shape == (7, 128) and backend.cache.length == len(PROMPT)
     assert np.array_equal(states[0], states[2])
     rows = np.arange(4)
     plain = backend.forward(ForwardInput(fed, rows + len(PROMPT), rows)).logits.copy()
-    backend.truncate(len(PROMPT))
+    backend.cache.trim(len(PROMPT))
     riding = np.arange(7)
     output = backend.forward(ForwardInput(np.pad(fed, (0, 3)), riding + len(PROMPT), riding, hidden=states))
     tolerance = 1e-4 if kind == "reference" else 0.0
@@ -144,7 +150,7 @@ def test_embeddings_are_read_once_and_no_more_than_fit(bundle: Bundle, monkeypat
     assert drafter.embed(np.arange(6)) is None
     take_in(backend, PROMPT)
     assert drafter.embed(np.array([9])) is None and drafter.embed(np.array([6])) is not None
-    assert backend.length == 8
+    assert backend.cache.length == 8
 
 
 def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> None:
@@ -155,11 +161,11 @@ def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> Non
         acceptance.add(drafter.name, [0.5] * len(drafter.priors))
         return Governor([drafter], Prices(prices), acceptance, 7, 1)
 
-    assert governor(FLAT).lets_ride("prompt", Draft(), 3)
-    assert not governor(LINEAR).lets_ride("prompt", Draft(), 3)
+    assert governor(FLAT).allows_probes("prompt", Draft(), 3)
+    assert not governor(LINEAR).allows_probes("prompt", Draft(), 3)
     # A tenth of a pass more is worth half a token, but two tries are all that nothing has paid for.
     dear = governor({rows: 10.0 + (rows > 1) for rows in range(1, 65)})
-    assert [dear.lets_ride("prompt", Draft(), 3) for _ in range(4)] == [True, True, False, False]
+    assert [dear.allows_probes("prompt", Draft(), 3) for _ in range(4)] == [True, True, False, False]
     # What it saves later pays for it, and what it costs is entered.
     fed, seen = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
     before = dear._saved
@@ -169,9 +175,9 @@ def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> Non
 
 def test_the_spine_ends_where_first_children_do() -> None:
     guesses = tuple(Guess(token, 0) for token in range(5))
-    assert spine_tip(Draft()) == -1
-    assert spine_tip(Draft(guesses[:3], (-1, 0, 1), ("any",) * 3)) == 2
-    assert spine_tip(Draft(guesses, (-1, 0, -1, 2, 0), ("any",) * 5)) == 1
+    assert main_branch_end(Draft()) == -1
+    assert main_branch_end(Draft(guesses[:3], (-1, 0, 1), ("any",) * 3)) == 2
+    assert main_branch_end(Draft(guesses, (-1, 0, -1, 2, 0), ("any",) * 5)) == 1
 
 
 def test_targets_without_states_are_refused(bundle: Bundle) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.speculation.contracts import Context, Draw, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.contracts import Context, Drafter, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.drafters.models import (
@@ -30,7 +30,7 @@ PROMPT = np.random.default_rng(8).integers(0, 320, 10).tolist()
 
 
 @dataclass
-class Scripted:
+class Scripted(Drafter):
     """A cheap drafter that knows a text by heart, and notes what it is told."""
 
     text: Sequence[int]
@@ -87,7 +87,7 @@ def drafters(
 ) -> tuple[HierarchicalDrafter, ModelDrafter]:
     """A hierarchy with cheap drafters of these texts, and its model alone."""
     for backend in backends:
-        backend.truncate(0)
+        backend.cache.trim(0)
     model, alone = (ModelDrafter(backend, 8) for backend in backends)
     return HierarchicalDrafter(model, [Scripted(text) for text in texts], look_ahead), alone
 

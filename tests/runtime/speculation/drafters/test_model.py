@@ -51,7 +51,7 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int]], Floats]:
     backend = make_backend("portable", bundle)
 
     def last(path: Sequence[int]) -> Floats:
-        backend.truncate(0)
+        backend.cache.trim(0)
         row: Floats = take_in(backend, path)[-1]
         return row
 
@@ -61,7 +61,7 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int]], Floats]:
 @pytest.fixture
 def drafter(backend: Backend) -> ModelDrafter:
     """With whatever its backend holds from the test before, which it knows nothing of."""
-    backend.truncate(0)
+    backend.cache.trim(0)
     return ModelDrafter(backend, CHUNK)
 
 
@@ -79,7 +79,7 @@ def test_it_proposes_what_it_would_choose(
     begins: bool,
 ) -> None:
     """Over rounds in which any paths are asked for and anything is committed, and over generations."""
-    backend.truncate(0)
+    backend.cache.trim(0)
     drafter, tokens = ModelDrafter(backend, CHUNK), PROMPT
     for _ in range(1 + begins):
         now = context(tokens)

@@ -14,9 +14,12 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.contracts import Drafter
-from edgeinfer.runtime.speculation.drafters.bits import BitsDrafter
-from edgeinfer.runtime.speculation.drafters.early_exit import EarlyExitDrafter
-from edgeinfer.runtime.speculation.drafters.skip import SkipDrafter, every_second
+from edgeinfer.runtime.speculation.drafters.self_drafters import (
+    BitsDrafter,
+    EarlyExitDrafter,
+    SkipDrafter,
+    every_second,
+)
 from tests.runtime.speculation.drafters.models import (
     BACKENDS,
     Plain,
@@ -59,14 +62,14 @@ each_drafter = pytest.mark.parametrize(("kind", "name"), CASES, scope="module")
 
 def begin(target: Backend, drafter: Drafter, tokens: Sequence[int]) -> None:
     """The target holds all of the tokens but the root, as it does when a round begins."""
-    target.truncate(0)
+    target.cache.trim(0)
     take_in(target, tokens[:-1])
     drafter.begin(tokens)
 
 
 def cheap_logits(target: Backend, name: str, tokens: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float32]:
     """What a drafter's pass gives behind a cache of whole passes: its logits after the drafted tokens. (V,)"""
-    target.truncate(0)
+    target.cache.trim(0)
     take_in(target, tokens[:-1])
     row: NDArray[np.float32] = take_in(target, [tokens[-1], *drafted], **PASSES[name])[-1]
     return row
@@ -82,7 +85,7 @@ def test_guesses_are_what_the_cheaper_pass_chooses(target: Backend, name: str) -
     for at, token in enumerate(drafted):
         assert token == cheap_logits(target, name, PROMPT, drafted[:at]).argmax()
     # A pass that is no cheaper would choose otherwise.
-    target.truncate(0)
+    target.cache.trim(0)
     assert take_in(target, [*PROMPT, *drafted])[len(PROMPT) - 1 :].argmax(axis=1).tolist()[:4] != drafted
 
 
@@ -104,7 +107,7 @@ def test_drafting_leaves_no_trace(kind: str, target: Backend, name: str, seed: i
     plain = Plain.decode(target, PROMPT, 25)
     drafter = DRAFTERS[name](target)
     assert speculate(target, drafter, plain, seed) == list(plain.reply)
-    assert_same_cache(kind, target.snapshot(), plain.cache)
+    assert_same_cache(kind, target.cache.snapshot(), plain.cache)
 
 
 @pytest.mark.parametrize("kind", BACKENDS, scope="module")
@@ -117,19 +120,19 @@ def test_drafters_may_take_turns_at_the_targets_cache(kind: str, target: Backend
     first = early.guesses(now, drafted, 1)
     skip.guesses(now, drafted, 1)
     assert early.resume(now, drafted) is None
-    target.truncate(len(PROMPT) - 1)
+    target.cache.trim(len(PROMPT) - 1)
     assert skip.guesses(now, [5, 7], 1)[0].token == cheap_logits(target, "skip", PROMPT, [5, 7]).argmax()
     early.begin(PROMPT)
     assert early.guesses(now, drafted, 1) == first
     resumption = early.resume(now, drafted)
     assert resumption is not None
     whole = take_in(target, [PROMPT[-1], *drafted], layer_mask=resumption.layer_mask, hidden=resumption.hidden)
-    cache = target.snapshot()
-    target.truncate(0)
+    cache = target.cache.snapshot()
+    target.cache.trim(0)
     np.testing.assert_allclose(
         whole, take_in(target, [*PROMPT, *drafted])[-3:], rtol=0, atol=1e-3 if kind == "reference" else 0
     )
-    assert_same_cache(kind, cache, target.snapshot())
+    assert_same_cache(kind, cache, target.cache.snapshot())
 
 
 @each_drafter
@@ -137,16 +140,16 @@ def test_a_known_guess_costs_no_pass(target: Backend, name: str) -> None:
     drafter = DRAFTERS[name](target)
     begin(target, drafter, PROMPT)
     guess = drafter.guesses(context(PROMPT), [], 2)
-    target.truncate(len(PROMPT) - 1)
+    target.cache.trim(len(PROMPT) - 1)
     assert drafter.guesses(context(PROMPT), [], 2) == guess
     assert drafter.guesses(context(PROMPT), [], 1) == guess[:1]
-    assert target.length == len(PROMPT) - 1
+    assert target.cache.length == len(PROMPT) - 1
 
 
 @each_drafter
 def test_nothing_is_guessed_beyond_the_cache(target: Backend, name: str) -> None:
     drafter = DRAFTERS[name](target)
-    tokens = (PROMPT * 6)[: target.capacity - 1]
+    tokens = (PROMPT * 6)[: target.cache.capacity - 1]
     begin(target, drafter, tokens)
     assert drafter.guesses(context(tokens), [5], 1)
     assert not drafter.guesses(context(tokens), [5, 6], 1)

@@ -36,7 +36,7 @@ def oracle(bundle: Bundle) -> Callable[[Sequence[int], int], Floats]:
     backend = make_backend("portable", bundle)
 
     def last(path: Sequence[int], depth: int) -> Floats:
-        backend.truncate(0)
+        backend.cache.trim(0)
         mask = np.arange(2 * LAYERS) < 2 * depth
         tokens = np.array(path, np.int64)
         row: Floats = backend.forward(
@@ -58,7 +58,7 @@ def test_guesses_are_those_of_the_depth_that_was_sure(
     backend: Backend, oracle: Callable[[Sequence[int], int], Floats], asked: list[list[int]], share: float
 ) -> None:
     """Paths in any order: rows that were seen by few layers are caught up where more are wanted."""
-    backend.truncate(0)
+    backend.cache.trim(0)
     # Random models are unsure everywhere, so the bar is put among their chances.
     bar = [uniform(oracle([*PROMPT, *path], 1)) for path in asked]
     confident = float(np.quantile(bar, share))
@@ -79,7 +79,7 @@ def test_guesses_are_those_of_the_depth_that_was_sure(
 
 def test_the_bar_decides_the_depth(backend: Backend) -> None:
     for confident, depth in ((EVERYTHING, 0), (NOTHING, 2)):
-        backend.truncate(0)
+        backend.cache.trim(0)
         drafter = SortedDrafter(backend, CHUNK, DEPTHS, confident=confident)
         drafter.begin(PROMPT)
         for path in ([], [4], [4, 7]):
@@ -91,7 +91,7 @@ def test_logits_that_were_overwritten_are_not_given_again(
     backend: Backend, oracle: Callable[[Sequence[int], int], Floats]
 ) -> None:
     """A round ends just where the last guess was worked out, so the next one asks for the same row."""
-    backend.truncate(0)
+    backend.cache.trim(0)
     drafter = SortedDrafter(backend, CHUNK, DEPTHS, confident=NOTHING)
     drafter.begin(PROMPT)
     first = drafter.guesses(context(PROMPT), [9], 1)[0].token
@@ -101,7 +101,7 @@ def test_logits_that_were_overwritten_are_not_given_again(
 
 
 def test_a_path_that_does_not_fit_has_no_guess(backend: Backend) -> None:
-    backend.truncate(0)
+    backend.cache.trim(0)
     drafter = SortedDrafter(backend, CHUNK, DEPTHS)
     drafter.begin(PROMPT)
-    assert drafter.guesses(context([1] * (backend.capacity + 1)), [], 1) == ()
+    assert drafter.guesses(context([1] * (backend.cache.capacity + 1)), [], 1) == ()

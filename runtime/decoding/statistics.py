@@ -1,4 +1,4 @@
-"""Counts and times of one generation's rounds; knows nothing of how they come about."""
+"""What strategies count of a reply: passes and rows, rounds of drafts, trials of searches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from edgeinfer.results import DrafterUse
-from edgeinfer.runtime.speculation.contracts import Round
 
-__all__ = ["RoundTimes", "SpeculationStatistics"]
+__all__ = ["DecodingStatistics", "RoundTimes", "SearchStatistics", "SpeculationStatistics"]
+
+
+@dataclass
+class DecodingStatistics:
+    """What every strategy may count.
+
+    Attributes:
+        passes: of the target.
+        rows: of those passes.
+    """
+
+    passes: int = 0
+    rows: int = 0
+
+
+@dataclass
+class SearchStatistics(DecodingStatistics):
+    """What searching took.
+
+    Attributes:
+        branches: texts that were begun side by side.
+        trials: as `SearchUse` has it.
+    """
+
+    branches: int = 0
+    trials: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +48,7 @@ class RoundTimes:
 
 
 @dataclass
-class SpeculationStatistics:
+class SpeculationStatistics(DecodingStatistics):
     """What the rounds of one generation came to; fields as in `results.Speculation`.
 
     Attributes:
@@ -50,29 +75,49 @@ class SpeculationStatistics:
     choices: Counter[str] = field(default_factory=Counter)
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
 
-    def add(self, round: Round, times: RoundTimes, guessed_ms: float) -> None:
+    def add_round(
+        self,
+        sources: Sequence[str],
+        accepted: Sequence[int],
+        committed: int,
+        *,
+        bonus: bool,
+        times: RoundTimes,
+        guessed_ms: float,
+    ) -> None:
         """Counts one round.
 
         Args:
+            sources: name of the drafter of each node of the draft.
+            accepted: nodes on the accepted path.
+            committed: tokens.
+            bonus: whether the last of them followed a fully accepted path.
             guessed_ms: what its guesses cost by the governor's reckoning.
         """
-        draft, verdict = round.draft, round.verdict
         self.rounds += 1
-        self.drafted += len(draft)
-        self.accepted += len(verdict.accepted)
-        self.committed += len(round.committed)
-        if verdict.bonus:
+        self.drafted += len(sources)
+        self.accepted += len(accepted)
+        self.committed += committed
+        if bonus:
             self.bonus += 1
         else:
             self.recovered += 1
         self.draft_ms += times.draft_ms
         self.verify_ms += times.verify_ms
         self.overhead_ms += times.overhead_ms
-        self.asking.append((max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms, len(round.committed)))
-        self.choices["+".join(dict.fromkeys(draft.sources)) or "none"] += 1
-        self.accepted_per_position = _raised(self.accepted_per_position, range(len(verdict.accepted)))
-        for name in dict.fromkeys(draft.sources):
-            self._add_use(name, round)
+        self.asking.append((max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms, committed))
+        names = dict.fromkeys(sources)
+        self.choices["+".join(names) or "none"] += 1
+        self.accepted_per_position = _raised(self.accepted_per_position, range(len(accepted)))
+        for name in names:
+            use = self.per_drafter.get(name, DrafterUse())
+            mine = [place for place, node in enumerate(accepted) if sources[node] == name]
+            self.per_drafter[name] = DrafterUse(
+                rounds=use.rounds + 1,
+                drafted=use.drafted + sources.count(name),
+                accepted=use.accepted + len(mine),
+                accepted_per_position=tuple(_raised(list(use.accepted_per_position), mine)),
+            )
 
     def add_plain(self, verify_ms: Sequence[float], overhead_ms: float) -> None:
         """Counts plain steps, each with its pass; the rest took the same each time."""
@@ -85,16 +130,6 @@ class SpeculationStatistics:
         self.choices["none"] += steps
         self.pass_ms[1] += verify_ms
         self.plain_overhead_ms += [overhead_ms] * steps
-
-    def _add_use(self, name: str, round: Round) -> None:
-        use = self.per_drafter.get(name, DrafterUse())
-        mine = [place for place, node in enumerate(round.verdict.accepted) if round.draft.sources[node] == name]
-        self.per_drafter[name] = DrafterUse(
-            rounds=use.rounds + 1,
-            drafted=use.drafted + round.draft.sources.count(name),
-            accepted=use.accepted + len(mine),
-            accepted_per_position=tuple(_raised(list(use.accepted_per_position), mine)),
-        )
 
 
 def _raised(counts: list[int], places: range | list[int]) -> list[int]:

@@ -15,8 +15,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict
-from edgeinfer.runtime.speculation.spine import settle, spine_first
+from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict, keep_main_branch, main_branch_first
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -49,7 +48,7 @@ def spine_of(draft: Draft) -> int:
 @settings(deadline=None)
 @given(trees())
 def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None:
-    ordered = spine_first(draft)
+    ordered = main_branch_first(draft)
     assert paths(ordered) == paths(draft)
     assert all(parent < node for node, parent in enumerate(ordered.parents))
     firsts, node = [], -1
@@ -65,13 +64,13 @@ def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None
 @settings(deadline=None)
 @given(trees(), st.data())
 def test_a_verdict_settles_on_rows_of_the_spine(draft: Draft, data: st.DataObject) -> None:
-    draft = spine_first(draft)
+    draft = main_branch_first(draft)
     accepted, node = [], data.draw(st.integers(-1, len(draft) - 1))
     while node >= 0:
         accepted.append(node)
         node = draft.parents[node]
     verdict = Verdict(tuple(accepted[::-1]), 7, True)
-    settled = settle(draft, verdict)
+    settled = keep_main_branch(draft, verdict)
     spine = [node for node in verdict.accepted if node < spine_of(draft)]
     assert list(settled.accepted) == spine
     if len(spine) == len(verdict.accepted):
@@ -99,7 +98,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[OnnxBackend]:
 
 def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
     """One pass over root and draft."""
-    start = backend.length
+    start = backend.cache.length
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
     tree = np.array([-1, *(parent + 1 for parent in draft.parents)])
     tokens = np.array([root, *draft.tokens])
@@ -109,17 +108,17 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 @given(trees(), st.integers(1, PAST))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
-    draft = spine_first(draft)
+    draft = main_branch_first(draft)
     size = 1 + spine_of(draft)
-    backend.truncate(0)
+    backend.cache.trim(0)
     backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
     logits = feed(backend, 5, draft)[:size]
-    backend.keep(past, range(size))
-    cache = backend.snapshot()
-    backend.truncate(past)
+    backend.cache.keep(past, range(size))
+    cache = backend.cache.snapshot()
+    backend.cache.trim(past)
     rows = np.arange(size)
     chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[:size], rows + past, rows)).logits
     assert np.array_equal(logits, chain)
-    plain = backend.snapshot()
+    plain = backend.cache.snapshot()
     pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

@@ -1,0 +1,277 @@
+"""`edgeinfer bench memory`: plans against what is measured, and what budgets cost, each in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from edgeinfer.apps.bench import memory_budgets, memory_kv, memory_plans, memory_timed
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, option
+from edgeinfer.apps.bench.memory_budgets import BudgetPeer
+from edgeinfer.apps.bench.memory_plans import SIZES, PlanRun, PlansResults, draw_cases, find_subjects
+from edgeinfer.apps.bench.memory_sections import (
+    chat_section,
+    kv_section,
+    plans_section,
+    smallest_section,
+    spec_memory_section,
+)
+from edgeinfer.apps.bench.model_files import default_folder
+from edgeinfer.apps.bench.prompts import builtin_prompts, load_prompts
+from edgeinfer.apps.bench.texts import read_stories
+
+__all__ = ["GROUP", "MEMORY"]
+
+# Help and description of `edgeinfer bench memory` itself.
+GROUP = (
+    "memory: plans against what is measured, and what budgets cost",
+    """\
+Measure what models take in memory, each in a process of its own, inside limits that the system enforces.
+
+examples:
+  edgeinfer bench memory plans --runs 200 --json plans.json
+  edgeinfer bench memory smallest -m BUNDLE -c 2048 -t 1
+""",
+)
+_ENFORCE = "do not have the system enforce the budgets"
+_WORK, _BUDGETS, _PEERS = "workload", "budgets", "other engines, measured the same way"
+
+
+@dataclass(frozen=True)
+class PlansOptions:
+    """Which plans are drawn."""
+
+    runs: int = option("--runs", default=200, type=int, metavar="N", help="plans, a process each")
+    seed: int = option("--seed", default=0, type=int, metavar="N", help="of what is drawn")
+    shapes: tuple[str, ...] = option(
+        "--shapes",
+        default=SIZES,
+        type=names,
+        metavar="LIST",
+        help="random models, besides the built-in one (default: tiny,15m,60m,qwen2.5-0.5b)",
+    )
+    work: Path | None = option(
+        "--work", default=None, type=Path, metavar="PATH", help="where these are kept; the largest takes 3 GB"
+    )
+    no_limits: bool = option("--no-limits", default=False, action="store_true", help=_ENFORCE)
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """Under which budgets a model is run."""
+
+    steps: int = option(
+        "--steps", default=8, type=int, metavar="N", group=_BUDGETS, help="budgets, evenly spaced (default: 8)"
+    )
+    rounds: int = option(
+        "--rounds",
+        default=3,
+        type=int,
+        metavar="N",
+        group=_BUDGETS,
+        help="processes for each; figures are their medians",
+    )
+    halvings: int = option(
+        "--halvings",
+        default=4,
+        type=int,
+        metavar="N",
+        group=_BUDGETS,
+        help="further budgets, nearer and nearer to the smallest that keeps the speed",
+    )
+    no_limits: bool = option("--no-limits", default=False, action="store_true", help=_ENFORCE)
+
+
+@dataclass(frozen=True)
+class SpecMemoryOptions(BudgetOptions):
+    """And what it is asked."""
+
+    data: Path | None = option(
+        "--data",
+        default=None,
+        type=Path,
+        metavar="PATH",
+        group=_WORK,
+        help="folder with tales_dialogues/, mtbench/ and others (default: a dozen built-in prompts)",
+    )
+    categories: tuple[str, ...] | None = option(
+        "--categories", default=None, type=names, metavar="LIST", group=_WORK, help="only these, or all of a source"
+    )
+    per_category: int = option(
+        "--per-category", default=4, type=int, metavar="N", group=_WORK, help="prompts of each category"
+    )
+    max_tokens: int = option(
+        "-n", "--max-tokens", default=96, type=int, metavar="N", group=_WORK, help="tokens of a reply"
+    )
+
+
+@dataclass(frozen=True)
+class SmallestOptions(BudgetOptions):
+    """And which engines are measured beside it."""
+
+    llamacpp: Path | None = option(
+        "--llamacpp", default=None, type=Path, metavar="FILE", group=_PEERS, help="a GGUF file for llama.cpp"
+    )
+    genai: Path | None = option(
+        "--genai", default=None, type=Path, metavar="PATH", group=_PEERS, help="a model for onnxruntime-genai"
+    )
+    genai_python: str | None = option(
+        "--genai-python", default=None, metavar="PATH", group=_PEERS, help="interpreter that has onnxruntime-genai"
+    )
+
+
+@dataclass(frozen=True)
+class ChatLoopOptions:
+    """How long the chats are."""
+
+    turns: int = option("--turns", default=200, type=int, metavar="N", help="turns of both chats together")
+    max_tokens: int = option("-n", "--max-tokens", default=32, type=int, metavar="N", help="tokens of a reply")
+
+
+@dataclass(frozen=True)
+class CacheTypesOptions:
+    """What is read, by which model."""
+
+    text: Path = option("--text", type=Path, metavar="FILE", help="stories to read")
+    model: str | None = option(
+        "-m",
+        "--model",
+        default=None,
+        metavar="MODEL",
+        help="bundle directory or hub id ORG/NAME (default: the small built-in story model)",
+    )
+    stories: int = option("--stories", default=40, type=int, metavar="N", help="how many, from the end (default: 40)")
+
+
+def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
+    runs: list[PlanRun] = []
+    finished, told = True, context.stage("plans")
+    work = options.work or default_folder()
+    subjects = find_subjects(context.resolve(None), work, options.shapes, context.stage("bundles"))
+    try:
+        for run in memory_plans.run_cases(
+            draw_cases(subjects, options.runs, options.seed), enforce=not options.no_limits
+        ):
+            runs.append(run)
+            told(len(runs), options.runs)
+    except KeyboardInterrupt:
+        finished = False
+    results = PlansResults(options.seed, tuple(runs))
+    return BenchResult(results.to_dict(), finished, passed=len(results.of("kept")) == len(runs))
+
+
+def _run_spec(options: SpecMemoryOptions, context: BenchContext) -> BenchResult:
+    if options.data is None:
+        prompts = builtin_prompts(options.per_category, options.categories)
+    else:
+        prompts = load_prompts(options.data, options.per_category, categories=options.categories)
+    results = memory_budgets.measure_spec_memory(
+        str(context.resolve(context.model)),
+        context.load,
+        prompts,
+        max_tokens=options.max_tokens,
+        steps=options.steps,
+        rounds=options.rounds,
+        halvings=options.halvings,
+        enforce=not options.no_limits,
+        told=context.stage("processes"),
+    )
+    return BenchResult(results.to_dict())
+
+
+def _run_smallest(options: SmallestOptions, context: BenchContext) -> BenchResult:
+    peers = [BudgetPeer("llamacpp", options.llamacpp)] if options.llamacpp else []
+    peers += [BudgetPeer("genai", options.genai, options.genai_python)] if options.genai else []
+    results = memory_budgets.measure_smallest(
+        str(context.resolve(context.model)),
+        context.load,
+        steps=options.steps,
+        rounds=options.rounds,
+        halvings=options.halvings,
+        peers=peers,
+        enforce=not options.no_limits,
+        told=context.stage("processes"),
+    )
+    return BenchResult(results.to_dict())
+
+
+def _run_chat(options: ChatLoopOptions, context: BenchContext) -> BenchResult:
+    results = memory_timed.measure_chat(context.model, context.load, options.turns, options.max_tokens)
+    return BenchResult(results.to_dict(), passed=results.flat)
+
+
+def _run_kv(options: CacheTypesOptions, context: BenchContext) -> BenchResult:
+    found = memory_kv.compare_caches(options.model, read_stories(options.text, options.stories))
+    return BenchResult({"caches": [asdict(each) for each in found]})
+
+
+MEMORY = (
+    Benchmark(
+        "memory plans",
+        "random plans against what is measured",
+        """\
+Random plans: are they kept, and how near are they to what is measured?
+
+example:
+  edgeinfer bench memory plans --runs 20 --shapes tiny,15m
+""",
+        PlansOptions,
+        _run_plans,
+        plans_section,
+    ),
+    Benchmark(
+        "memory spec",
+        "the smallest budget at which drafting pays as much",
+        """\
+What speculation takes besides the weights, and the smallest budget at which it is as fast.
+
+example:
+  edgeinfer bench memory spec -m BUNDLE --data DATA --categories tales/retell,mtbench -t 1
+""",
+        SpecMemoryOptions,
+        _run_spec,
+        spec_memory_section,
+        loads=True,
+    ),
+    Benchmark(
+        "memory smallest",
+        "speed against budget",
+        """\
+Speed against budget, from all that a model takes down to the smallest budget in which it runs.
+
+example:
+  edgeinfer bench memory smallest -m BUNDLE -c 2048 -t 1 --llamacpp MODEL.gguf
+""",
+        SmallestOptions,
+        _run_smallest,
+        smallest_section,
+        loads=True,
+    ),
+    Benchmark(
+        "memory chat",
+        "memory over many turns",
+        """\
+Does memory stay flat over many turns?
+
+example:
+  edgeinfer bench memory chat --turns 200 --prefix-cache 8MB
+""",
+        ChatLoopOptions,
+        _run_chat,
+        chat_section,
+        loads=True,
+    ),
+    Benchmark(
+        "memory kv",
+        "what quantized caches cost in quality",
+        """\
+What quantized caches do to a model's predictions.
+
+example:
+  edgeinfer bench memory kv -m BUNDLE --text STORIES
+""",
+        CacheTypesOptions,
+        _run_kv,
+        kv_section,
+    ),
+)

@@ -1,0 +1,222 @@
+"""The KV cache of a llama.cpp context: sequence 0 holds the text.
+
+A draft tree's other paths are sequences of their own, which share its cells, and so is what is copied in and out;
+between calls only those of a tree that waits for `keep` are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgeinfer.bundle import Geometry
+from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit, check_edit, check_length, check_snapshot, row_range
+from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
+from edgeinfer.runtime.backends.llamacpp.state import StateCodec
+
+__all__ = ["LlamaCache", "TreePaths"]
+
+_TEXT = 0  # sequence
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """The paths of a draft tree, from the root to a leaf each.
+
+    The first belongs to sequence 0, which holds the context, the next to sequence 1 and so on.
+
+    Attributes:
+        start: tokens of the context.
+        paths: rows of each path, from the root on.
+        members: sequences that each row belongs to, ascending.
+    """
+
+    start: int
+    paths: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, tree: Ints, start: int) -> TreePaths:  # (S,)
+        """The paths of a tree, each row naming its parent among the earlier rows, or -1, behind so many tokens."""
+        parents = tree.tolist()
+        leaves = sorted(set(range(len(parents))) - set(parents))
+        paths, members = [], [list[int]() for _ in parents]
+        for sequence, leaf in enumerate(leaves):
+            path, row = [], leaf
+            while row >= 0:
+                path.append(row)
+                members[row].append(sequence)
+                row = parents[row]
+            paths.append(tuple(reversed(path)))
+        return cls(start, tuple(paths), tuple(map(tuple, members)))
+
+    @property
+    def depths(self) -> list[int]:
+        """Of each row, 0 for roots."""
+        depths = [0] * len(self.members)
+        for path in self.paths:
+            for depth, row in enumerate(path):
+                depths[row] = depth
+        return depths
+
+    def sequence_of(self, rows: Sequence[int]) -> int | None:
+        """The sequence whose path begins with these rows; None where they are no path."""
+        wanted = tuple(rows)
+        return next((s for s, path in enumerate(self.paths) if path[: len(wanted)] == wanted), None)
+
+
+class LlamaCache:
+    """Implements `KVCache` over the cells of a context.
+
+    Args:
+        capacity: tokens it may hold.
+        kv: type of the cells, one of `kv_types.LLAMA_KV`.
+        copyable: the cells are one plain cache; those of a sliding window lie in a cache of their own.
+
+    Attributes:
+        length: tokens it holds, all rows of a pending tree counted.
+        pending: the draft tree of which no rows were kept yet.
+    """
+
+    def __init__(self, context: LlamaContext, geometry: Geometry, capacity: int, kv: str, *, copyable: bool) -> None:
+        self._context = context
+        self._geometry = geometry
+        self._codec = StateCodec(geometry, kv)
+        self._kv = kv
+        self.capacity = capacity
+        self.copyable = copyable
+        self.length = 0
+        self.pending: TreePaths | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, as llama.cpp says."""
+        return self._context.kv_bytes
+
+    def check_kept(self) -> None:
+        """Refuses to go on with a tree of which no rows were kept; one of a single path is a chain."""
+        if self.pending is not None and len(self.pending.paths) == 1:
+            self.pending = None
+        if self.pending is not None:
+            raise BackendError("Rows of a draft tree are neither kept nor dropped.")
+
+    def branch(self, tree: TreePaths) -> None:
+        """Has the sequences of a tree share the text."""
+        for sequence in range(1, len(tree.paths)):
+            self._context.copy(_TEXT, sequence, 0, tree.start)
+
+    def drop_pass(self, start: int, tree: TreePaths | None) -> None:
+        """Drops what a failed pass left behind `start`."""
+        for sequence in range(1, 1 if tree is None else min(len(tree.paths), self._context.options.sequences)):
+            self._context.cut(sequence, 0)
+        self._context.cut(_TEXT, start)
+        self.pending = None
+
+    def trim(self, length: int) -> None:
+        """Drops all rows from `length` on; of a pending tree, the first rows can stay where they are a path.
+
+        Raises:
+            BackendError: there are fewer rows, or the rows of a tree that would stay are no path.
+        """
+        check_length(length, self.length)
+        tree = self.pending
+        if tree is not None:
+            self.keep(tree.start, range(max(length - tree.start, 0)))
+        if length < self.length:
+            self._context.cut(_TEXT, length)
+            self.length = length
+
+    def clear(self) -> None:
+        """Drops all rows; their memory was taken at the beginning."""
+        self._context.clear()
+        self.length, self.pending = 0, None
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps these rows, which follow each other, of the pass that began at `start`.
+
+        Raises:
+            BackendError: they do not follow each other.
+        """
+        tree = self.pending
+        if tree is None:
+            if list(rows) != list(range(len(rows))):
+                raise BackendError(f"Rows {list(rows)} of a pass do not follow each other.")
+            self.trim(start + len(rows))
+            return
+        sequence = tree.sequence_of(rows)
+        if sequence is None or start != tree.start:
+            raise BackendError(f"Rows {list(rows)} of a draft tree are no path from token {tree.start} on.")
+        stop = start + len(rows)
+        if sequence != _TEXT:
+            self._context.cut(_TEXT, start)
+            self._context.copy(sequence, _TEXT, start, stop)
+        else:
+            self._context.cut(_TEXT, stop)
+        for other in range(1, len(tree.paths)):
+            self._context.cut(other, 0)
+        self.pending, self.length = None, stop
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+        """Copies all rows, or rows start..stop-1.
+
+        Raises:
+            CapabilityError: the model has another cache than one plain one.
+        """
+        self.check_kept()
+        start, stop = row_range(start, stop, self.length)
+        if start == stop:
+            shape = (self._geometry.num_kv_heads, 0, LLAMA_KV[self._kv].width(self._geometry.head_dim))
+            nothing = (np.empty(shape, LLAMA_KV[self._kv].dtype),) * self._geometry.num_layers
+            return CacheSnapshot(0, nothing, nothing, self._kv)
+        if not self.copyable:
+            raise CapabilityError(
+                "The cache of a model with sliding windows cannot be copied.",
+                "Load it without a prefix cache, and do not save sessions of it.",
+            )
+        if (start, stop) == (0, self.length):
+            return self._codec.decode(self._context.state(_TEXT), stop)
+        spare = self._context.options.spare
+        self._context.copy(_TEXT, spare, start, stop)
+        try:
+            return self._codec.decode(self._context.state(spare), stop - start)
+        finally:
+            self._context.cut(spare, 0)
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts a copy in the place of all rows."""
+        check_snapshot(snapshot, self._geometry, self.capacity, self._kv)
+        self.trim(0)
+        self.append(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use."""
+        self.check_kept()
+        check_snapshot(snapshot, self._geometry, self.capacity - self.length, self._kv)
+        if snapshot.length == 0:
+            return
+        stop, spare = self.length + snapshot.length, self._context.options.spare
+        self._context.set_state(spare, self._codec.encode(snapshot, self.length, spare))
+        self._context.copy(spare, _TEXT, self.length, stop)
+        self._context.cut(spare, 0)
+        self.length = stop
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        copied = self.snapshot()
+        self.trim(0)
+        keys, values, left = [], [], None
+        for layer in range(self._geometry.num_layers):
+            floats = (
+                self._codec.load(copied.keys[layer], keys=True),
+                self._codec.load(copied.values[layer], keys=False),
+            )
+            edited = edit(layer, *floats)
+            left = check_edit(self._geometry, layer, edited, copied.length, left)
+            keys.append(self._codec.store(edited[0], keys=True))
+            values.append(self._codec.store(edited[1], keys=False))
+        self.append(CacheSnapshot(left or 0, tuple(keys), tuple(values), self._kv))

@@ -1,0 +1,208 @@
+"""Drafters with small heads over the state that predicted the root: Medusa and Hydra.
+
+The output rows are those of the most frequent tokens only: on a CPU the whole output matrix would cost a good part of a
+pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle.heads import STATE_EPS, Heads
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, require
+from edgeinfer.runtime.speculation.contracts import Context, Round
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+
+__all__ = ["HydraDrafter", "Matrix", "MedusaDrafter", "OutputRows", "StateDrafter", "silu"]
+
+# OpenBLAS takes further threads from 9216 elements on.
+_ALONE = 9000
+
+
+class Matrix:
+    """A matrix in float32, and the buffer of its products.
+
+    Args:
+        values: of any float type. (N, K)
+    """
+
+    def __init__(self, values: NDArray[np.floating]) -> None:  # (N, K)
+        count, width = values.shape
+        rows = min(count, max(1, _ALONE // width))
+        stacked = np.zeros((-(-count // rows), rows, width), np.float32)
+        stacked.reshape(-1, width)[:count] = values
+        self._stacked = stacked
+        self._product = np.empty(stacked.shape[:2], np.float32)
+        self._count = count
+
+    def __matmul__(self, vector: Floats) -> Floats:  # (K,) -> (N,)
+        """The product; a view that the next one overwrites."""
+        np.matmul(self._stacked, vector, out=self._product)
+        product: Floats = self._product.reshape(-1)[: self._count]
+        return product
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of matrix and buffer."""
+        return self._stacked.nbytes + self._product.nbytes
+
+
+def silu(x: Floats) -> Floats:
+    """x times its sigmoid."""
+    # exp of more than 88 is infinite in float32, and x / infinity the 0 that it should be.
+    with np.errstate(over="ignore"):
+        scaled: Floats = x / (1 + np.exp(-x))
+    return scaled
+
+
+class OutputRows:
+    """Logits of the tokens that heads may guess; all others are impossible.
+
+    Args:
+        heads: with `tokens` and `rows`.
+        vocabulary: V.
+    """
+
+    def __init__(self, heads: Heads, vocabulary: int) -> None:
+        self._tokens = heads.arrays["tokens"].astype(np.int64)  # (K,)
+        self._rows = Matrix(heads.arrays["rows"])  # (K, D)
+        self._all = np.full(vocabulary, -np.inf, np.float32)
+        self.places = {token: place for place, token in enumerate(self._tokens.tolist())}
+
+    def logits(self, state: Floats) -> Floats:  # (D,) -> (V,)
+        """Of a state that is normed already; a view that the next call overwrites."""
+        self._all[self._tokens] = self._rows @ state
+        return self._all
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in (self._tokens, self._all)) + self._rows.nbytes
+
+
+class StateDrafter(LogitDrafter):
+    """A drafter with heads over the state that predicted the root.
+
+    Until a round has shown that state, after a prompt, it has no guess.
+
+    Args:
+        target: whose states they are.
+        heads: with the model's final norm.
+
+    Raises:
+        CapabilityError: the target gives no states.
+    """
+
+    def __init__(self, target: Backend, heads: Heads) -> None:
+        hint = "Use a natively exported bundle, or another drafter."
+        require(target.capabilities.hidden, target, "show its hidden states", hint)
+        super().__init__(target.geometry.vocab_size)
+        self._norm = heads.arrays["norm"].astype(np.float32)  # (D,)
+        self._state = np.zeros_like(self._norm)
+        self._seen = self._normed = False
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Waits for the first state of the new text."""
+        super().begin(tokens)
+        self._seen = False
+
+    def observe(self, round: Round) -> None:
+        """Takes in the state that predicted the new root."""
+        super().observe(round)
+        self._seen = round.hidden is not None
+        if round.hidden is not None:
+            accepted = round.verdict.accepted
+            self._state[:] = round.hidden[accepted[-1] + 1 if accepted else 0]
+            self._normed = False
+
+    def _latest(self) -> Floats | None:  # (D,)
+        """The state as the model's head sees it; None where none is known."""
+        if not self._seen:
+            return None
+        if not self._normed:
+            self._state /= np.sqrt(np.dot(self._state, self._state) / len(self._state) + STATE_EPS)
+            self._state *= self._norm
+            self._normed = True
+        return self._state
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        state = self._latest()
+        return None if state is None else self._guessed(state, context, drafted)
+
+    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+        """Logits after the drafted tokens; None where there is no head for that place."""
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return super().nbytes() + self._norm.nbytes + self._state.nbytes
+
+
+class MedusaDrafter(StateDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        target: whose states the heads read.
+        heads: of kind "medusa".
+    """
+
+    name = "medusa"
+
+    def __init__(self, target: Backend, heads: Heads) -> None:
+        super().__init__(target, heads)
+        self._weights = [Matrix(weight) for weight in heads.arrays["weight"]]  # H of (D, D)
+        self._bias = heads.arrays["bias"].astype(np.float32)  # (H, D)
+        self._output = OutputRows(heads, target.geometry.vocab_size)
+
+    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+        head = len(drafted)
+        if head >= len(self._weights):
+            return None
+        return self._output.logits(state + silu((self._weights[head] @ state) + self._bias[head]))
+
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        matrices = sum(weight.nbytes for weight in self._weights)
+        return super().nbytes() + matrices + self._bias.nbytes + self._output.nbytes
+
+
+class HydraDrafter(StateDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        target: whose states the heads read.
+        heads: of kind "hydra".
+    """
+
+    name = "hydra"
+
+    def __init__(self, target: Backend, heads: Heads) -> None:
+        super().__init__(target, heads)
+        arrays, count = heads.arrays, sum(name.startswith("bias.") for name in heads.arrays)
+        # (2, D, (2 + i) D) as one matrix: the projection first, then the block.
+        stacked = [arrays[f"weight.{head}"] for head in range(count)]
+        self._weights = [Matrix(weight.reshape(-1, weight.shape[2])) for weight in stacked]
+        self._biases = [arrays[f"bias.{head}"].astype(np.float32) for head in range(count)]
+        self._embeddings = arrays["embeddings"]  # (K, D), widened row by row when they are needed
+        self._output = OutputRows(heads, target.geometry.vocab_size)
+        self._input = np.empty((2 + count, len(self._norm)), np.float32)
+
+    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+        head, size = len(drafted), len(state)
+        if head >= len(self._weights):
+            return None
+        self._input[0] = state
+        for place, token in enumerate((context.tokens[-1], *drafted)):
+            row = self._output.places.get(token)
+            self._input[1 + place] = 0 if row is None else self._embeddings[row]
+        both = self._weights[head] @ self._input[: 2 + head].reshape(-1)  # (2 D,)
+        return self._output.logits(both[:size] + silu(both[size:] + self._biases[head]))
+
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        arrays = sum(array.nbytes for array in (*self._biases, self._embeddings, self._input))
+        return super().nbytes() + arrays + sum(weight.nbytes for weight in self._weights) + self._output.nbytes

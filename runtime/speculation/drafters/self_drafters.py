@@ -1,0 +1,260 @@
+"""Drafters that run the target itself in a cheaper way, with rows of their own at the end of the target's cache.
+
+The engine leaves the cache one token, the root, short of the context; drafting appends the root's row and those of
+drafted tokens, which are dropped before verification.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
+from edgeinfer.runtime.speculation.contracts import Context, Resumption
+from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+
+__all__ = [
+    "BitsDrafter",
+    "EarlyExitDrafter",
+    "ExpertsDrafter",
+    "ResidentDrafter",
+    "SelfDrafter",
+    "SkipDrafter",
+    "every_second",
+    "fewer_experts",
+]
+
+
+class SelfDrafter(LogitDrafter):
+    """A drafter that runs the target itself.
+
+    Args:
+        target: whose cache is borrowed while drafting.
+    """
+
+    uses_target = True
+
+    def __init__(self, target: Backend) -> None:
+        super().__init__(target.geometry.vocab_size)
+        self._target = target
+        self._follower = Follower(target, self._run, target.cache.capacity)
+
+    @abstractmethod
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:  # (S,), (S,), (R,) -> (R, V)
+        """One pass of the target, made cheaper."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Forgets the rows of the last round."""
+        super().begin(tokens)
+        self._follower.leave()
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        if context.root_row + 1 + len(drafted) > self._target.cache.capacity:
+            return None
+        logits: Floats = self._follower.follow(self._head(context), drafted, 1)[0]
+        return logits
+
+    def _head(self, context: Context) -> list[int]:
+        """The root; the rows after it are this drafter's own of this round from here on."""
+        base = context.root_row
+        # Several self-drafters may take turns at one cache within a round.
+        if not self._follower.owns or self._follower.start != base or self._follower.end != self._target.cache.length:
+            self._follower.restart(base)
+        return context.tokens[-1:]
+
+
+_FIRST_ROWS = 16
+
+
+class EarlyExitDrafter(SelfDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        target: must skip layers and resume from hidden states.
+        exit_layer: E, layers that draft; in [1, L).
+
+    Raises:
+        CapabilityError: the target can do neither.
+        UsageError: there is no such exit.
+    """
+
+    name = "exit"
+
+    def __init__(self, target: Backend, exit_layer: int) -> None:
+        can, layers = target.capabilities, target.geometry.num_layers
+        hint = "Use a natively exported bundle, or another drafter."
+        require(can.layer_skip and can.hidden, target, "leave a pass early and resume it", hint)
+        if not 0 < exit_layer < layers:
+            raise UsageError(
+                f"A model of {layers} layers has no exit after layer {exit_layer}.",
+                f"Choose one from 1 to {layers - 1}." if layers > 1 else "Choose another drafter.",
+            )
+        super().__init__(target)
+        self._first = np.arange(2 * layers) < 2 * exit_layer  # (2 L,)
+        self._hidden = np.empty((_FIRST_ROWS, target.geometry.hidden_size), np.float32)  # of the drafted rows
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        output = self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._first))
+        assert output.hidden is not None, "a backend that resumes gives hidden states"
+        start = int(positions[0]) - self._follower.start
+        end = start + len(tokens)
+        if end > len(self._hidden):
+            self._hidden = np.concatenate([self._hidden, np.empty((end, self._hidden.shape[1]), np.float32)])
+        # A copy: the output is a view that the next pass overwrites.
+        self._hidden[start:end] = output.hidden
+        return output.logits
+
+    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+        """Runs the first layers for what they have not seen, cuts the cache to the context and hands over their states.
+
+        None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts.
+        """
+        head = self._head(context)
+        if not self._follower.shared(head, drafted):
+            return None
+        self._follower.follow(head, drafted, 0)
+        # The pass that follows starts at the same row and masks the first layers, which leaves their rows as they are.
+        self._follower.restart(self._follower.start)
+        return Resumption(self._hidden[: 1 + len(drafted)], ~self._first)
+
+    def nbytes(self) -> int:
+        """Bytes that it holds, hidden states included."""
+        return super().nbytes() + self._hidden.nbytes
+
+
+# SWIFT's share of skipped layers.
+_MOST_SKIPPED = 0.45
+
+
+def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
+    """SWIFT's first set: skips attention and MLP of every second layer from 1 to L - 2, at most 45% of all layers.
+
+    Raises:
+        UsageError: with fewer than three layers there is none between the first and the last.
+    """
+    skipped = list(range(1, num_layers - 1, 2))[: int(_MOST_SKIPPED * num_layers)]
+    if not skipped:
+        message = f"A model of {num_layers} layers has none to skip between its first and its last."
+        raise UsageError(message, "Choose another drafter.")
+    mask = np.ones((num_layers, 2), np.bool_)
+    mask[skipped] = False
+    return mask.reshape(-1)
+
+
+class SkipDrafter(SelfDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        target: must skip layers.
+        layer_mask: blocks that run, as `Backend.forward` takes it; None takes `every_second`. (2 L,)
+
+    Raises:
+        CapabilityError: the target cannot skip layers.
+        UsageError: the mask does not fit the model, or skips nothing.
+    """
+
+    name = "skip"
+
+    def __init__(self, target: Backend, layer_mask: NDArray[np.bool_] | None = None) -> None:
+        hint = "Use a natively exported bundle, or another drafter."
+        require(target.capabilities.layer_skip, target, "skip layers", hint)
+        layers = target.geometry.num_layers
+        mask = every_second(layers) if layer_mask is None else np.array(layer_mask, np.bool_)
+        if mask.shape != (2 * layers,) or mask.all():
+            message = f"A layer mask of shape {mask.shape} with {np.sum(~mask)} blocks skipped drafts nothing."
+            raise UsageError(message, f"Give {2 * layers} values, at least one of them false.")
+        super().__init__(target)
+        self._layer_mask = mask
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        return self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._layer_mask)).logits
+
+
+class BitsDrafter(SelfDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        target: must be able to read one plane.
+
+    Raises:
+        CapabilityError: it is not.
+    """
+
+    name = "bits"
+
+    def __init__(self, target: Backend) -> None:
+        hint = "Use a bundle of 8 bits in the native layout, or another drafter."
+        require(target.capabilities.elastic, target, "read one plane of its weights", hint)
+        super().__init__(target)
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1)).logits
+
+
+def fewer_experts(target: Backend) -> int:
+    """How many experts to draft with where nothing else is said: half of the model's own number, or what is next to it.
+
+    Raises:
+        CapabilityError: the target cannot use fewer.
+    """
+    counts = target.capabilities.expert_counts
+    require(len(counts) > 1, target, "use fewer experts with this model", "Choose another drafter.")
+    half = max(1, counts[-1] // 2)
+    return max((count for count in counts if count <= half), default=counts[0])
+
+
+class ExpertsDrafter(SelfDrafter):
+    """Implements `contracts.Drafter`.
+
+    Args:
+        target: must be able to use fewer experts.
+        count: of experts for each token; None takes `fewer_experts`.
+
+    Raises:
+        CapabilityError: the target cannot use fewer.
+        UsageError: it cannot use so many or so few.
+    """
+
+    name = "experts"
+
+    def __init__(self, target: Backend, count: int | None = None) -> None:
+        usual = fewer_experts(target)
+        self._count = usual if count is None else count
+        counts = target.capabilities.expert_counts
+        if self._count not in counts:
+            message = f"This model cannot draft with {count} experts for each token."
+            raise UsageError(message, f"Choose one of {', '.join(map(str, counts))} (--draft-experts).")
+        super().__init__(target)
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        return self._target.forward(ForwardInput(tokens, positions, rows, experts=self._choice())).logits
+
+    def _choice(self) -> ExpertChoice:
+        return ExpertChoice(self._count)
+
+
+class ResidentDrafter(ExpertsDrafter):
+    """Drafts with experts that are in memory, so that drafting fetches none.
+
+    Args:
+        bias: tells which are, as `ExpertChoice` takes it; asked before every pass.
+        count: as `ExpertsDrafter` takes it.
+
+    Raises:
+        CapabilityError, UsageError: as `ExpertsDrafter`.
+    """
+
+    name = "resident"
+
+    def __init__(self, target: Backend, bias: Callable[[], Floats], count: int | None = None) -> None:
+        super().__init__(target, count)
+        self._bias = bias
+
+    def _choice(self) -> ExpertChoice:
+        return ExpertChoice(self._count, self._bias())
