@@ -108,9 +108,8 @@ def _function(tool: Any, where: str, flat: bool) -> ToolFunction:
         raise inner.wrong("parameters", parameters, "Its type must be object.")
     # Arguments are always what the schema allows, whether `strict` or not.
     inner.ignore("strict", "defer_loading", "allowed_callers")
-    return ToolFunction(
-        name, inner.text("description") or "", parameters if "type" in parameters else _typed(parameters)
-    )
+    parameters = parameters if "type" in parameters else {"type": "object", **parameters}
+    return ToolFunction(name, inner.text("description") or "", parameters)
 
 
 _HINT = 'Give none, auto, required or {"type": "function", "function": {"name": ...}}.'
