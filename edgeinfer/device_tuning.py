@@ -15,8 +15,8 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
-from edgeinfer.runtime.backends.registry import make_backend, tunable
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
 from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
@@ -24,7 +24,7 @@ from edgeinfer.runtime.profile.tuned import OFF, TunedProfile, forget_profile, k
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
 from edgeinfer.runtime.tuning.comparison import FULL, QUICK
-from edgeinfer.runtime.tuning.search import Attempt, Found, Ways, find
+from edgeinfer.runtime.tuning.search import Attempt, SettingChoices, SettingsFound, search_settings
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
 
 __all__ = ["DeviceTuning", "PartGain", "TunedSettings", "forget_tuning", "tune_device"]
@@ -103,15 +103,15 @@ def tune_device(
     if options.get("profile") is not None:
         raise UsageError("Tuning begins with the usual settings.", "Leave the profile out.")
     config = LoadConfig.of(**options | {"profile": OFF})
-    begun, busy = time.perf_counter(), load_average()
+    started, busy = time.perf_counter(), load_average()
     bundles = Bundles.open(model, config)
-    names = tunable(bundles.target, config)
+    names = tunable(bundles.choice)
     if not names:
-        backend = config.backend or bundles.target.manifest.backend
+        backend = bundles.choice.name
         raise CapabilityError(f"There is nothing to tune about the {backend} backend.", "Load the model as it is.")
     found, threads = _measure(bundles, config, names, quick, progress)
     path = _keep(bundles, config, found, threads, None if out is None else Path(out))
-    return _result(found, threads, busy, time.perf_counter() - begun, path)
+    return _result(found, threads, busy, time.perf_counter() - started, path)
 
 
 def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
@@ -125,13 +125,13 @@ def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
         StorageError: it cannot be dropped.
     """
     config = LoadConfig.of(**options | {"profile": OFF})
-    return forget_profile(digest_of(open_bundle(resolve(model)), config))
+    return forget_profile(digest_of(choose_backend(open_bundle(resolve(model)), config), config))
 
 
 @allocating("The model")
 def _measure(
     bundles: Bundles, config: LoadConfig, names: tuple[str, ...], quick: bool, progress: Progress | None
-) -> tuple[Found, int]:
+) -> tuple[SettingsFound, int]:
     """What was found, and the threads it was proved with."""
     effort = QUICK if quick else FULL
     usual = bundles.subject(config)
@@ -142,7 +142,7 @@ def _measure(
         return make_plan(subject, config, speed, process=process)
 
     def make(settings: TunedSettings, plan: MemoryPlan) -> Engine:
-        backend = make_backend(bundles.target, plan.layout, config, plan.configuration, progress, settings)
+        backend = make_backend(bundles.choice, config, plan.configuration, progress, settings)
         return Engine(backend, plan.prefill_chunk)
 
     plan = plan_for(TunedSettings())
@@ -150,11 +150,13 @@ def _measure(
     # Other programs need memory too.
     with Stopwatch(plan_for, make, config.memory or machine_memory() // 2, effort.visit_ms) as stopwatch:
         ways = _ways(config, plan, usual.weights_modes, names, stopwatch.longest_prompt)
-        found = find(ways, stopwatch, effort, time.perf_counter, *(() if progress is None else (progress,)))
+        found = search_settings(ways, stopwatch, effort, time.perf_counter, *(() if progress is None else (progress,)))
     return found, found.settings.threads or plan.threads
 
 
-def _ways(config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int) -> Ways:
+def _ways(
+    config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: tuple[str, ...], longest: int
+) -> SettingChoices:
     """What the caller left open, of what the backend has."""
     threads = range(1, len(usable_processors()) + 1) if config.threads is None and "threads" in names else ()
     chunks: tuple[int, ...] = ()
@@ -163,7 +165,7 @@ def _ways(config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: t
     weights: tuple[str, ...] = ()
     if config.weights is None and "weights" in names and plan.configuration.weights in TUNED_WEIGHTS:
         weights = tuple(mode for mode in modes if mode in TUNED_WEIGHTS and mode != plan.configuration.weights)
-    return Ways(
+    return SettingChoices(
         threads=tuple(count for count in threads if count != plan.threads),
         pinning=pinning if "affinity" in names else lambda threads: "",
         usual_threads=plan.threads,
@@ -173,12 +175,12 @@ def _ways(config: LoadConfig, plan: MemoryPlan, modes: tuple[str, ...], names: t
     )
 
 
-def _keep(bundles: Bundles, config: LoadConfig, found: Found, threads: int, out: Path | None) -> Path | None:
+def _keep(bundles: Bundles, config: LoadConfig, found: SettingsFound, threads: int, out: Path | None) -> Path | None:
     """Writes what was found, in the place of what was kept before."""
     bundle = bundles.target
-    model = digest_of(bundle, config)
+    model = digest_of(bundles.choice, config)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    machine = fingerprint_for(bundle, config)
+    machine = fingerprint_for(bundles.choice)
     profile = TunedProfile(model, bundle.manifest.name[:200], machine, threads, found.settings, now)
     if out is not None:
         write_profile(profile, out)
@@ -190,7 +192,7 @@ def _keep(bundles: Bundles, config: LoadConfig, found: Found, threads: int, out:
     return keep_profile(profile)
 
 
-def _result(found: Found, threads: int, busy: float | None, seconds: float, path: Path | None) -> DeviceTuning:
+def _result(found: SettingsFound, threads: int, busy: float | None, seconds: float, path: Path | None) -> DeviceTuning:
     if found.proof is not None and found.settings.names:
         proof = found.proof
         parts = {

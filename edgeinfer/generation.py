@@ -1,4 +1,4 @@
-"""One reply as it is made: engine steps become streamed text and, at the end, a Result; knows nothing of loading."""
+"""One reply as it is made: engine steps become streamed text and, at the end, a Result."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Self
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.decoding import make_strategy
 from edgeinfer.errors import UsageError
 from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, Usage
+from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.decoding.engine import Prefill, Step
-from edgeinfer.runtime.kv_cache.context_shift.contracts import overflow_summary
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling import (
     ChoiceConstraint,
     Constraint,
@@ -26,9 +26,11 @@ from edgeinfer.runtime.sampling import (
     Sampler,
     grammar_source,
 )
-from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.search.registry import make_search
+from edgeinfer.runtime.search.strategy import SearchParts
+from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
-from edgeinfer.runtime.text import StopMatcher, StreamDecoder
+from edgeinfer.runtime.text import ReplyText
 from edgeinfer.timings import timings_of
 from edgeinfer.turns import Turns
 
@@ -68,8 +70,6 @@ class TokenStream:
         self._turns = turns
         self._on_finish = on_finish
         self._started = started
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
         self._step_ms: list[float] = []
         self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
@@ -90,17 +90,17 @@ class TokenStream:
         parts, prompt = self._parts, self._prompt
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
-        self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if continues else ())
-        self._stops = StopMatcher(config.stop)
+        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if continues else ())
         self._config = config
         constraint = self._constraint()
         self._grammar_costs = constraint.costs if isinstance(constraint, GrammarConstraint) else None
         self._sampler = self._make_sampler(constraint)
-        self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs)
+        asked = config.logprobs is not None
+        self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._strategy = make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
+        self._strategy = _make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -133,7 +133,7 @@ class TokenStream:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody else can still be iterating: the calling thread started it, or its thread has ended."""
+        """Whether no other thread can still be iterating: the calling thread started it, or its thread has ended."""
         left = self._thread is threading.current_thread() or not self._thread.is_alive()
         if left and self._lock.acquire(blocking=False):
             self._lock.release()
@@ -147,7 +147,7 @@ class TokenStream:
         self._turns.if_running(self, self._parts.engine.cancel)
 
     def pause(self) -> bool:
-        """Lets other replies of the model run; the next chunk goes on, and the text is the same. Whether it could.
+        """Lets other replies of the model run, and tells whether it could; the next chunk goes on with the same text.
 
         It can where the model was loaded with a prefix cache (LoadConfig.prefix_cache), which keeps what the reply
         rests on as far as it has room; what has none is evaluated again.
@@ -201,12 +201,15 @@ class TokenStream:
         return self
 
     def __next__(self) -> Chunk:
-        with self._lock, allocating("The reply"):
+        with self._lock:
             if self._advancing or self._chunks is None:
                 raise UsageError("The reply is being made.", "Wait for its next chunk.")
             self._advancing = True
             try:
                 return next(self._chunks)
+            except Exception as error:
+                name_refusal("The reply", error)
+                raise
             finally:
                 self._advancing = False
 
@@ -220,21 +223,22 @@ class TokenStream:
 
     def _run(self) -> Generator[Chunk]:
         reason: FinishReason = "length"
-        begun = (time.perf_counter() - self._started) * 1e3
+        started = (time.perf_counter() - self._started) * 1e3
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
-                self._record(step, begun + self._waited_ms)
+                self._step_ms.append(step.ms if self._step_ms else step.ms + started + self._waited_ms)
                 self._parts.ledger.check()
-                if step.token in self._stop_ids:
+                text = self._text.push(step.token)
+                if self._text.ended:
                     reason = "stop"
+                if step.token in self._stop_ids:
                     break
-                decoded = self._decoder.push(step.token)
-                self._logprobs.push(step.token, decoded)
-                text, matched = self._stops.push(decoded)
-                self._texts.append(text)
-                reason = "stop" if matched else reason
-                yield Chunk(text, (step.token,), logprobs=self._logprobs.show(text))
-                if matched:
+                logprobs: tuple[TokenLogprob, ...] = ()
+                if self._logprobs is not None:
+                    self._logprobs.push(step.token, self._text.decoded)
+                    logprobs = self._logprobs.show(text)
+                yield Chunk(text, (step.token,), logprobs=logprobs)
+                if self._text.ended:
                     break
             else:
                 if self._cancelled:
@@ -246,7 +250,7 @@ class TokenStream:
                 self._finish("cancelled")
 
     def _step(self) -> Step | None:
-        """The engine's next step, its generation taken up again after a pause; None where the reply is over."""
+        """Takes the engine's next step, starting its generation again after a pause; None where the reply is over."""
         if self._steps is None:
             if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
                 return None
@@ -275,7 +279,7 @@ class TokenStream:
         return step
 
     def _add_prefill(self) -> None:
-        """Enters in the books how the engine took in what it was last given of the prompt."""
+        """Adds how the engine evaluated what it was last given of the prompt."""
         latest, before = self._parts.engine.prefill, self._prefill
         if before is None:
             self._prefill = latest
@@ -313,20 +317,13 @@ class TokenStream:
         return ChoiceConstraint(choices, end_ids)
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
-        text, matched = self._stops.push(self._decoder.flush())
-        if matched:
-            reason = "stop"
-        else:
-            text += self._stops.flush()
-        self._texts.append(text)
-        logprobs = self._logprobs.show(text, rest=not self._stops.matched)
+        text = self._text.finish()
+        stopped = self._text.stopped
+        logprobs = () if self._logprobs is None else self._logprobs.show(text, rest=not stopped)
+        reason = "stop" if stopped else reason
         # A model that is closed meanwhile is freed in here.
         self._finish(reason)
         return Chunk(text, (), reason, logprobs)
-
-    def _record(self, step: Step, begun: float) -> None:
-        self._token_ids.append(step.token)
-        self._step_ms.append(step.ms + (0.0 if self._step_ms else begun))
 
     def _finish(self, reason: FinishReason) -> None:
         self._close_steps()
@@ -336,10 +333,10 @@ class TokenStream:
         timings = timings_of(self._step_ms, parts.load.total_ms, prefill.ms, prefill.cached)
         memory = process_memory()
         self._result = Result(
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            text=self._text.text,
+            token_ids=tuple(self._text.tokens),
             finish_reason=reason,
-            usage=Usage(len(self._prompt), len(self._token_ids)),
+            usage=Usage(len(self._prompt), len(self._text.tokens)),
             timings=timings,
             memory=MemoryUse(
                 budget_bytes=parts.plan.budget_bytes,
@@ -349,12 +346,12 @@ class TokenStream:
                 file_bytes=memory.file,
                 terms=dict(parts.plan.terms),
                 used=parts.ledger.terms(),
-                given_up=tuple(parts.ledger.given),
+                given_up=tuple(parts.ledger.given_up),
                 pss_bytes=proportional_bytes(),
             ),
             speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),
             model=parts.info,
-            overflow=overflow_summary(parts.engine.overflow, parts.engine.lost),
+            overflow=context_shift_summary(parts.engine.context_shift, parts.engine.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),
@@ -362,3 +359,27 @@ class TokenStream:
         parts.speculator.finished(strategy)
         self._turns.leave(self)
         self._on_finish(self._result)
+
+
+def _make_strategy(
+    parts: ModelParts, sampler: Sampler, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
+) -> DecodingStrategy:
+    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
+
+    Args:
+        sampler: of the reply's tokens.
+        stop_ids: that end it.
+        continues: the reply goes on with the prompt's text.
+
+    Raises:
+        UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
+        CapabilityError: the backend cannot do it.
+    """
+    engine = parts.engine
+    if config.search != "off":
+        given = SearchParts(
+            engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
+        )
+        return make_search(given, forgets=engine.context_shift is not None)
+    reduced = parts.reduced.strategy(config, sampler)
+    return parts.speculator.strategy(sampler, config) if reduced is None else reduced

@@ -21,32 +21,31 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
-from edgeinfer.runtime.backends.registry import (
-    device_of,
+from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
+from edgeinfer.runtime.kv_cache.session_file import origin_of
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute, ReducedComputeParts
+from edgeinfer.runtime.loading.registry import (
+    choose_backend,
     engine_version,
     kernel_name,
     make_backend,
     own_tokenizer,
-    run_layout,
-    subject_of,
+    plan_input_of,
 )
-from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
-from edgeinfer.runtime.kv_cache.session_file import origin_of
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute, ReducedComputeParts
 from edgeinfer.runtime.planning.configuration import TOKENIZER
-from edgeinfer.runtime.planning.ledger import Ledger, Relief
+from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
 from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
-from edgeinfer.runtime.profile.device_profile import Profile, profile_folder
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
@@ -70,15 +69,32 @@ _TOKENIZERS: dict[str, Callable[[Path], TokenizerLike]] = {
 
 @dataclass(frozen=True)
 class Bundles:
-    """What is loaded: the model, the small one that drafts for it, and the settings that tuning found for the model."""
+    """What is loaded: the model, the small one that drafts for it, and the settings that tuning found for the model.
 
-    target: Bundle
-    drafter: Bundle | None
+    Attributes:
+        choice: what runs the model.
+        drafter_choice: what runs the small one.
+    """
+
+    choice: BackendChoice
+    drafter_choice: BackendChoice | None
     settings: TunedSettings = UNTUNED
+
+    @property
+    def target(self) -> Bundle:
+        """The model."""
+        return self.choice.bundle
+
+    @property
+    def drafter(self) -> Bundle | None:
+        """The small model that drafts."""
+        return None if self.drafter_choice is None else self.drafter_choice.bundle
 
     @classmethod
     def open(cls, model: str | Path | None, config: LoadConfig) -> Bundles:
-        """Opens both, and takes from the profile what the caller left open; a bad profile is warned of.
+        """Opens both, chooses what runs them, and takes from the profile what the caller left open.
+
+        A bad profile is warned of. Errors as `choose_backend`.
 
         Raises:
             ModelError: one is missing or damaged, or their tokens are not the same.
@@ -90,25 +106,27 @@ class Bundles:
             drafter = nested_drafter(target)
         if drafter is not None:
             check_same_vocabulary(target, drafter)
-        bundles = cls(target, drafter, settings_for(target, config))
+        choice = choose_backend(target, config)
+        # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
+        own = dataclasses.replace(config, backend=None, device="cpu")
+        drafter_choice = None if drafter is None else choose_backend(drafter, own)
+        bundles = cls(choice, drafter_choice, settings_for(choice, config))
         return bundles if drafter is None or given else bundles._within_budget(config)
 
     def _within_budget(self, config: LoadConfig) -> Bundles:
         """Without the drafter of the bundle's own where something would have to be given up for it."""
         if config.memory is None:
             return self
-        alone = dataclasses.replace(self, drafter=None)
+        alone = dataclasses.replace(self, drafter_choice=None)
         with_it = self.plan(config)
         return self if with_it.fits and with_it.given_up == alone.plan(config).given_up else alone
 
     def subject(self, config: LoadConfig) -> PlanInput:
-        """What there is to plan; errors as `run_layout`."""
+        """What there is to plan."""
         drafter = None
-        if self.drafter is not None:
-            # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
-            own = dataclasses.replace(config, backend=None, device="cpu")
-            drafter = subject_of(self.drafter, run_layout(self.drafter, own), own, settings=self._shared())
-        target = subject_of(self.target, run_layout(self.target, config), config, drafter, self.settings)
+        if self.drafter_choice is not None:
+            drafter = plan_input_of(self.drafter_choice, config, settings=self._shared())
+        target = plan_input_of(self.choice, config, drafter, self.settings)
         return dataclasses.replace(target, option_bytes=OPTION_BYTES)
 
     def _shared(self) -> TunedSettings:
@@ -116,38 +134,35 @@ class Bundles:
         return TunedSettings(threads=self.settings.threads, affinity=self.settings.affinity)
 
     def plan(self, config: LoadConfig, *, all_ways: bool = False) -> MemoryPlan:
-        """What both will take; errors as `run_layout` and `make_plan`."""
+        """What both will take; errors as `make_plan`."""
         subject = self.subject(config)
         return make_plan(subject, config, speed_model(subject, profiles_of(subject, config)), all_ways=all_ways)
 
 
-def settings_for(bundle: Bundle, config: LoadConfig) -> TunedSettings:
-    """The tuned settings of a model that hold beside what the caller set; errors as `run_layout`."""
-    return find_settings(config, lambda: digest_of(bundle, config), lambda: fingerprint_for(bundle, config))
+def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:
+    """The tuned settings of a model that hold beside what the caller set."""
+    return find_settings(config, lambda: digest_of(choice, config), lambda: fingerprint_for(choice))
 
 
-def digest_of(bundle: Bundle, config: LoadConfig) -> str:
-    """Of a model and the way it runs, under which its tuned settings are kept; errors as `run_layout`."""
-    backend = config.backend or bundle.manifest.backend
-    device = device_of(bundle, config).name
-    return model_digest(bundle, run_layout(bundle, config), backend, device, config.exact)
+def digest_of(choice: BackendChoice, config: LoadConfig) -> str:
+    """Of a model and the way it runs, under which its tuned settings are kept."""
+    return model_digest(choice.bundle, choice.layout, choice.name, choice.device.name, config.exact)
 
 
-def fingerprint_for(bundle: Bundle, config: LoadConfig) -> Fingerprint:
-    """This machine, and what would run the model on it; errors as `run_layout`."""
-    kernel = kernel_name(bundle, run_layout(bundle, config), config)
-    return Fingerprint.here(engine_version(bundle, config), kernel)
+def fingerprint_for(choice: BackendChoice) -> Fingerprint:
+    """This machine, and what would run the model on it."""
+    return Fingerprint.here(engine_version(choice), kernel_name(choice))
 
 
 def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     """What was learnt and measured of each variant of a model on this device, where it may be kept."""
 
-    def open_variant(variant: str) -> Profile:
+    def open_variant(variant: str) -> DeviceProfile:
         if not config.remember:
-            return Profile(None)
+            return DeviceProfile(None)
         bundle, layout = subject.bundle, subject.layout
         drafter = None if subject.drafter is None else subject.drafter.bundle
-        kernel = f"{kernel_name(bundle, layout, config)} of {engine_version(bundle, config)}"
+        kernel = f"{kernel_name(subject.choice)} of {engine_version(subject.choice)}"
         if subject.settings.affinity:
             variant += f" affinity {subject.settings.affinity}"
         if config.draft_experts is not None:
@@ -156,8 +171,8 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
         try:
             folder = profile_folder(bundle, layout, kernel, subject.threads, config.exact, drafter, variant)
         except StorageError:
-            return Profile(None)
-        return Profile.open(folder)
+            return DeviceProfile(None)
+        return DeviceProfile.open(folder)
 
     return open_variant
 
@@ -184,7 +199,7 @@ def make_parts(
     verification = Verification(opened, keeps=config.remember)
     try:
         parts = _make_somewhere(bundles, config, progress, started, plan, verification)
-        verification.settle()
+        verification.finish()
         return parts
     except (ModelError, BackendError):
         # What failed on a damaged file says less than that it is damaged.
@@ -206,6 +221,7 @@ def _make_somewhere(
     """As `make_parts`, on the CPU where the device fails."""
     if plan is not None:
         config = dataclasses.replace(config, device=plan.device)
+        bundles = dataclasses.replace(bundles, choice=choose_backend(bundles.target, config))
     subject = dataclasses.replace(bundles.subject(config), device_note="" if plan is None else plan.device_note)
     try:
         return _make_parts(bundles, subject, config, progress, started, plan, verification)
@@ -216,7 +232,8 @@ def _make_somewhere(
     # Here and not above: what was loaded of the model is alive as long as the error is.
     _log.warning("%s The CPU runs %s.", reason, bundles.target.manifest.name)
     config = dataclasses.replace(config, device="cpu")
-    bundles = dataclasses.replace(bundles, settings=settings_for(bundles.target, config))
+    choice = choose_backend(bundles.target, config)
+    bundles = dataclasses.replace(bundles, choice=choice, settings=settings_for(choice, config))
     subject = dataclasses.replace(bundles.subject(config), device_note=reason)
     return _make_parts(bundles, subject, config, progress, started, None, verification)
 
@@ -245,15 +262,15 @@ def _make_parts(
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
     parsed = _parse(lambda: _TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in _TOKENIZERS else None
-    backend = make_backend(bundle, plan.layout, config, plan.configuration, progress, bundles.settings)
+    backend = make_backend(subject.choice, config, plan.configuration, progress, bundles.settings)
     if not subject.device.on_cpu:
         check_first_pass(backend, subject.device)
-    parsed = parsed or _parse(lambda: own_tokenizer(bundle, config, backend))
+    parsed = parsed or _parse(lambda: own_tokenizer(subject.choice, backend))
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
-    overflow = make_overflow(plan.overflow, bundle, backend)
+    overflow = make_context_shift(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
-    profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else Profile(None)
+    profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
     kept = profiles(subject.variant(plan.configuration))
     reduced = ReducedCompute(_reduced_parts(subject, plan, engine, speculator), kept)
@@ -267,13 +284,13 @@ def _make_parts(
         eos_ids=eos_ids,
         load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
         tensors=tensors_in(bundle.manifest, plan.layout),
-        origin=origin_of(bundle, plan.layout, engine_version(bundle, config), config.exact),
+        origin=origin_of(bundle, plan.layout, engine_version(subject.choice), config.exact),
         speculator=speculator,
         reduced=reduced,
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         verification=verification,
         threads=subject.threads,
-        watched=backend if isinstance(backend, WatchedBackend) else None,
+        watched=backend if isinstance(backend, ExpertCountingBackend) else None,
     )
 
 
@@ -334,10 +351,10 @@ def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_
         return engine.backend.nbytes() | {name: size for name, size in held.items() if size}
 
     reliefs = (
-        Relief("", _release),
-        Relief("long drafts", speculator.shorten, speculator.recover),
-        Relief("drafting", speculator.drop, speculator.recover),
-        Relief("other conversations", evict),
+        MemoryRelief("", _release),
+        MemoryRelief("long drafts", speculator.shorten, speculator.recover),
+        MemoryRelief("drafting", speculator.drop, speculator.recover),
+        MemoryRelief("other conversations", evict),
     )
     return Ledger(plan, terms, reliefs, replan, apply)
 

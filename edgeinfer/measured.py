@@ -12,8 +12,8 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.experts.drafting import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning import measure
+from edgeinfer.runtime.tuning.fewer_experts import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning.reply_reading import ReplyReading, read_reply
 from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 from edgeinfer.tokenizing import Tokenizing
@@ -133,7 +133,7 @@ class Measured(Tokenizing):
         evaluations: int = 400,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[SkipLevel, ...]:
-        """Finds the blocks that answers can skip at the least harm (compute="calibrated"), for every speed-up that is
+        """Finds the blocks that answers can skip with the least harm (compute="calibrated"), for every speed-up that is
         to be had; they are kept, and used from now on.
 
         Args:
@@ -149,11 +149,11 @@ class Measured(Tokenizing):
         # Drawn as the model itself thinks likely: the likeliest texts repeat themselves, and forgive more.
         samples = self._own_texts(prompts, temperature=1.0)
         with self._idle() as parts:
-            ladder, costs = calibrate_skips(
+            levels, costs = calibrate_skips(
                 parts.reduced, samples, granularity=granularity, evaluations=evaluations, progress=progress
             )
-        whole = costs.ms(np.ones(ladder.masks.shape[1], np.bool_))
-        each = [(mask, float(loss), costs.ms(mask)) for mask, loss in zip(ladder.masks, ladder.losses, strict=True)]
+        whole = costs.ms(np.ones(levels.masks.shape[1], np.bool_))
+        each = [(mask, float(loss), costs.ms(mask)) for mask, loss in zip(levels.masks, levels.losses, strict=True)]
         return tuple(SkipLevel(tuple(mask.tolist()), loss, ms, whole / ms) for mask, loss, ms in each)
 
     def tune_entropy(self, prompts: Sequence[str | Sequence[int]] | None = None) -> EntropyFacts:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import Origin
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute
@@ -45,7 +45,7 @@ class ModelParts:
     ledger: Ledger
     verification: Verification
     threads: int
-    watched: WatchedBackend | None = None
+    watched: ExpertCountingBackend | None = None
 
     @property
     def info(self) -> ModelInfo:

@@ -241,4 +241,4 @@ def require_alone(names: Sequence[str]) -> None:
         UsageError: there is more than one.
     """
     if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} cannot be asked for at once.", "Leave out all but one.")
+        raise UsageError(f"{' and '.join(names)} cannot be combined.", "Leave out all but one.")

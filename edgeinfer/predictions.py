@@ -1,4 +1,4 @@
-"""Predictions of given tokens, alone and beside another model's, and figures of them; knows no texts and no files."""
+"""Predictions of given tokens, alone and beside another model's, and figures of them."""
 
 from __future__ import annotations
 

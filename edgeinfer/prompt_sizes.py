@@ -39,7 +39,7 @@ def require_fitting_messages(parts: ModelParts, messages: Sequence[Mapping[str, 
 
 def _most_tokens(parts: ModelParts) -> int:
     engine = parts.engine
-    return engine.backend.cache.capacity * (1 if engine.overflow is None else _FORGOTTEN)
+    return engine.backend.cache.capacity * (1 if engine.context_shift is None else _FORGOTTEN)
 
 
 def _too_long(size: int, most: int) -> ContextLengthError:

@@ -202,7 +202,7 @@ class Residence:
 
     def _put_aside(self, parts: ModelParts) -> None:
         self._forget_aside()
-        if not (self._puts_aside and parts.engine.held and parts.engine.backend.cache.copyable):
+        if not (self._puts_aside and parts.engine.cached_tokens and parts.engine.backend.cache.copyable):
             return
         if not parts.verification.passed:
             return

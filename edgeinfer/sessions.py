@@ -26,7 +26,7 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
         StorageError: the place cannot be written, or the disk is full.
     """
     engine = parts.engine
-    held = engine.held if tokens is None else engine.held[: engine.shared(tokens)]
+    held = engine.cached_tokens if tokens is None else engine.cached_tokens[: engine.shared(tokens)]
     write_session(path, parts.origin, held, engine.backend.cache.snapshot, text)
 
 

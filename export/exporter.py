@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import BinaryIO
 
 from edgeinfer.bundle import (
     LAYOUTS,
@@ -21,17 +20,16 @@ from edgeinfer.bundle.kv_types import KV
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
-from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.architectures.described import check_tensors, pad_heads, read_spec
+from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.graph.decoder import build_decoder_graph
 from edgeinfer.export.options.config import ExportConfig
-from edgeinfer.export.source.calibration_text import CalibrationText
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
-from edgeinfer.export.weights.calibrated import Progress, write_calibrated, write_plain
-from edgeinfer.export.weights.planning import make_plan, resolve, text_of
+from edgeinfer.export.weights.calibrated import Progress, write_weights
+from edgeinfer.export.weights.planning import plan_weights, resolve
 from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.plan import QuantPlan
 
@@ -74,21 +72,19 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
         spec = read_spec(hf_config, family, checkpoint)
-        plans = family.tensors(hf_config, spec, checkpoint.names)
-        check_tensors(checkpoint, family, plans)
-        parameters = sum(plan.parameters for plan in plans)
-        spec, plans = pad_heads(spec, plans)
+        stored = describe(spec, hf_config, family, checkpoint)
+        described = pad_heads(stored)
+        spec, plans = described.spec, described.plans
         config = resolve(config, plans)
-        text = text_of(config, sidecar, spec)
         planned = PlannedTensors(checkpoint, plans)
-        quant = make_plan(config, spec, plans, planned, parameters, None if text is None else text.texts, progress)
-        tensors, layout = _table(spec, plans, quant, config.layout)
+        weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
+        tensors, layout = _table(described, weights.quant, config.layout)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend="onnx",
             geometry=spec.geometry,
-            parameters=parameters,
+            parameters=stored.parameters,
             capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe),
             decoder=spec,
             tensors=tensors,
@@ -96,41 +92,24 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
             layout_version=LAYOUT_VERSIONS[layout],
             exits=tuple(range(1, spec.num_layers + 1)),
             export=config.options,
-            plan=quant.record(*(() if text is None else (text.sha256, text.tokens))),
+            plan=weights.record(),
         )
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
             with (work / WEIGHTS).open("wb") as file:
-                _write_weights(file, spec, planned, tensors[: len(plans)], quant, text, progress)
+                write_weights(file, spec, planned, tensors[: len(plans)], weights, progress)
             _write_graphs(work, spec, tensors, layout)
             seal(work, manifest)
     return out
 
 
-def _table(
-    spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan, asked: Layout
-) -> tuple[tuple[TensorEntry, ...], Layout]:
+def _table(described: Described, quant: QuantPlan, requested: Layout) -> tuple[tuple[TensorEntry, ...], Layout]:
     """The tensor table and its layout; what is not quantized at all counts as portable."""
-    outlines = [outline(plan, quant.scheme(plan.name)) for plan in plans]
-    layout = asked if any(o.quantized for o in outlines) else PORTABLE
-    if spec.tied:
+    outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
+    layout = requested if any(o.quantized for o in outlines) else PORTABLE
+    if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))
     return lay_out(outlines, layout), layout
-
-
-def _write_weights(
-    file: BinaryIO,
-    spec: DecoderSpec,
-    tensors: PlannedTensors,
-    entries: tuple[TensorEntry, ...],
-    quant: QuantPlan,
-    text: CalibrationText | None,
-    progress: Progress | None,
-) -> None:
-    if text is None or not any(quant.schemes.values()):
-        write_plain(file, tensors, entries, quant, progress)
-    else:
-        write_calibrated(file, spec, tensors, entries, quant, text.texts, progress)
 
 
 def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> None:

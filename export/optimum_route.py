@@ -33,6 +33,19 @@ __all__ = ["export_optimum", "quantize_graph"]
 _CONTRIB = "com.microsoft"
 # int8 activations: the fast path of MatMulNBits on every CPU.
 _ACCURACY_LEVEL = 4
+# Constants below this size stay in the graph, where ONNX Runtime folds them.
+_EXTERNAL_BYTES = 1024
+_TASK = "text-generation-with-past"
+_INSTALL = "pip install 'edgeinfer[optimum]'"
+_ELSEWHERE = "Choose a model of a family that edgeinfer or optimum-onnx supports."
+# What families call their longest context; models with ALiBi or recurrence have no table of positions.
+_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
+_STEPS = 3
+# Whole and continued passes differ by float32 rounding, thousands of times smaller than this share of the logits.
+_SAME = 1e-3
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
 
 
 def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int) -> None:
@@ -129,22 +142,6 @@ class _Rewriter:
     def _plain(node: onnx.NodeProto) -> bool:
         factors = (_attribute(node, "alpha", 1.0), _attribute(node, "beta", 1.0))
         return factors == (1.0, 1.0) and not _attribute(node, "transA", 0)
-
-
-# Constants below this size stay in the graph, where ONNX Runtime folds them.
-_EXTERNAL_BYTES = 1024
-_TASK = "text-generation-with-past"
-_INSTALL = "pip install 'edgeinfer[optimum]'"
-_ELSEWHERE = "Choose a model of a family that edgeinfer or optimum-onnx supports."
-# What families call their longest context; models with ALiBi or recurrence have no table of positions.
-_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
-_STEPS = 3
-# Whole and continued passes differ by float32 rounding, thousands of times smaller than this share of the logits.
-_SAME = 1e-3
-
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
 
 
 def export_optimum(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
@@ -289,7 +286,7 @@ def _geometry(model: onnx.ModelProto, config: Any) -> Geometry:
     heads = {tuple(shapes[name][i] for i in (1, 3)) for name in pasts if len(shapes[name]) == 4}
     if not layers or inputs - optional != wanted or not produced <= outputs or len(heads) != 1:
         listed = ", ".join(f"{name}{shapes[name]}" for name in sorted(inputs)[:6])
-        raise UnsupportedArchitectureError(f"Optimum's graph has a cache of another kind: {listed}.", _ELSEWHERE)
+        raise UnsupportedArchitectureError(f"Optimum's graph has an unsupported kind of cache: {listed}.", _ELSEWHERE)
     num_kv_heads, head_dim = heads.pop()
     vocab_size = shapes[concat_graph.LOGITS][-1] or config.vocab_size
     return Geometry(vocab_size, config.hidden_size, layers, num_kv_heads, head_dim, _max_positions(config))
@@ -304,7 +301,7 @@ def _max_positions(config: Any) -> int:
     """The longest context; at most what a sliding window shows, because Optimum's caches drop what has left it."""
     longest = next((v for v in (getattr(config, n, None) for n in _LENGTHS) if isinstance(v, int) and v > 0), None)
     if longest is None:
-        message = "config.json does not say how many tokens the model takes."
+        message = "config.json does not say how long a context the model supports."
         raise CheckpointError(message, 'Add its training length to config.json: "max_position_embeddings": 2048.')
     window = getattr(config, "sliding_window", None)
     return longest if window is None else min(longest, window - 1)

@@ -1,4 +1,4 @@
-"""How many bits each weight gets and how they are chosen; knows nothing of graphs, checkpoints or decoding."""
+"""How many bits each weight gets and how its values are quantized; knows nothing of graphs or checkpoints."""
 
 from edgeinfer.quant.awq import scale_search
 from edgeinfer.quant.blocks import Grid, dequantized

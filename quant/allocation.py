@@ -1,4 +1,4 @@
-"""Which option each of many things gets so that their cost is least within a budget of bytes.
+"""Chooses one option for each of many things so that their total cost is least within a budget of bytes.
 
 A multiple-choice knapsack: an integer programme solved by HiGHS, with a Lagrangian solution beside it for when time
 runs out.
@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 
-__all__ = ["Allocation", "Choice", "Option", "allocate", "allocate_exactly"]
+__all__ = ["Allocation", "Choice", "PricedOption", "allocate", "allocate_exactly"]
 
 # A plan this close to the best is the best for all that predictions are worth, and found in a second.
 _GAP = 1e-4
@@ -29,8 +29,8 @@ _FULL = 0.998
 
 
 @dataclass(frozen=True)
-class Option:
-    """Something a choice may be: what it takes and what it costs, 0 or more."""
+class PricedOption:
+    """An option of a choice: its bytes and its cost, 0 or more."""
 
     nbytes: int
     cost: float
@@ -40,7 +40,7 @@ class Option:
 class Choice:
     """One of several options must be taken, as often as there are things that share the decision."""
 
-    options: tuple[Option, ...]
+    options: tuple[PricedOption, ...]
 
     @property
     def least(self) -> int:
@@ -58,7 +58,7 @@ class Allocation:
 
 
 def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
-    """The options of least total cost within `budget` bytes; more budget never costs more.
+    """Chooses the options of least total cost within `budget` bytes; a larger budget never costs more.
 
     Raises:
         BudgetError: not even the smallest options fit.
@@ -115,7 +115,7 @@ def allocate_exactly(
 def _smallest(
     choices: Sequence[Choice], budget: int, measure: Callable[[Sequence[int]], int]
 ) -> tuple[Allocation, int]:
-    """The smallest options, or an error that says what they take."""
+    """Chooses the smallest options, or raises an error that says how large they are."""
     chosen = [min(range(len(c.options)), key=_Sized(c.options)) for c in choices]
     measured = measure(chosen)
     if measured > budget:
@@ -125,7 +125,7 @@ def _smallest(
 
 def _too_small(least: int, budget: int) -> BudgetError:
     message = f"The weights cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
-    hint = f"The smallest possible take {format_size(least)} ({least:,} bytes): allow as much."
+    hint = f"The smallest possible weights take {format_size(least)} ({least:,} bytes): allow as much."
     return BudgetError(message, hint, minimum_bytes=least)
 
 
@@ -194,7 +194,7 @@ def _lagrangian(choices: Sequence[Choice], kept: list[list[int]], budget: int) -
 class _Sized:
     """The order of options, by index, by size; of equal ones the cheapest is first."""
 
-    options: tuple[Option, ...]
+    options: tuple[PricedOption, ...]
 
     def __call__(self, index: int) -> tuple[int, float]:
         return self.options[index].nbytes, self.options[index].cost
@@ -204,7 +204,7 @@ class _Sized:
 class _Priced:
     """The order of options, by index, at a price per byte; of equal ones the smallest is first."""
 
-    options: tuple[Option, ...]
+    options: tuple[PricedOption, ...]
     price: float
 
     def __call__(self, index: int) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""From what each scheme of each matrix costs to the plan that fits a budget."""
+"""Turns the predicted cost of each scheme of each matrix into a plan that fits a budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgeinfer.bundle.layouts import PORTABLE, Layout
 from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError
-from edgeinfer.quant.allocation import Allocation, Choice, Option, allocate_exactly
+from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate_exactly
 from edgeinfer.quant.plan import QuantPlan, match_patterns
 from edgeinfer.quant.policy import BITS_TRIED, PROTECTED_BITS, QuantScheme, is_protected, is_quantizable, make_scheme
 
@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan within a budget may choose.
+    """The schemes that a plan within a budget may choose.
 
     Attributes:
         head_bits: of embedding and head; None leaves them to the programme too.
@@ -167,7 +167,7 @@ def _choice(members: Mapping[str, Sequence[Candidate]], size: Callable[[Outline]
     count = len(next(iter(members.values())))
     return Choice(
         tuple(
-            Option(
+            PricedOption(
                 sum(size(outline(name, found[i].scheme)) for name, found in members.items()),
                 sum(found[i].cost for found in members.values()),
             )

@@ -1,4 +1,4 @@
-"""Runs a decoder over texts, layer by layer, and shows every matrix with what enters it, to be quantized or judged.
+"""Runs a decoder over texts, layer by layer, and visits every matrix with the statistics of its inputs.
 
 One layer's weights and the hidden states of all tokens are in memory, never the model.
 """
@@ -49,7 +49,7 @@ class ModelReader(Protocol):
 
 
 class Visitor(Protocol):
-    """What is done with the matrices of a model on the way."""
+    """Sees the matrices of a model on the way, and may replace them."""
 
     def layer(self, layer: int, statistics: dict[str, InputStatistics]) -> None:
         """Called before a layer where `CalibrationOptions.preview` is set; the reader may give other weights then.
@@ -109,7 +109,7 @@ def default_streams(weights: int) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What running a model over texts showed.
+    """What a run over texts found.
 
     Attributes:
         tokens: that were run.
@@ -168,10 +168,10 @@ def calibrate(
 
 def _check(spec: DecoderSpec, texts: Sequence[Ints]) -> None:
     if not texts or not all(len(text) for text in texts):
-        raise UsageError("There is no text to calibrate with.", "Give one with some paragraphs.")
+        raise UsageError("There is no text to calibrate with.", "Give a text of a few paragraphs.")
     low, high = (int(f(f(text) for text in texts)) for f in (min, max))
     if low < 0 or high >= spec.vocab_size:
-        message = f"Token {low if low < 0 else high} is not among the model's {spec.vocab_size}."
+        message = f"Token {low if low < 0 else high} is outside the model's vocabulary of {spec.vocab_size}."
         raise UsageError(message, "Use the tokenizer that belongs to the model.")
 
 

@@ -25,6 +25,10 @@ Signal = tuple[Floats, ...]
 
 # Tokens that go through gate and up at a time, whose product is the widest: it stays at some tens of MB.
 _CHUNK_TOKENS = 1024
+# A whole tensor by its canonical name.
+Tensors = Callable[[str], Floats]
+# What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
+Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 
 
 def multiply(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:  # (N, C), (R, C) -> (N, R)
@@ -53,12 +57,6 @@ def activate(
         else:
             inner[rows] = silu(product)
     return inner
-
-
-# A whole tensor by its canonical name.
-Tensors = Callable[[str], Floats]
-# What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
-Visit = Callable[[str, Floats, InputStatistics | None], Floats]
 
 
 class LayerWalk:
@@ -202,7 +200,7 @@ class ExpertTokens:
 
 
 def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Signal:  # (N, D) -> (N, D)
-    """What the experts of a layer, and the shared one, make of its normed states."""
+    """Runs the experts of a layer, and the shared one, on its normed states."""
     prefix = f"layers.{layer}.mlp"
     router = walk.tensors(f"{prefix}.router")
     norm = walk.tensors(f"{prefix}.router_norm") if moe.router == "relu" else None
@@ -244,7 +242,7 @@ def _add_expert(
     shares: Signal,  # (N,)
     mixed: Signal,  # (N, D), added to
 ) -> None:
-    """Adds what one expert makes of the tokens that use it, in each stream."""
+    """Adds one expert's results for the tokens that use it, in each stream."""
     leading = shares[-1] != 0
     # The statistics relate streams token by token, so each stream also computes the tokens of the last one.
     used = [(share != 0) | leading for share in shares]

@@ -64,7 +64,7 @@ def solver(grid: Grid, k: int, statistics: InputStatistics | None, options: Gptq
 
 
 class _Gptq:
-    """What one Hessian gives for all rows."""
+    """What is computed once from a Hessian, for all rows."""
 
     def __init__(self, grid: Grid, k: int, statistics: InputStatistics, hessian: Floats, options: GptqOptions) -> None:
         self._grid, self._k = grid, k
@@ -173,7 +173,7 @@ def upper_factor(hessian: Floats, order: NDArray[np.intp]) -> Floats:  # (K', K'
         lower = np.linalg.cholesky(scaled)
     except np.linalg.LinAlgError:
         raise UsageError(
-            "The Hessian of a layer's inputs is not that of any inputs, or too little is added to its diagonal.",
+            "The Hessian of a layer's inputs is not positive definite, even with the damping that is added to it.",
             "Gather it again, or choose a larger damping.",
         ) from None
     lower /= root[:, None]

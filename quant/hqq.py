@@ -75,12 +75,12 @@ def _improved(columns: Floats, scale: Floats, zero: Floats, grid: Grid) -> tuple
     best_scale, best_zero = scale, np.rint(zero)
     weight = _WEIGHT
     for _ in range(_ROUNDS):
-        settled = _representable(scale), np.rint(zero)
-        cost = _cost(columns, *settled, grid)
+        rounded = _representable(scale), np.rint(zero)
+        cost = _cost(columns, *rounded, grid)
         better = cost < best
         best = np.where(better, cost, best)
         best_scale, best_zero = (
-            np.where(better, new, old) for new, old in zip(settled, (best_scale, best_zero), strict=True)
+            np.where(better, new, old) for new, old in zip(rounded, (best_scale, best_zero), strict=True)
         )
         if not better.any():
             break

@@ -104,7 +104,7 @@ def approximate(
     statistics: InputStatistics | None = None,
     method: str = "rtn",
 ) -> Floats:  # (N, K)
-    """What a matrix becomes by a method at any width, also ones that no backend runs; for comparisons.
+    """The values of a matrix that is quantized at any width, also ones that no backend runs; for comparisons.
 
     Raises:
         UsageError: there is no such method, or the statistics are not finite or of another matrix.
@@ -114,5 +114,5 @@ def approximate(
 
 
 def _known(statistics: InputStatistics | None) -> InputStatistics | None:
-    """Statistics that tell something: none where no token came by."""
+    """The statistics, or None where no token was seen."""
     return None if statistics is None or statistics.count == 0 else statistics

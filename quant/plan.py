@@ -1,4 +1,4 @@
-"""What every matrix of a model is quantized to, found by ordered patterns of names, as data that is printed."""
+"""What every matrix of a model is quantized to, chosen by ordered patterns of names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from edgeinfer.quant.policy import FLOAT_BITS, QuantPolicy, QuantScheme, is_quan
 
 __all__ = ["QuantPlan", "match_patterns"]
 
-Said = TypeVar("Said")
+Value = TypeVar("Value")
 
 
-def match_patterns(patterns: Sequence[tuple[str, Said]], names: Iterable[str]) -> dict[str, Said]:
-    """What the last pattern that matches a name says of it; names that none matches are left out.
+def match_patterns(patterns: Sequence[tuple[str, Value]], names: Iterable[str]) -> dict[str, Value]:
+    """The value of the last pattern that matches each name; names that none matches are left out.
 
     Args:
         patterns: glob patterns (`*`, `?`, `[...]`) of whole names, case-sensitive, each with its value.
@@ -26,7 +26,7 @@ def match_patterns(patterns: Sequence[tuple[str, Said]], names: Iterable[str]) -
         UsageError: a pattern matches no name.
     """
     names = list(names)
-    found: dict[str, Said] = {}
+    found: dict[str, Value] = {}
     for pattern, value in patterns:
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:

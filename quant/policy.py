@@ -22,6 +22,23 @@ __all__ = [
     "make_scheme",
 ]
 
+FLOAT_BITS = 32
+# What an integer programme chooses among.
+BITS_TRIED = (2, 4, 8)
+# The fewest bits of a shared expert.
+PROTECTED_BITS = 8
+# A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which
+# lose most by quantization: at 4 bits throughout, models of 0.26M and 1.3M weights gain 8% and 18% of perplexity.
+_SMALL_WEIGHTS = 1 << 16
+_WIDER = {2: 8, 4: 8, 8: FLOAT_BITS}
+# Above this size (16 MB at 8 bits) embedding and head would take much of a small device's memory at 8 bits.
+_LARGE_VOCABULARY = 1 << 24
+_LARGE_MODEL = 1 << 26
+# Zero points lower the error of 8 bits by a few percent and cost a third of the speed, which counts above this size.
+_LARGE_WEIGHTS = 1 << 20
+# A router decides which weights are read at all, and is tiny: it stays float32 whatever is asked for.
+_ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate")
+
 
 @dataclass(frozen=True)
 class QuantScheme:
@@ -43,24 +60,6 @@ class QuantScheme:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise UsageError(f"A block of {self.block_size} values is not supported.", f"Choose one of {sizes}.")
-
-
-FLOAT_BITS = 32
-# What an integer programme chooses among.
-BITS_TRIED = (2, 4, 8)
-# The fewest bits of a shared expert.
-PROTECTED_BITS = 8
-# A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which
-# lose most by quantization: at 4 bits throughout, models of 0.26M and 1.3M weights gain 8% and 18% of perplexity.
-_SMALL_WEIGHTS = 1 << 16
-_WIDER = {2: 8, 4: 8, 8: FLOAT_BITS}
-# Above this size (16 MB at 8 bits) embedding and head would take much of a small device's memory at 8 bits.
-_LARGE_VOCABULARY = 1 << 24
-_LARGE_MODEL = 1 << 26
-# Zero points lower the error of 8 bits by a few percent and cost a third of the speed, which counts above this size.
-_LARGE_WEIGHTS = 1 << 20
-# A router decides which weights are read at all, and is tiny: it stays float32 whatever is asked for.
-_ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate")
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:

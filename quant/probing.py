@@ -1,4 +1,4 @@
-"""What rounding each matrix of a decoder does to its predictions, measured on a text.
+"""Measures on a text what rounding each matrix of a decoder does to its predictions.
 
 A probe is the whole model with one matrix, or one projection of all experts of a layer, coarsely rounded. All probes
 walk through the layers together, each as a stream of its own that leaves the unrounded one where its matrix is, so
@@ -40,7 +40,7 @@ _HEAD_ROWS = 8192
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rounding did.
+    """The effect of one rounding.
 
     Attributes:
         kl: divergence from the unrounded model, in nats per token.
@@ -112,7 +112,7 @@ class _ProbeWalk(LayerWalk):
     """Runs layers for the unrounded stream and for those of probes."""
 
     def __init__(self, spec: DecoderSpec, tensors: Tensors, lengths: Sequence[int], look: Look) -> None:
-        self._held: dict[str, Floats] = {}
+        self._cached: dict[str, Floats] = {}
         super().__init__(spec, self._hold, lengths, lambda name, weight, statistics: weight, (False,), hessian=False)
         self.errors: dict[str, dict[str, float]] = {}
         self._read = tensors
@@ -123,9 +123,9 @@ class _ProbeWalk(LayerWalk):
 
     def _hold(self, name: str) -> Floats:
         """A tensor, read once for all streams of a layer."""
-        if name not in self._held:
-            self._held[name] = self._read(name)
-        return self._held[name]
+        if name not in self._cached:
+            self._cached[name] = self._read(name)
+        return self._cached[name]
 
     def step(self, layer: int, streams: dict[str, Floats]) -> dict[str, Floats]:  # (T, D) each
         """The streams after a layer, and those of the probes that begin in it."""
@@ -138,7 +138,7 @@ class _ProbeWalk(LayerWalk):
         rest = [name for name in streams if name]
         for start in range(0, len(rest), _STREAMS):
             after |= self._run(layer, {name: streams[name] for name in rest[start : start + _STREAMS]})
-        self._held.clear()
+        self._cached.clear()
         return after
 
     def _run(self, layer: int, streams: dict[str, Floats]) -> dict[str, Floats]:

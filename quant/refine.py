@@ -63,7 +63,7 @@ class State:
         )
 
     def errors(self, target: Floats) -> Floats:  # (K', n)
-        """What is missing to a target."""
+        """The difference from a target."""
         blocks, n = self.scales.shape
         values = self.steps.reshape(blocks, -1, n) * self.scales[:, None]
         return target - values.reshape(-1, n)

@@ -3,7 +3,7 @@
 For every block the scale and zero point are chosen to minimise the squared error, from a small grid of scaled ranges,
 each followed by a least-squares fit of the scale to the rounded values. The search follows the idea of llama.cpp's
 `make_qx_quants` / `make_qkx2_quants`, with integer zero points as MatMulNBits has them. Scales are bfloat16 by value,
-settled before values are rounded for good. Where statistics of the inputs are known, the square of each column's error
+fixed before values are rounded for good. Where statistics of the inputs are known, the square of each column's error
 counts by the mean square of its input.
 """
 

@@ -1,4 +1,4 @@
-"""What each way to quantize each matrix is predicted to cost the model.
+"""Predicts what each way to quantize each matrix costs the model.
 
 The cost of a scheme is the KL divergence that the matrix's probe caused, times how much smaller the scheme's error is
 than the probe's: both measured at the matrix's output, on the inputs that a text gives it. Costs add up.
@@ -39,7 +39,7 @@ def measure_costs(
     candidates: Mapping[str, Sequence[QuantScheme | None]],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, list[Candidate]]:
-    """What each candidate of each matrix costs; takes one walk of all probes through the model.
+    """Predicts the cost of each candidate of each matrix, from one run of all probes through the model.
 
     Args:
         tensors: gives a whole weight by its canonical name.
@@ -115,15 +115,15 @@ def _error_ratios(
 
 
 def choose_texts(texts: Sequence[Ints] | None, tokens: int, vocabulary: int) -> list[Ints]:
-    """What probes read: parts of texts from all over them, or random tokens where there are none.
+    """Chooses the texts of probes: parts spread over the given ones, or random tokens where there are none.
 
     On three small models random tokens lead to plans whose divergence is 0 to 30% above those of real text, and well
     below what errors of weights alone lead to.
     """
     if texts is None:
-        chance = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         count = max(tokens // _TEXT_TOKENS, 1)
-        return [chance.integers(0, vocabulary, min(_TEXT_TOKENS, tokens)) for _ in range(count)]
+        return [rng.integers(0, vocabulary, min(_TEXT_TOKENS, tokens)) for _ in range(count)]
     count = min(max(tokens // _TEXT_TOKENS, 1), len(texts))
     places = np.linspace(0, len(texts) - 1, count).round().astype(int)
     return [texts[place][: max(tokens // count, 1)] for place in places]

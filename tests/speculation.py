@@ -20,7 +20,7 @@ from edgeinfer.results import Result, Speculation
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import stamped
 from edgeinfer.runtime.speculation import device
-from edgeinfer.runtime.speculation.contracts import Drafter
+from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.heads import DRAFTING

@@ -19,8 +19,8 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import stamped
-from edgeinfer.runtime.speculation.contracts import Drafter
 from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation.drafters.contract import Drafter
 
 PROMPT = [3, 10, 17, 24, 31, 3, 10, 17, 24, 31, 3, 10]
 

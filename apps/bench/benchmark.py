@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ __all__ = [
     "Benchmark",
     "Declared",
     "Progress",
-    "Told",
+    "StageProgress",
     "add_declared",
     "declared",
     "names",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str, int, int], None]
-Told = Callable[[int, int], None]
+StageProgress = Callable[[int, int], None]
 
 _KEY = "option"
 
@@ -45,7 +45,7 @@ class Declared:
 
     Attributes:
         flags: names, or none for a positional argument.
-        help: what it decides; the default is appended where it is a number.
+        help: what it decides.
         group: title of the group that --help lists it in; "" for none.
         settings: further arguments of `argparse`, such as type and metavar.
     """
@@ -59,42 +59,68 @@ class Declared:
 def option(*flags: str, default: Any = MISSING, help: str, group: str = "", **settings: Any) -> Any:
     """A field of a frozen options class that is also an option of the command line.
 
+    Type and action follow from the field's annotation, unless they are given.
+
     Args:
+        flags: names, the last perhaps with a placeholder for the value: "--out FILE"; none for a positional argument.
         default: of field and option; without one the option is required.
+        help: what it decides; a default that says something is appended.
+        group: title of the group in --help of this field and of those after it.
         settings: further arguments of `ArgumentParser.add_argument`.
     """
     return field(default=default, metadata={_KEY: Declared(flags, help, group, settings)})
 
 
-def declared(options: type[Any]) -> Iterator[tuple[str, Any, Declared]]:
-    """Name, default and declaration of every field of an options class that is an option."""
+def declared(options: type[Any]) -> Iterator[tuple[Field[Any], Declared]]:
+    """Every field of an options class that is an option, with its declaration."""
     for each in fields(options):
         if _KEY in each.metadata:
-            yield each.name, each.default, each.metadata[_KEY]
+            yield each, each.metadata[_KEY]
 
 
 def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     """Adds the options that a class declares, in their groups."""
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    for name, default, each in declared(options):
-        if each.group not in groups:
-            groups[each.group] = parser.add_argument_group(each.group)
-        settings = dict(each.settings)
-        if each.flags:
-            settings["dest"] = name
-        if default is MISSING and each.flags:
-            settings["required"] = True
-        elif default is not MISSING:
+    group = ""
+    for each, declaration in declared(options):
+        group = declaration.group or group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        settings = _inferred(str(each.type)) if "action" not in declaration.settings else {}
+        settings |= declaration.settings
+        flags = [flag.partition(" ")[0] for flag in declaration.flags]
+        if flags:
+            settings["dest"] = each.name
+            placeholder = declaration.flags[-1].partition(" ")[2]
+            settings |= {"metavar": placeholder} if placeholder else {}
+        if each.default is not MISSING:
             # argparse appends to the default itself.
-            settings["default"] = list(default) if settings.get("action") == "append" else default
-        number = isinstance(default, int | float) and not isinstance(default, bool)
-        text = f"{each.help} (default: {default})" if number and "default:" not in each.help else each.help
-        groups[each.group].add_argument(*(each.flags or (name,)), help=text, **settings)
+            settings["default"] = list(each.default) if settings.get("action") == "append" else each.default
+        elif flags:
+            settings["required"] = True
+        groups[group].add_argument(*(flags or [each.name]), help=_help(declaration.help, each.default), **settings)
+
+
+def _inferred(annotation: str) -> dict[str, Any]:
+    """How a value of a field's type is parsed."""
+    base = annotation.removesuffix(" | None")
+    kinds: dict[str, Any] = {"int": int, "float": float, "Path": Path}
+    kinds |= {"tuple[int, ...]": numbers, "tuple[str, ...]": names}
+    return {"action": "store_true"} if base == "bool" else {"type": kinds[base]} if base in kinds else {}
+
+
+def _help(text: str, default: Any) -> str:
+    """With the default, where it is a value and the text does not say it."""
+    if "default:" in text or default is MISSING or default is None or default is False or default == ():
+        return text
+    values = default if isinstance(default, tuple) else (default,)
+    shown = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f"{text} (default: {shown})"
 
 
 def options_from(options: type[Any], args: argparse.Namespace) -> Any:
     """An options object of parsed arguments; errors as its class raises them."""
-    given = {name: getattr(args, name) for name, _, _ in declared(options)}
+    given = {each.name: getattr(args, each.name) for each, _ in declared(options)}
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
@@ -118,7 +144,7 @@ class BenchContext:
     progress: Progress = lambda stage, done, total: None
     command: str = ""
 
-    def stage(self, name: str) -> Told:
+    def stage(self, name: str) -> StageProgress:
         """The progress of one stage, told done and total."""
         return lambda done, total: self.progress(name, done, total)
 

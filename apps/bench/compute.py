@@ -44,49 +44,22 @@ class ComputeBenchOptions:
     """
 
     data: Path | None = option(
-        "--data",
-        default=None,
-        type=Path,
-        metavar="PATH",
-        group=_READ,
-        help=f"folder with {_TEXT} to read and tales_dialogues/ to answer",
+        "--data PATH", default=None, group=_READ, help=f"folder with {_TEXT} to read and tales_dialogues/ to answer"
     )
-    stories: int = option("--stories", default=24, type=int, metavar="N", group=_READ, help="stories to read")
-    questions: int = option("--questions", default=6, type=int, metavar="N", group=_READ, help="questions of each kind")
-    quick: bool = option(
-        "--quick",
-        default=False,
-        action="store_true",
-        group=_READ,
-        help="a third of the stories and questions, and fewer levels",
-    )
+    stories: int = option("--stories N", default=24, help="stories to read")
+    questions: int = option("--questions N", default=6, help="questions of each kind")
+    quick: bool = option("--quick", default=False, help="a third of the stories and questions, and fewer levels")
     checkpoint: Path | None = option(
-        "--checkpoint",
+        "--checkpoint PATH",
         default=None,
-        type=Path,
-        metavar="PATH",
         group=_EXPANDED,
         help="a small Llama checkpoint (Hugging Face, safetensors), instead of -m",
     )
     draft_checkpoint: Path | None = option(
-        "--draft-checkpoint",
-        default=None,
-        type=Path,
-        metavar="PATH",
-        group=_EXPANDED,
-        help="the same, instead of --draft-model",
+        "--draft-checkpoint PATH", default=None, help="the same, instead of --draft-model"
     )
-    expand: int | None = option(
-        "--expand",
-        default=None,
-        type=int,
-        metavar="FACTOR",
-        group=_EXPANDED,
-        help="times as wide, and twice as deep",
-    )
-    work: Path | None = option(
-        "--work", default=None, type=Path, metavar="PATH", group=_EXPANDED, help="where these files are kept"
-    )
+    expand: int | None = option("--expand FACTOR", default=None, help="times as wide, and twice as deep")
+    work: Path | None = option("--work PATH", default=None, help="where these files are kept")
 
     def __post_init__(self) -> None:
         if min(self.stories, self.questions) < 1:
@@ -111,9 +84,9 @@ class ComputeBenchOptions:
         stories, questions = max(2, self.stories // part), max(1, self.questions // part)
         asked = tuple(exact_prompts(self.data, questions))
         if self.data is None:
-            told = tuple(story.text for story in BUILTIN_STORIES)
-            half = len(told) // 2
-            return ComputeMaterial(told[half:][:stories], told[:half], asked, "built-in stories")
+            texts = tuple(story.text for story in BUILTIN_STORIES)
+            half = len(texts) // 2
+            return ComputeMaterial(texts[half:][:stories], texts[:half], asked, "built-in stories")
         found = all_stories(self.data / _TEXT)
         if len(found) < stories + 8:
             raise UsageError(f"{self.data / _TEXT} has too few stories.", "Read fewer (--stories).")
@@ -137,7 +110,7 @@ def _run(options: ComputeBenchOptions, context: BenchContext) -> BenchResult:
         own = "its own drafter" if "draft_model" in model.plan.terms else None
         name = Path(drafter).name if drafter else own
         levels = QUICK if options.quick else LEVELS
-        results = measure_compute(model, material, levels, drafter=name, told=context.progress, **limits)
+        results = measure_compute(model, material, levels, drafter=name, progress=context.progress, **limits)
     data = results.to_dict() | {"expanded": options.expand}
     if options.checkpoint:
         grown = f"x{options.expand}"

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 import edgeinfer
+from edgeinfer.apps.bench.benchmark import Progress
 from edgeinfer.apps.bench.prompts import Prompt
 from edgeinfer.apps.bench.texts import story_ids
 from edgeinfer.errors import EdgeInferError, UsageError
 
 __all__ = ["LEVELS", "QUICK", "ComputeMaterial", "ComputeResults", "Floored", "Levels", "Point", "measure_compute"]
 
-Told = Callable[[str, int, int], None]
 
 # Tokens of a story that stand for a prompt, and of it that are read at most after them.
 _PROMPT, _READ = 32, 96
@@ -102,7 +102,7 @@ class Point:
 
     @property
     def large_share(self) -> float:
-        """Of the tokens, those that the whole model made."""
+        """The share of the tokens that the whole model made."""
         return 1 - self.reduced
 
 
@@ -177,7 +177,7 @@ class ComputeResults:
 class _Bench:
     model: edgeinfer.Model
     material: ComputeMaterial
-    told: Callable[[str], None]
+    progress: Callable[[str], None]
 
     def texts(self) -> list[tuple[list[int], list[int]]]:
         """Each story's beginning and what follows."""
@@ -190,7 +190,7 @@ class _Bench:
     def read(self, point: Point) -> Point:
         """The point with its quality."""
         readings = [self.model.read_reply(*text, **point.options) for text in self.texts()]
-        self.told("reading")
+        self.progress("reading")
         values = np.concatenate([each.divergences for each in readings])
         uses = [each.use for each in readings if each.use is not None]
         tokens = max(sum(use.tokens for use in uses), 1)
@@ -209,7 +209,7 @@ class _Bench:
         """How a floor is kept, story by story."""
         given = {**options, "quality_floor": floor}
         readings = [self.model.read_reply(*text, **given) for text in self.texts()]
-        self.told("floors")
+        self.progress("floors")
         means = [float(each.divergences.mean()) for each in readings]
         uses = [each.use for each in readings if each.use is not None]
         return Floored(
@@ -233,7 +233,7 @@ class _Bench:
                 ms[row] += result.timings.per_token_ms * later
                 counts[row] += later
                 right[row] += answer is not None and repeat == 0 and result.text.strip() == answer
-            self.told("replies")
+            self.progress("replies")
         each = ms / np.maximum(counts, 1)
         return [
             replace(
@@ -266,7 +266,7 @@ def measure_compute(
     granularity: int = 1,
     evaluations: int = 400,
     repeats: int = 2,
-    told: Told | None = None,
+    progress: Progress | None = None,
 ) -> ComputeResults:
     """Calibrates, reads and answers.
 
@@ -275,13 +275,13 @@ def measure_compute(
         granularity: consecutive layers that are skipped together; above 1 sets of single layers are left out.
         evaluations: most sets of blocks to score.
         repeats: of each reply whose speed counts.
-        told: called with a stage, steps done and to do; how many there will be is not known before.
+        progress: called with a stage, steps done and to do; how many there will be is not known before.
 
     Raises:
         EdgeInferError: the whole model fails, or there is nothing to read.
     """
     steps = itertools.count(1)
-    bench = _Bench(model, material, lambda stage: None if told is None else _tell(told, stage, next(steps)))
+    bench = _Bench(model, material, lambda stage: None if progress is None else _tell(progress, stage, next(steps)))
     skipped: dict[str, str] = {}
     beginnings = [story_ids(model, story)[:_PROMPT] for story in material.calibration]
     points = [bench.read(Point("full", {}))]
@@ -297,8 +297,8 @@ def measure_compute(
     return ComputeResults(model.info.name, drafter, material.text, tuple(points), tuple(floored), skipped)
 
 
-def _tell(told: Told, stage: str, done: int) -> None:
-    told(stage, done, done + 1)
+def _tell(progress: Progress, stage: str, done: int) -> None:
+    progress(stage, done, done + 1)
 
 
 def _turns(levels: Levels) -> Iterator[Point]:
@@ -348,7 +348,7 @@ def _tried(bench: _Bench, points: Iterable[Point], skipped: dict[str, str]) -> l
 
 
 def _ends(points: Sequence[Point]) -> Iterator[Point]:
-    """Of each policy that users have, the points that diverge least and most."""
+    """The points of each policy that users have that diverge least and most."""
     by_policy: dict[str, list[Point]] = {}
     for point in points:
         if point.policy not in ("full", "random") and point.divergence > 0:

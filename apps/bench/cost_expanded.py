@@ -1,4 +1,4 @@
-"""Cost-expanded models: a small trained checkpoint at the sizes of a larger one; knows nothing of engines or timing.
+"""Cost-expanded models: a small trained checkpoint at the sizes of a larger one.
 
 A cost-expanded model computes the function of the small one and costs what the large one does, so its text and what
 drafters guess right are those of a trained model while time and memory are those of a large one. Every figure taken on
@@ -31,8 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.apps.bench.safetensors_file import encode, write_header
-from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, Shape
+from edgeinfer.apps.bench.synthetic import STANDARD_DEVIATION, Shape, encode, write_header
 from edgeinfer.apps.bench.trained import EMBEDDING, FINAL_NORM, TrainedCheckpoint, final_norms
 from edgeinfer.errors import CheckpointError, UsageError
 
@@ -214,7 +213,7 @@ class _Expansion:
             yield added
 
     def _gains(self, name: str) -> Floats:  # (hidden,)
-        """Of a norm: the spare channel is heard by the head alone."""
+        """The gains of a norm: the spare channel is heard by the head alone."""
         small, grown = self._small, self.shape
         gains = np.ones(grown.hidden, np.float32)
         origin = self._origin(name)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, numbers, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, option
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Paragraph, Part, Section, Table, commands, run_facts
 from edgeinfer.apps.bench.speed import describe_run
@@ -44,20 +44,14 @@ class CurveConfig:
         repeats: visits, each with a look at the machine's limits beside it.
     """
 
-    sizes: Sequence[int] = option(
-        "--sizes",
+    sizes: tuple[int, ...] = option(
+        "--sizes LIST",
         default=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
-        type=numbers,
-        metavar="LIST",
         group="passes",
-        help="numbers of tokens, separated by commas (default: 1 to 8, 10, 12, 16)",
+        help="numbers of tokens, separated by commas",
     )
-    past: int = option(
-        "-d", "--n-depth", default=64, type=int, metavar="N", group="passes", help="tokens that precede the pass"
-    )
-    repeats: int = option(
-        "-r", "--repetitions", default=9, type=int, metavar="N", group="passes", help="visits to each size"
-    )
+    past: int = option("-d", "--n-depth N", default=64, help="tokens that precede the pass")
+    repeats: int = option("-r", "--repetitions N", default=9, help="visits to each size")
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or self.past < 0 or self.repeats < 1:
@@ -107,12 +101,12 @@ class Curve:
         return {**self.facts, "limits": None if self.limits is None else asdict(self.limits), "points": points}
 
 
-def run_curve(model: Model, config: CurveConfig, told: Told, command: str = "") -> Curve:
+def run_curve(model: Model, config: CurveConfig, progress: StageProgress, command: str = "") -> Curve:
     """Measures all sizes in turns.
 
     Args:
         command: kept with the figures, to have them again.
-        told: visits done and to do.
+        progress: visits done and to do.
 
     Raises:
         UsageError: the model's context is too small.
@@ -120,11 +114,11 @@ def run_curve(model: Model, config: CurveConfig, told: Told, command: str = "") 
     visits: list[dict[int, float]] = []
     limits: list[DeviceLimits] = []
     for done in range(config.repeats):
-        told(done, config.repeats)
+        progress(done, config.repeats)
         times = model.measure_passes(config.sizes, past=config.past, repeats=_BURST)
         visits.append({size: statistics.median(taken) for size, taken in times.items()})
         limits += _limits(model.threads)
-    told(config.repeats, config.repeats)
+    progress(config.repeats, config.repeats)
     best = _median(limits)
     points = tuple(_point(model, size, visits, best) for size in config.sizes)
     return Curve(points, best, describe_run(model, command) | {"n_depth": config.past})

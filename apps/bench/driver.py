@@ -1,4 +1,4 @@
-"""Starts engine workers and runs them strictly one at a time; knows nothing of what they time."""
+"""Starts engine workers and runs them strictly one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits that the system enforces on the memory of one child process; knows nothing of models.
+"""Limits that the system enforces on the memory of one child process.
 
 A control group counts every page its processes were the first to touch, of files too, and what the kernel keeps for
 them; when that reaches the limit, pages of files are dropped, and if none are left the process is killed. RLIMIT_DATA

@@ -1,4 +1,4 @@
-"""The machine, the versions, the date and the command that figures depend on; knows nothing of any benchmark."""
+"""The machine, the versions, the date and the command that figures depend on."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Environment:
 
 
 def current_environment() -> Environment:
-    """Of this process."""
+    """The environment of this process."""
     threads = psutil.cpu_count() or 1
     return Environment(
         processor=machine_name(),

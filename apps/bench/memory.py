@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from edgeinfer.apps.bench import memory_budgets, memory_kv, memory_plans, memory_timed
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
 from edgeinfer.apps.bench.memory_budgets import BudgetPeer
 from edgeinfer.apps.bench.memory_plans import SIZES, PlanRun, PlansResults, draw_cases, find_subjects
 from edgeinfer.apps.bench.memory_sections import (
@@ -41,45 +41,23 @@ _WORK, _BUDGETS, _PEERS = "workload", "budgets", "other engines, measured the sa
 class PlansOptions:
     """Which plans are drawn."""
 
-    runs: int = option("--runs", default=200, type=int, metavar="N", help="plans, a process each")
-    seed: int = option("--seed", default=0, type=int, metavar="N", help="of what is drawn")
-    shapes: tuple[str, ...] = option(
-        "--shapes",
-        default=SIZES,
-        type=names,
-        metavar="LIST",
-        help="random models, besides the built-in one (default: tiny,15m,60m,qwen2.5-0.5b)",
-    )
-    work: Path | None = option(
-        "--work", default=None, type=Path, metavar="PATH", help="where these are kept; the largest takes 3 GB"
-    )
-    no_limits: bool = option("--no-limits", default=False, action="store_true", help=_ENFORCE)
+    runs: int = option("--runs N", default=200, help="plans, a process each")
+    seed: int = option("--seed N", default=0, help="of what is drawn")
+    shapes: tuple[str, ...] = option("--shapes LIST", default=SIZES, help="random models, besides the built-in one")
+    work: Path | None = option("--work PATH", default=None, help="where these are kept; the largest takes 3 GB")
+    no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
 
 
 @dataclass(frozen=True)
 class BudgetOptions:
     """Under which budgets a model is run."""
 
-    steps: int = option(
-        "--steps", default=8, type=int, metavar="N", group=_BUDGETS, help="budgets, evenly spaced (default: 8)"
-    )
-    rounds: int = option(
-        "--rounds",
-        default=3,
-        type=int,
-        metavar="N",
-        group=_BUDGETS,
-        help="processes for each; figures are their medians",
-    )
+    steps: int = option("--steps N", default=8, group=_BUDGETS, help="budgets, evenly spaced")
+    rounds: int = option("--rounds N", default=3, help="processes for each; figures are their medians")
     halvings: int = option(
-        "--halvings",
-        default=4,
-        type=int,
-        metavar="N",
-        group=_BUDGETS,
-        help="further budgets, nearer and nearer to the smallest that keeps the speed",
+        "--halvings N", default=4, help="further budgets, nearer and nearer to the smallest that keeps the speed"
     )
-    no_limits: bool = option("--no-limits", default=False, action="store_true", help=_ENFORCE)
+    no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
 
 
 @dataclass(frozen=True)
@@ -87,36 +65,26 @@ class SpecMemoryOptions(BudgetOptions):
     """And what it is asked."""
 
     data: Path | None = option(
-        "--data",
+        "--data PATH",
         default=None,
-        type=Path,
-        metavar="PATH",
         group=_WORK,
         help="folder with tales_dialogues/, mtbench/ and others (default: a dozen built-in prompts)",
     )
     categories: tuple[str, ...] | None = option(
-        "--categories", default=None, type=names, metavar="LIST", group=_WORK, help="only these, or all of a source"
+        "--categories LIST", default=None, help="only these, or all of a source"
     )
-    per_category: int = option(
-        "--per-category", default=4, type=int, metavar="N", group=_WORK, help="prompts of each category"
-    )
-    max_tokens: int = option(
-        "-n", "--max-tokens", default=96, type=int, metavar="N", group=_WORK, help="tokens of a reply"
-    )
+    per_category: int = option("--per-category N", default=4, help="prompts of each category")
+    max_tokens: int = option("-n", "--max-tokens N", default=96, help="tokens of a reply")
 
 
 @dataclass(frozen=True)
 class SmallestOptions(BudgetOptions):
     """And which engines are measured beside it."""
 
-    llamacpp: Path | None = option(
-        "--llamacpp", default=None, type=Path, metavar="FILE", group=_PEERS, help="a GGUF file for llama.cpp"
-    )
-    genai: Path | None = option(
-        "--genai", default=None, type=Path, metavar="PATH", group=_PEERS, help="a model for onnxruntime-genai"
-    )
+    llamacpp: Path | None = option("--llamacpp FILE", default=None, group=_PEERS, help="a GGUF file for llama.cpp")
+    genai: Path | None = option("--genai PATH", default=None, help="a model for onnxruntime-genai")
     genai_python: str | None = option(
-        "--genai-python", default=None, metavar="PATH", group=_PEERS, help="interpreter that has onnxruntime-genai"
+        "--genai-python PATH", default=None, help="interpreter that has onnxruntime-genai"
     )
 
 
@@ -124,28 +92,27 @@ class SmallestOptions(BudgetOptions):
 class ChatLoopOptions:
     """How long the chats are."""
 
-    turns: int = option("--turns", default=200, type=int, metavar="N", help="turns of both chats together")
-    max_tokens: int = option("-n", "--max-tokens", default=32, type=int, metavar="N", help="tokens of a reply")
+    turns: int = option("--turns N", default=200, help="turns of both chats together")
+    max_tokens: int = option("-n", "--max-tokens N", default=32, help="tokens of a reply")
 
 
 @dataclass(frozen=True)
 class CacheTypesOptions:
     """What is read, by which model."""
 
-    text: Path = option("--text", type=Path, metavar="FILE", help="stories to read")
+    text: Path = option("--text FILE", help="stories to read")
     model: str | None = option(
         "-m",
-        "--model",
+        "--model MODEL",
         default=None,
-        metavar="MODEL",
         help="bundle directory or hub id ORG/NAME (default: the small built-in story model)",
     )
-    stories: int = option("--stories", default=40, type=int, metavar="N", help="how many, from the end (default: 40)")
+    stories: int = option("--stories N", default=40, help="how many, from the end")
 
 
 def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
     runs: list[PlanRun] = []
-    finished, told = True, context.stage("plans")
+    finished, progress = True, context.stage("plans")
     work = options.work or default_folder()
     subjects = find_subjects(context.resolve(None), work, options.shapes, context.stage("bundles"))
     try:
@@ -153,7 +120,7 @@ def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
             draw_cases(subjects, options.runs, options.seed), enforce=not options.no_limits
         ):
             runs.append(run)
-            told(len(runs), options.runs)
+            progress(len(runs), options.runs)
     except KeyboardInterrupt:
         finished = False
     results = PlansResults(options.seed, tuple(runs))
@@ -174,7 +141,7 @@ def _run_spec(options: SpecMemoryOptions, context: BenchContext) -> BenchResult:
         rounds=options.rounds,
         halvings=options.halvings,
         enforce=not options.no_limits,
-        told=context.stage("processes"),
+        progress=context.stage("processes"),
     )
     return BenchResult(results.to_dict())
 
@@ -190,7 +157,7 @@ def _run_smallest(options: SmallestOptions, context: BenchContext) -> BenchResul
         halvings=options.halvings,
         peers=peers,
         enforce=not options.no_limits,
-        told=context.stage("processes"),
+        progress=context.stage("processes"),
     )
     return BenchResult(results.to_dict())
 

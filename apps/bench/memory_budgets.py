@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import edgeinfer
-from edgeinfer.apps.bench.benchmark import Told
+from edgeinfer.apps.bench.benchmark import StageProgress
 from edgeinfer.apps.bench.driver import WORKER_SCRIPT, engine_environment, token_ids
 from edgeinfer.apps.bench.memory_timed import (
     LoadSetup,
@@ -130,7 +130,7 @@ def measure_smallest(
     halvings: int = 0,
     peers: Sequence[BudgetPeer] = (),
     enforce: bool = True,
-    told: Told | None = None,
+    progress: StageProgress | None = None,
 ) -> SmallestResults:
     """Two chats under every budget, each in a process of its own.
 
@@ -140,7 +140,7 @@ def measure_smallest(
         steps: budgets, evenly spaced.
         rounds: processes for each.
         halvings: further budgets, nearer and nearer to the smallest that keeps the speed.
-        told: called with the processes done and their number.
+        progress: called with the processes done and their number.
 
     Raises:
         UsageError: the context has no room for two chats of different length.
@@ -156,7 +156,7 @@ def measure_smallest(
     fixed = {**options, "context": context}
     budgets = budgets_between(model, fixed, steps)
     setups = [LoadSetup(str(budget), {**fixed, "memory": budget}) for budget in budgets]
-    points = time_setups(model, setups, replies, rounds, enforce=enforce, told=told)
+    points = time_setups(model, setups, replies, rounds, enforce=enforce, progress=progress)
     results = SmallestResults(name, context, tuple(points))
     points = narrow(model, points, replies, rounds, halvings, results.keeps, enforce=enforce)
     found = [measure_peer(peer, context, options.get("threads") or 1) for peer in peers]
@@ -217,7 +217,7 @@ class SpecMemoResults:
         return next(timed for timed in self.timed if timed.setup.name == name)
 
     def share(self, timed: Timed) -> float:
-        """Of the unconstrained speed."""
+        """The share of the unconstrained speed."""
         return timed.share(self.named(UNCONSTRAINED), range(len(self.prompts)))
 
     def keeps(self, timed: Timed) -> bool:
@@ -269,7 +269,7 @@ def measure_spec_memory(
     rounds: int,
     halvings: int = 0,
     enforce: bool = True,
-    told: Told | None = None,
+    progress: StageProgress | None = None,
 ) -> SpecMemoResults:
     """Replies with speculation and the model's whole context, as loaded by default, and under falling budgets.
 
@@ -280,7 +280,7 @@ def measure_spec_memory(
         options: of `edgeinfer.load`, less context and budget.
         steps, rounds: budgets, evenly spaced, and processes for each setup.
         halvings: further budgets, nearer and nearer to the smallest that keeps the speed.
-        told: called with the processes done and their number.
+        progress: called with the processes done and their number.
 
     Raises:
         UsageError: there are no prompts.
@@ -298,7 +298,7 @@ def measure_spec_memory(
     sized = {**fixed, "context": context}
     setups = [LoadSetup(UNCONSTRAINED, {**fixed, "context": longest}), LoadSetup(DEFAULT, fixed)]
     setups += [LoadSetup(str(size), {**sized, "memory": size}) for size in budgets_between(model, sized, steps)]
-    timed = time_setups(model, setups, replies, rounds, enforce=enforce, told=told)
+    timed = time_setups(model, setups, replies, rounds, enforce=enforce, progress=progress)
     results = SpecMemoResults(name, context, tuple(item.prompt.name for item in items), tuple(timed))
     narrowed = narrow(model, timed, replies, rounds, halvings, results.keeps, enforce=enforce)
     return replace(results, timed=tuple(narrowed))

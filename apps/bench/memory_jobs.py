@@ -1,4 +1,4 @@
-"""What the memory benchmark measures inside a fresh process, whose memory is then its own; knows no other processes.
+"""What the memory benchmark measures inside a fresh process, whose memory is then its own.
 
 python -m edgeinfer.apps.bench.memory_jobs NAME ARGUMENTS
 
@@ -36,11 +36,11 @@ class FilledContext:
     """A context that was filled to its end.
 
     Attributes:
-        tokens: of prompt and reply, those that overflowed included.
+        tokens: of prompt and reply, those beyond the context included.
         tokens_per_second: of the last reply.
         accepted_length: its mean number of tokens per pass.
         peak_rss_bytes: of the process so far.
-        used: bytes held at its end by the plan's terms.
+        used: bytes that the plan's terms take at its end.
         given_up: what had to be spared.
     """
 
@@ -53,11 +53,11 @@ class FilledContext:
 
 
 def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: int = 1) -> FilledContext:
-    """Takes in half a context, replies, takes in more, replies with sampled tokens, and replies until all is full.
+    """Prefills half a context, replies, prefills more, replies with sampled tokens, and replies until all is full.
 
     Args:
         seed: of the text and the sampling.
-        beyond: go on a quarter of a context further, which overflows.
+        beyond: go on a quarter of a context further, which shifts the context.
     """
     context = model.context
     text = f"{pseudo_text(_REPEATED_WORDS, seed)} " * (context // _REPEATED_WORDS + 1)
@@ -174,7 +174,7 @@ def plan_sizes(model: str | None, **options: Any) -> dict[str, Any]:
 
 
 def chat_loop(model: Any, turns: int, reply_tokens: int) -> list[int]:
-    """Two conversations in turns, each begun again when it nears the end of the context: peak RSS after every turn.
+    """Two conversations in turns, each started again when it nears the end of the context: peak RSS after every turn.
 
     Messages are so long that this happens every few turns: whatever grows with a conversation has been at its largest
     before the loop is well under way.

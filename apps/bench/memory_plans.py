@@ -58,14 +58,14 @@ class PlannedModel:
 
 
 def find_subjects(
-    built_in: Path, work: Path, shapes: Sequence[str] = SIZES, told: Callable[[int, int], None] | None = None
+    built_in: Path, work: Path, shapes: Sequence[str] = SIZES, progress: Callable[[int, int], None] | None = None
 ) -> list[PlannedModel]:
     """The built-in model, and a native and a portable bundle of each shape, which are made where they are missing.
 
     Args:
         built_in: the folder of the built-in bundle.
         work: where the others are kept.
-        told: called with the bundles done and their number.
+        progress: called with the bundles done and their number.
 
     Raises:
         UsageError: an unknown shape.
@@ -74,17 +74,17 @@ def find_subjects(
     manifest = json.loads((built_in / "edgeinfer.json").read_text("utf-8"))
     longest = int(manifest["geometry"]["max_positions"])
     found = [PlannedModel("built-in", str(built_in), int(manifest["parameters"]), longest, "built-in")]
-    found += _random(work, shapes, told)
+    found += _random(work, shapes, progress)
     return [replace(subject, mates=_mates(subject, found)) for subject in found]
 
 
-def _random(work: Path, shapes: Sequence[str], told: Callable[[int, int], None] | None) -> Iterator[PlannedModel]:
+def _random(work: Path, shapes: Sequence[str], progress: Callable[[int, int], None] | None) -> Iterator[PlannedModel]:
     for number, name in enumerate(shapes):
         shape = find_shape(name)
         artifacts = Artifacts(work, shape)
         for turn, layout in enumerate(LAYOUTS):
-            if told:
-                told(number * len(LAYOUTS) + turn, len(shapes) * len(LAYOUTS))
+            if progress:
+                progress(number * len(LAYOUTS) + turn, len(shapes) * len(LAYOUTS))
             bundle = artifacts.bundle(BundleKind(layout))
             entries = str(shape.vocab_entries)
             yield PlannedModel(f"{name} {layout}", str(bundle), shape.parameters, shape.max_position, entries)
@@ -278,17 +278,17 @@ def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, An
 
 
 def run_cases(
-    cases: Iterable[PlanCase], *, enforce: bool = True, told: Callable[[PlanRun], None] | None = None
+    cases: Iterable[PlanCase], *, enforce: bool = True, progress: Callable[[PlanRun], None] | None = None
 ) -> Iterator[PlanRun]:
     """Runs each in a process of its own, under a limit of its budget that the system enforces.
 
     Args:
-        told: called with every run.
+        progress: called with every run.
     """
     for case in cases:
         run = _run(case, enforce)
-        if told:
-            told(run)
+        if progress:
+            progress(run)
         yield run
 
 

@@ -92,7 +92,7 @@ def _gap_row(name: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _term_rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Of every term, what was planned and, of those that a model accounts for, what it in use at the end."""
+    """What was planned of every term and, where a model accounts for it, what was in use at the end."""
     names = dict.fromkeys(name for run in runs for kind in ("anonymous", "file") for name in run["details"][kind])
     used_only = dict.fromkeys(name for run in runs for name in run["details"]["used"])
     for name in [*names, *(name for name in used_only if name not in names)]:
@@ -164,7 +164,7 @@ def _budget_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _shares(points: Sequence[Mapping[str, Any]]) -> Table:
-    """Of the best speed, and how each budget was kept."""
+    """Each budget's share of the best speed, and how it was kept."""
     rows: list[tuple[str, ...]] = []
     for point in points:
         reason, budget = _reason(point), format_size(point["setup"]["options"]["memory"])

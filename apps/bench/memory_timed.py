@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.apps.bench.benchmark import Told
+from edgeinfer.apps.bench.benchmark import StageProgress
 from edgeinfer.apps.bench.driver import child_environment
 from edgeinfer.apps.bench.enforced import drop_cached, enclosure
 from edgeinfer.apps.bench.timing import rotated
@@ -126,12 +126,12 @@ class Timed:
         return 0.0 if self.reason else statistics.median(run.speed(prompts) for run in self.runs)
 
     def share(self, reference: Timed, prompts: Sequence[int]) -> float:
-        """Of the speed of another setup, by its runs that lie nearest in time."""
+        """The share of another setup's speed, by its runs that lie nearest in time."""
         other = Timed(reference.setup, self.beside or reference.runs).speed(prompts)
         return self.speed(prompts) / other if other else 0.0
 
     def median(self, value: Callable[[TimedRun], float]) -> float:
-        """Of something of every process."""
+        """The median of something of every process."""
         return statistics.median(value(run) for run in self.runs)
 
 
@@ -142,20 +142,20 @@ def time_setups(
     rounds: int,
     *,
     enforce: bool = True,
-    told: Told | None = None,
+    progress: StageProgress | None = None,
 ) -> list[Timed]:
     """Every setup once per round, in another order each time.
 
     Args:
         model: a bundle's folder.
-        told: called with the processes done and their number.
+        progress: called with the processes done and their number.
     """
     runs: dict[str, list[TimedRun]] = {setup.name: [] for setup in setups}
     done = 0
     for turn in range(rounds):
         for setup in rotated(setups, turn):
-            if told:
-                told(done, rounds * len(setups))
+            if progress:
+                progress(done, rounds * len(setups))
             runs[setup.name].append(_run(model, setup, replies, enforce))
             done += 1
     return [Timed(setup, tuple(runs[setup.name])) for setup in setups]
@@ -256,7 +256,7 @@ class ChatResults:
 
     @property
     def growth(self) -> float:
-        """Of the peak, from the warm turns to the end."""
+        """The growth of the peak, from the warm turns to the end."""
         return max(self.peaks) / max(self.peaks[:WARM_TURNS]) - 1
 
     @property
@@ -270,7 +270,7 @@ class ChatResults:
 
 
 def measure_chat(model: str | None, options: Mapping[str, Any], turns: int, reply_tokens: int) -> ChatResults:
-    """Chats in a process of its own: two conversations in turns, begun again whenever the context is nearly full.
+    """Chats in a process of its own: two conversations in turns, started again whenever the context is nearly full.
 
     Args:
         options: of `edgeinfer.load`.

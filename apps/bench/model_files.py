@@ -13,8 +13,7 @@ from typing import Literal, get_args
 
 from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED, expand_checkpoint, expanded_shape, grown
 from edgeinfer.apps.bench.driver import child_environment, engine_environment
-from edgeinfer.apps.bench.safetensors_file import convert_checkpoint
-from edgeinfer.apps.bench.synthetic import Shape, write_random_checkpoint, write_random_gguf
+from edgeinfer.apps.bench.synthetic import Shape, convert_checkpoint, write_random_checkpoint
 from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import BackendError
@@ -58,13 +57,13 @@ class BundleKind:
 
     @property
     def name(self) -> str:
-        """Of the folder it is kept in."""
+        """The name of the folder it is kept in."""
         sign = "sym" if self.symmetric else "asym"
         return f"edgeinfer-{self.layout}-b{self.bits}-g{self.group_size}-{sign}-h{self.head_bits or self.bits}"
 
     @property
     def options(self) -> list[str]:
-        """Of the export command."""
+        """The options of the export command."""
         numbers = {"--bits": self.bits, "--group-size": self.group_size, "--head-bits": self.head_bits or self.bits}
         options = [str(part) for option in numbers.items() for part in option]
         options.append("--symmetric" if self.symmetric else "--asymmetric")
@@ -106,6 +105,10 @@ class ModelFiles:
             export_command(self.checkpoint(), target, [*kind.options, "--name", self._name]), env=child_environment()
         )
         return target
+
+    def gguf(self) -> Path:
+        """A GGUF file with every matrix in Q4_0."""
+        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
 
     def exported_gguf(self, kind: str) -> Path:
         """A GGUF file of one of llama.cpp's types, exported from the checkpoint.
@@ -188,10 +191,6 @@ class Artifacts(ModelFiles):
         """A Hugging Face checkpoint in float32."""
         return self._make("checkpoint", lambda path: write_random_checkpoint(path, self._shape))
 
-    def gguf(self) -> Path:
-        """A GGUF file with every matrix in Q4_0, of weights of its own."""
-        return self._make("q4_0.gguf", lambda path: write_random_gguf(path, self._shape))
-
 
 class TrainedArtifacts(Artifacts):
     """A small trained checkpoint, as it is or cost-expanded, in the formats of the engines; built once and kept.
@@ -217,10 +216,6 @@ class TrainedArtifacts(Artifacts):
         if shape is None:
             return self._source
         return self._make("checkpoint", lambda path: expand_checkpoint(self._source, path, shape))
-
-    def gguf(self) -> Path:
-        """A GGUF file of it with every matrix in Q4_0."""
-        return self._make("q4_0.gguf", lambda path: write_q4_0(self.checkpoint(), path))
 
 
 def write_q4_0(checkpoint: Path, path: Path) -> None:

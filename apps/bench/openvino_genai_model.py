@@ -1,4 +1,4 @@
-"""Has OpenVINO GenAI's pipeline make an OpenVINO model of a GGUF file, and keeps it; knows nothing of timing.
+"""Has OpenVINO GenAI's pipeline make an OpenVINO model of a GGUF file, and keeps it.
 
 Run by path with an interpreter that has openvino-genai, so it imports nothing of edgeinfer.
 

@@ -17,11 +17,11 @@ import edgeinfer
 from edgeinfer.apps.bench.driver import token_ids
 from edgeinfer.apps.bench.model_files import Artifacts, BundleKind, ModelFiles
 from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
-from edgeinfer.apps.bench.safetensors_file import TensorFile, write_header
-from edgeinfer.apps.bench.synthetic import SHAPES
+from edgeinfer.apps.bench.synthetic import SHAPES, write_header
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
+from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.quant import default_group_size
 
 __all__ = [
@@ -150,7 +150,8 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
     name = source.resolve().name
     files = _CheckpointFiles(folder / f"{name}-{digest[:8]}", name, source)
     longest = config.get("max_position_embeddings", 0)
-    group = default_group_size(sum(map(math.prod, TensorFile(source / "model.safetensors").shapes.values())))
+    with Checkpoint(source) as tensors:
+        group = default_group_size(sum(map(math.prod, tensors.shapes.values())))
     return PeerModel(name, files, 8, group, longest, _TRAINED_TOLERANCE, True)
 
 

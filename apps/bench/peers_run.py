@@ -14,12 +14,12 @@ from edgeinfer.apps.bench.peers_engines import PEERS, REFERENCE, PeerEngine, mis
 from edgeinfer.apps.bench.peers_figures import EngineFigures, ModelFigures, PeersConfig
 from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limited, summary
 from edgeinfer.apps.bench.peers_models import PeerModel, text_of
-from edgeinfer.apps.bench.timing import DECODE, PREFILL, Samples, Spread, Task, rotated, visits
+from edgeinfer.apps.bench.timing import DECODE, PREFILL, Spread, Task, VisitTimes, rotated, visits
 from edgeinfer.errors import BackendError, UsageError
 
 __all__ = ["PeersRun"]
 
-Told = Callable[[str, int, int], None]
+StageProgress = Callable[[str, int, int], None]
 # Steps and passes of a visit to c(m).
 _BURST = 3
 # Tokens of the replies that are checked besides the one that is timed within budgets.
@@ -117,7 +117,7 @@ class PeersRun:
         UsageError: the model does not hold as many tokens as are timed.
     """
 
-    def __init__(self, model: PeerModel, config: PeersConfig, told: Told) -> None:
+    def __init__(self, model: PeerModel, config: PeersConfig, told: StageProgress) -> None:
         self._model, self._config, self._told = model, config, told
         self._context = min(config.context, model.longest)
         if self._context < config.needed:
@@ -126,7 +126,7 @@ class PeersRun:
         self._prompts: list[list[int]] = []
         self._entries: dict[str, _Entry] = {}
         self._skipped: dict[str, str] = {}
-        self._loads, self._samples = Samples(), Samples()
+        self._loads, self._samples = VisitTimes(), VisitTimes()
         self._judge: Judge | None = None
         self._unchecked = ""
         self._limits = ""
@@ -356,13 +356,13 @@ class PeersRun:
         )
 
 
-def _rate(samples: Samples, name: str, task: Task, tokens: int) -> Spread | None:
+def _rate(samples: VisitTimes, name: str, task: Task, tokens: int) -> Spread | None:
     """Tokens per second of an engine's visits, each of so many tokens."""
     bursts = samples.bursts.get((name, task), [])
     return Spread.of([tokens / sum(burst) * 1e3 for burst in bursts]) if bursts else None
 
 
-def _spread(samples: Samples, name: str, task: Task) -> Spread | None:
+def _spread(samples: VisitTimes, name: str, task: Task) -> Spread | None:
     return samples.spread(name, task) if (name, task) in samples.bursts else None
 
 

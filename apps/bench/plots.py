@@ -1,4 +1,4 @@
-"""Line charts as self-contained SVG, legible on light and dark pages; knows nothing of what is drawn."""
+"""Line charts as self-contained SVG, legible on light and dark pages."""
 
 from __future__ import annotations
 

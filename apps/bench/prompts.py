@@ -1,4 +1,4 @@
-"""Prompts of a benchmark by category, from data sets or built in; knows nothing of engines or timing."""
+"""Prompts of a benchmark by category, from data sets or built in."""
 
 from __future__ import annotations
 

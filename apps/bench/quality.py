@@ -39,7 +39,7 @@ __all__ = [
     "score_tasks",
 ]
 
-Told = Callable[[str, int, int], None]
+StageProgress = Callable[[str, int, int], None]
 # A reply that says more than the answer is wrong: these many tokens show that it does.
 _BEYOND = 4
 
@@ -236,7 +236,7 @@ class _Bench:
         )
 
 
-def measure_family(family: Family, material: Material, told: Told | None = None) -> QualityResults:
+def measure_family(family: Family, material: Material, told: StageProgress | None = None) -> QualityResults:
     """The reference and every variant; those that fail are skipped with the reason.
 
     Args:

@@ -74,9 +74,9 @@ class Table:
     """
 
     caption: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: tuple[str, ...] = ()
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def result_json(benchmark: str, command: str, data: Mapping[str, Any]) -> str:
 
 
 def run_facts(data: Mapping[str, Any]) -> Facts:
-    """Of one run's model and settings, as `speed.describe_run` and the headers of result files say them."""
+    """Facts of one run's model and settings, as `speed.describe_run` and the headers of result files say them."""
     facts = {
         "Model": data.get("model_type"),
         "Size": format_size(data["model_size"]) if "model_size" in data else None,
@@ -256,7 +256,7 @@ def run_facts(data: Mapping[str, Any]) -> Facts:
 
 
 def machine_facts(data: Any) -> Facts:
-    """Of the machine and the versions that a run was made with; what is missing is left out."""
+    """Facts of the machine and the versions that a run was made with; what is missing is left out."""
     row = data[0] if isinstance(data, list) else data
     environment = row.get("environment") or {}
     libraries = [f"{name} {number}" for name, number in environment.get("libraries", {}).items()]

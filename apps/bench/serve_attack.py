@@ -25,8 +25,8 @@ import httpx
 import psutil
 
 from edgeinfer.apps.bench.environment import script_json
+from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.serve_load import running_server
-from edgeinfer.apps.bench.tables import print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
 
@@ -161,7 +161,9 @@ async def _attacked(url: str, pid: int, args: argparse.Namespace) -> Phase:
         attackers.stdout.readline()  # its start is no part of the attack
         phase = await measure(url, pid, clients=args.clients, seconds=args.seconds)
         told, _ = await asyncio.to_thread(attackers.communicate)
-    print_table("Answers to the attack", ["status", "requests"], [[s, str(n)] for s, n in json.loads(told).items()])
+    print_table(
+        Table("Answers to the attack", ["status", "requests"], [[s, str(n)] for s, n in json.loads(told).items()])
+    )
     return phase
 
 
@@ -179,7 +181,7 @@ def _show(phases: dict[str, dict[str, Any]]) -> None:
         times = " / ".join("-" if value is None else f"{value:.0f}" for value in figures["first_ms"].values())
         memory = [format_size(figures[f"rss_{when}_bytes"]) for when in ("most", "last")]
         rows.append([name, str(figures["replies"]), str(figures["refused"]), times, *memory])
-    print_table("A server under attack", header, rows)
+    print_table(Table("A server under attack", header, rows))
 
 
 def _parser() -> argparse.ArgumentParser:

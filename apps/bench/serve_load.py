@@ -27,7 +27,7 @@ import psutil
 
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
-from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, UsageError
@@ -226,7 +226,7 @@ def _show(figures: dict[str, Any]) -> None:
         times("gap_ms"),
     ]
     title = f"{figures['seconds']:.0f} s under load"
-    print_table(title, [*header, "memory at 10%", "at the end", "most"], [[*row, *memory]])
+    print_table(Table(title, [*header, "memory at 10%", "at the end", "most"], [[*row, *memory]]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

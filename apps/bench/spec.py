@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
 from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
@@ -58,99 +58,47 @@ class SpecOptions:
     """
 
     modes: tuple[str, ...] = option(
-        "--modes",
+        "--modes LIST",
         default=(PLAIN, "auto"),
-        type=names,
-        metavar="LIST",
         group=_WORK,
-        help="off, auto, or drafters joined by +, separated by commas; off is always measured (default: off,auto)",
+        help="off, auto, or drafters joined by +, separated by commas; off is always measured",
     )
-    control: bool = option(
-        "--control",
-        default=False,
-        action="store_true",
-        group=_WORK,
-        help="measure off twice: how far it is from itself is noise",
-    )
+    control: bool = option("--control", default=False, help="measure off twice: how far it is from itself is noise")
     data: Path | None = option(
-        "--data",
+        "--data PATH",
         default=None,
-        type=Path,
-        metavar="PATH",
-        group=_WORK,
         help="folder with tales_dialogues/, mtbench/, specbench/, gsm8k/, summarization/ "
         "(default: a dozen built-in prompts)",
     )
     categories: tuple[str, ...] | None = option(
-        "--categories",
-        default=None,
-        type=names,
-        metavar="LIST",
-        group=_WORK,
-        help="only these, or all of a source: tales/retell,gsm8k",
+        "--categories LIST", default=None, help="only these, or all of a source: tales/retell,gsm8k"
     )
-    per_category: int = option(
-        "--per-category", default=4, type=int, metavar="N", group=_WORK, help="prompts of each category"
-    )
+    per_category: int = option("--per-category N", default=4, help="prompts of each category")
     warm_up: int = option(
-        "--warm-up",
-        default=0,
-        type=int,
-        metavar="N",
-        group=_WORK,
-        help="further prompts of each that drafters learn from first, untimed",
+        "--warm-up N", default=0, help="further prompts of each that drafters learn from first, untimed"
     )
-    max_tokens: int = option(
-        "-n", "--max-tokens", default=128, type=int, metavar="N", group=_WORK, help="tokens of a reply"
-    )
-    repeats: int = option(
-        "--repeats", default=3, type=int, metavar="N", group=_WORK, help="a prompt's figure is their median"
-    )
-    temperature: float = option(
-        "--temp",
-        "--temperature",
-        default=0.0,
-        type=float,
-        metavar="T",
-        group=_WORK,
-        help="0 takes the likeliest token each time (default: 0)",
-    )
-    seed: int = option(
-        "--seed", default=0, type=int, metavar="N", group=_WORK, help="of the replies where --temp is above 0"
-    )
+    max_tokens: int = option("-n", "--max-tokens N", default=128, help="tokens of a reply")
+    repeats: int = option("--repeats N", default=3, help="a prompt's figure is their median")
+    temperature: float = option("--temp", "--temperature T", default=0.0, help="0 takes the likeliest token each time")
+    seed: int = option("--seed N", default=0, help="of the replies where --temp is above 0")
     checkpoint: Path | None = option(
-        "--checkpoint",
-        default=None,
-        type=Path,
-        metavar="PATH",
-        group=_FILES,
-        help="a small Llama checkpoint (Hugging Face, safetensors)",
+        "--checkpoint PATH", default=None, group=_FILES, help="a small Llama checkpoint (Hugging Face, safetensors)"
     )
     expand: str | None = option(
-        "--expand",
+        "--expand SHAPE",
         default=None,
         nargs="?",
         const="qwen2.5-0.5b",
-        metavar="SHAPE",
-        group=_FILES,
         help="measure the checkpoint cost-expanded to this shape (qwen2.5-0.5b), instead of -m",
     )
-    bits: int = option(
-        "--bits", default=4, type=int, choices=(4, 8), group=_FILES, help="bits of the bundle that --expand makes"
-    )
+    bits: int = option("--bits", default=4, choices=(4, 8), help="bits of the bundle that --expand makes")
     llamacpp: bool = option(
         "--llamacpp",
         default=False,
-        action="store_true",
-        group=_FILES,
         help="measure llama.cpp too, on the checkpoint in Q4_0: plainly and with its prompt lookup",
     )
-    work: Path | None = option(
-        "--work", default=None, type=Path, metavar="PATH", group=_FILES, help="where these files are kept"
-    )
-    rebuild: bool = option(
-        "--rebuild", default=False, action="store_true", group=_FILES, help="export the bundle again"
-    )
+    work: Path | None = option("--work PATH", default=None, help="where these files are kept")
+    rebuild: bool = option("--rebuild", default=False, help="export the bundle again")
 
     def __post_init__(self) -> None:
         if self.per_category < 1:
@@ -177,7 +125,7 @@ class SpecOptions:
         return TrainedArtifacts(self.work or default_folder(), self.checkpoint, shape, rebuild=self.rebuild)
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
+        """Prompts of the data sets, or the built-in ones: those that are timed, and those to warm up with."""
         count = self.per_category + self.warm_up
         if self.data is None:
             found = builtin_prompts(count, self.categories)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, Told, numbers, option
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, numbers, option
 from edgeinfer.apps.bench.environment import machine_name, system_name, timestamp
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
@@ -91,56 +91,29 @@ class SpeedConfig:
         out: file that is written instead of stdout.
     """
 
-    prompts: Sequence[int] = option(
+    prompts: tuple[int, ...] = option(
         "-p",
-        "--n-prompt",
+        "--n-prompt LIST",
         default=(512,),
-        type=numbers,
-        metavar="LIST",
         group=_TESTS,
-        help="lengths of prompts, separated by commas; 0 for none (default: 512)",
+        help="lengths of prompts, separated by commas; 0 for none",
     )
-    replies: Sequence[int] = option(
-        "-n",
-        "--n-gen",
-        default=(128,),
-        type=numbers,
-        metavar="LIST",
-        group=_TESTS,
-        help="lengths of replies; 0 for none (default: 128)",
-    )
+    replies: tuple[int, ...] = option("-n", "--n-gen LIST", default=(128,), help="lengths of replies; 0 for none")
     both: Sequence[tuple[int, int]] = option(
-        "-pg",
+        "-pg P,N",
         default=(),
         action="append",
         type=_pair,
-        metavar="P,N",
-        group=_TESTS,
         help="a prompt and a reply timed together; may be given several times",
     )
-    depths: Sequence[int] = option(
-        "-d",
-        "--n-depth",
-        default=(0,),
-        type=numbers,
-        metavar="LIST",
-        group=_TESTS,
-        help="tokens that precede them, in tests of their own each (default: 0)",
+    depths: tuple[int, ...] = option(
+        "-d", "--n-depth LIST", default=(0,), help="tokens that precede them, in tests of their own each"
     )
-    repeats: int = option(
-        "-r", "--repetitions", default=5, type=int, metavar="N", group=_TESTS, help="timed visits to each test"
-    )
+    repeats: int = option("-r", "--repetitions N", default=5, help="timed visits to each test")
     output: str = option(
-        "-o",
-        "--output",
-        default="md",
-        choices=("md", "csv", "json", "jsonl"),
-        group=_TESTS,
-        help="md, csv, json or jsonl (default: md)",
+        "-o", "--output", default="md", choices=("md", "csv", "json", "jsonl"), help="md, csv, json or jsonl"
     )
-    out: Path | None = option(
-        "--out", default=None, type=Path, metavar="FILE", group=_TESTS, help="write to a file instead of stdout"
-    )
+    out: Path | None = option("--out FILE", default=None, help="write to a file instead of stdout")
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -198,13 +171,13 @@ class SpeedResult:
         }
 
 
-def run_speed(model: Model, config: SpeedConfig, told: Told, command: str = "") -> list[SpeedResult]:
+def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, command: str = "") -> list[SpeedResult]:
     """Times all tests in turns, each visit beginning with another one.
 
     A test whose greedy tokens are not the same at every visit is no test: a fast wrong answer never counts.
 
     Args:
-        told: visits done and to do.
+        progress: visits done and to do.
         command: kept with the figures, to have them again.
 
     Raises:
@@ -216,13 +189,13 @@ def run_speed(model: Model, config: SpeedConfig, told: Told, command: str = "") 
     tokens: dict[SpeedTest, tuple[int, ...]] = {}
     visits = [(visit, test) for visit in range(config.repeats + 1) for test in rotated(tests, visit)]
     for done, (visit, test) in enumerate(visits):
-        told(done, len(visits))
+        progress(done, len(visits))
         times = model.measure_work(test.prompt, test.reply, past=test.depth)
         if tokens.setdefault(test, times.token_ids) != times.token_ids:
             raise BackendError(f"{test} gave other tokens the second time.", "Report it: the engine is at fault.")
         if visit:
             samples[test].append(round(times.ms * 1e6))
-    told(len(visits), len(visits))
+    progress(len(visits), len(visits))
     facts = describe_run(model, command)
     return [SpeedResult(test, tuple(taken), facts) for test, taken in samples.items()]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
-from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
 
@@ -211,9 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     rows = [_row(name, found) for name, found in results.items()]
-    print_table("Replies by JSON schema", _HEADER, [*rows, _row("all", total)])
+    print_table(Table("Replies by JSON schema", _HEADER, [*rows, _row("all", total)]))
     reasons = [[reason, str(count)] for reason, count in total.refused.most_common(_SHOWN)]
-    print_table("Refused", ("reason", "schemas"), reasons)
+    print_table(Table("Refused", ("reason", "schemas"), reasons))
     if options.out:
         figures = {name: found.figures() for name, found in results.items()} | {"all": total.figures()}
         options.out.write_text(script_json("structured", figures), "utf-8")

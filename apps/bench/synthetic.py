@@ -1,19 +1,20 @@
-"""The maker of synthetic models: named shapes, random checkpoints and GGUF files, tokenizers of any size."""
+"""The maker of synthetic models: named shapes, random checkpoints of them, and tokenizers of any size."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.apps.bench.safetensors_file import Dtype, encode, write_header
+from edgeinfer.bundle.array_file import encode_header
 from edgeinfer.errors import UsageError
 
 __all__ = [
@@ -22,12 +23,13 @@ __all__ = [
     "SPECIAL_TOKENS",
     "Dtype",
     "Shape",
+    "convert_checkpoint",
+    "encode",
     "find_shape",
     "pseudo_text",
-    "q4_0_writer",
     "synthesize_vocabulary",
+    "write_header",
     "write_random_checkpoint",
-    "write_random_gguf",
     "write_tokenizer",
 ]
 
@@ -119,6 +121,9 @@ def pseudo_text(words: int, seed: int = 1) -> str:
     return " ".join(next(source) for _ in range(words))
 
 
+Dtype = Literal["float32", "float16", "bfloat16"]
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 STANDARD_DEVIATION = 0.02
 SLAB_ELEMENTS = 1 << 22
 
@@ -286,86 +291,35 @@ def _slabs(generator: np.random.Generator, size: int, *, ones: bool) -> Iterator
             yield slab
 
 
-# A Q4_0 block is a half-precision scale d and 32 nibbles q, each standing for d * (q - 8).
-BLOCK_VALUES = 32
-BLOCK_BYTES = 18
-# The standard deviation of q - 8 for uniform nibbles is sqrt((16**2 - 1) / 12).
-_NIBBLE_DEVIATION = math.sqrt(255 / 12)
+def write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> None:
+    """Writes the header; the tensors' data follow it in its order."""
+    file.write(encode_header({name: (_TYPES[dtype], shape) for name, shape in shapes.items()}, {"format": "pt"}))
 
 
-def write_random_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
-    """Write random weights of the shape: matrices and embedding in Q4_0, norms and biases in float32, no vocabulary.
-
-    Tensors are written one by one, so memory is that of the largest. Scaling of the rotary embedding is left out: it
-    changes no timing.
-
-    Raises:
-        UsageError: the gguf package is not installed, or a matrix has rows that Q4_0 cannot hold.
-    """
-    writer = q4_0_writer(path, shape, name=f"{shape.name} random")
-    generator = np.random.default_rng(seed)
-    for name, dimensions in shape.tensors().items():
-        writer.write_tensor_data(_random_tensor(generator, name, dimensions))
-    writer.close()
+def encode(values: npt.NDArray[np.float32], dtype: Dtype) -> npt.NDArray[Any]:
+    """Little-endian storage of the values; bfloat16 keeps the upper half of each float32."""  # any shape, kept
+    if dtype == "float32":
+        return values.astype("<f4", copy=False)
+    if dtype == "float16":
+        return values.astype("<f2")
+    return (values.view(np.uint32) >> 16).astype("<u2")
 
 
-def q4_0_writer(path: Path, shape: Shape, name: str) -> Any:
-    """A GGUF writer that has written everything but the tensors' data, which are to follow in the shape's order.
+def convert_checkpoint(source: Path, target: Path, dtype: Dtype) -> None:
+    """Writes a checkpoint again in another type, in one file, with whatever else its folder holds.
 
     Raises:
-        UsageError: the gguf package is not installed, or a matrix has rows that Q4_0 cannot hold.
+        CheckpointError: there is no such file, or it holds something else than floating point.
     """
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise UsageError("The gguf package is not installed.", "Install the gguf extra: edgeinfer[gguf].") from error
-    if shape.hidden % BLOCK_VALUES or shape.ffn % BLOCK_VALUES:
-        raise UsageError(f"Q4_0 cannot hold the shape {shape.name}.", f"Rows must be multiples of {BLOCK_VALUES}.")
-    writer = gguf.GGUFWriter(path, shape.model_type)
-    _add_metadata(writer, shape, name)
-    arch = gguf.MODEL_ARCH.QWEN2 if shape.model_type == "qwen2" else gguf.MODEL_ARCH.LLAMA
-    names = gguf.get_tensor_name_map(arch, shape.layers)
-    for tensor, dimensions in shape.tensors().items():
-        target = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-        assert target is not None, tensor
-        if len(dimensions) == 1:
-            writer.add_tensor_info(target, dimensions, np.dtype(np.float32), 4 * dimensions[0])
-            continue
-        blocks = (dimensions[0], dimensions[1] // BLOCK_VALUES * BLOCK_BYTES)
-        kind = gguf.GGMLQuantizationType.Q4_0
-        writer.add_tensor_info(target, blocks, np.dtype(np.uint8), math.prod(blocks), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    return writer
+    from edgeinfer.export.source.checkpoint import Checkpoint  # needs the export extra
 
-
-def _add_metadata(writer: Any, shape: Shape, name: str) -> None:
-    """The keys llama.cpp requires of both architectures."""
-    writer.add_name(name)
-    writer.add_file_type(2)  # LLAMA_FTYPE_MOSTLY_Q4_0
-    writer.add_quantization_version(2)
-    writer.add_context_length(shape.max_position)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
-
-
-def _random_tensor(generator: np.random.Generator, name: str, dimensions: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Norms of one, normal biases, and Q4_0 blocks whose values deviate by 0.02."""  # dimensions, or (rows, bytes)
-    if name.endswith("norm.weight"):
-        return np.ones(dimensions, np.float32)
-    if len(dimensions) == 1:
-        return generator.normal(0.0, STANDARD_DEVIATION, dimensions).astype(np.float32)
-    blocks = generator.integers(0, 256, (math.prod(dimensions) // BLOCK_VALUES, BLOCK_BYTES), np.uint8)
-    blocks[:, :2] = np.full(1, STANDARD_DEVIATION / _NIBBLE_DEVIATION, "<f2").view(np.uint8)
-    return blocks.reshape(dimensions[0], -1)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (_WEIGHTS, _CONFIG):
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((source / _CONFIG).read_text("utf-8"))
+    (target / _CONFIG).write_text(json.dumps(config | {"torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n", "utf-8")
+    with Checkpoint(source) as tensors, (target / _WEIGHTS).open("wb") as file:
+        write_header(file, tensors.shapes, dtype)
+        for name in tensors.shapes:
+            file.write(encode(tensors.read(name), dtype).data)

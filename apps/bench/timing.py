@@ -1,4 +1,4 @@
-"""Fair timing of several engines: the order of visits and the statistics of their samples; knows nothing of engines."""
+"""Fair timing of several engines: the order of visits and the statistics of their samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-__all__ = ["DECODE", "PREFILL", "Samples", "Spread", "Task", "percentile", "rotated", "visits"]
+__all__ = ["DECODE", "PREFILL", "Spread", "Task", "VisitTimes", "percentile", "rotated", "visits"]
 
 T = TypeVar("T")
 # What is timed in one visit: a pass over so many tokens, plain decoding, or taking in a whole prompt.
@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
 
 
 @dataclass
-class Samples:
+class VisitTimes:
     """Milliseconds of each repeat's visit to each (engine, task)."""
 
     bursts: dict[tuple[str, Task], list[list[float]]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Samples:
         self.bursts.setdefault((engine, task), []).append(list(times))
 
     def spread(self, engine: str, task: Task) -> Spread:
-        """Of all times together."""
+        """The quartiles of all times together."""
         return Spread.of([time for burst in self.bursts[engine, task] for time in burst])
 
     def ratio(self, above: tuple[str, Task], below: tuple[str, Task]) -> Spread:

@@ -21,7 +21,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
-from edgeinfer.apps.bench.tables import print_table
+from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
@@ -302,9 +302,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print_table("Calls of BFCL's functions", _HEADER, [*(_row(*item) for item in results.items()), _row("all", total)])
-    print_table("Refused", ("reason", "grammars"), [[why, str(count)] for why, count in total.refused.most_common(12)])
-    print_table("Invalid", ("entry", "what is wrong"), [list(item) for item in total.invalid.items()][:12])
+    print_table(
+        Table("Calls of BFCL's functions", _HEADER, [*(_row(*item) for item in results.items()), _row("all", total)])
+    )
+    print_table(
+        Table("Refused", ("reason", "grammars"), [[why, str(count)] for why, count in total.refused.most_common(12)])
+    )
+    print_table(Table("Invalid", ("entry", "what is wrong"), [list(item) for item in total.invalid.items()][:12]))
     if options.out:
         figures = {name: found.figures() for name, found in results.items()} | {"all": total.figures()}
         options.out.write_text(script_json("tool_calls", figures), "utf-8")

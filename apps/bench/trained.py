@@ -1,17 +1,19 @@
-"""A small trained Llama checkpoint on disk: its shape and its tensors; knows nothing of what is made of it."""
+"""A small trained Llama checkpoint on disk: its shape and its tensors."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.apps.bench.safetensors_file import TensorFile
 from edgeinfer.apps.bench.synthetic import Shape
 from edgeinfer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from edgeinfer.export.source.checkpoint import Checkpoint
 
 __all__ = ["EMBEDDING", "FINAL_NORM", "TrainedCheckpoint", "final_norms"]
 
@@ -48,14 +50,22 @@ class TrainedCheckpoint:
             if self.config.get(name, required if name != "tie_word_embeddings" else False) != required:
                 raise CheckpointError(f"{folder} has {name} = {self.config.get(name)!r}, not {required!r}.", _HINT)
         self.shape = self._shape()
-        self._tensors = TensorFile(folder / "model.safetensors")
-        missing = {name for name, size in self.shape.tensors().items() if self._tensors.shapes.get(name) != size}
+        with self._open() as tensors:
+            shapes = tensors.shapes
+        missing = {name for name, size in self.shape.tensors().items() if shapes.get(name) != size}
         if missing:
             raise CheckpointError(f"{folder} lacks {min(missing)} of the shape that config.json implies.", _HINT)
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor in float32, as `Shape.tensors` names and sizes it."""
-        return self._tensors.read(name)
+        with self._open() as tensors:
+            return tensors.read(name)
+
+    def _open(self) -> Checkpoint:
+        # Not at the top of the file: it needs the export extra.
+        from edgeinfer.export.source.checkpoint import Checkpoint
+
+        return Checkpoint(self.folder)
 
     def _shape(self) -> Shape:
         config = self.config

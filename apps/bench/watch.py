@@ -1,4 +1,4 @@
-"""Memory of processes, seen from outside so as to add none; knows nothing of models."""
+"""Memory of processes, seen from outside so as to add none."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def watch(
     """
     started = time.perf_counter()
     samples, late = [], False
-    # Files, as a pipe that nobody reads until the end could fill up.
+    # Files, as a pipe that is not read until the end could fill up.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode())
         given.seek(0)

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, timed on request over pipes; knows nothing of other engines or statistics.
+"""One engine in a process of its own, timed on request over pipes.
 
 Run by path with whatever interpreter has the engine, so the standard library is all it imports before it is told which
 engine to load. Each line of stdin is a JSON object: first the engine and its options, then methods of the engine and
@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Protocol
 
-__all__ = ["ENGINES", "Engine", "serve"]
+__all__ = ["ENGINES", "TimedEngine", "serve"]
 
 _FOLDER = Path(__file__).resolve().parent
 _PACKAGE = "edgeinfer.apps.bench.engines"
 
 
-class Engine(Protocol):
+class TimedEngine(Protocol):
     """What is timed, always after one untimed pass that warms the caches the engine before it has taken."""
 
     version: str
@@ -43,8 +43,8 @@ class Engine(Protocol):
         them (first_ms), and of all that come after it (later_ms)."""
 
 
-def _make(module: str, name: str, **options: Any) -> Engine:
-    engine: Engine = getattr(_load(module), name)(**options)
+def _make(module: str, name: str, **options: Any) -> TimedEngine:
+    engine: TimedEngine = getattr(_load(module), name)(**options)
     return engine
 
 
@@ -59,7 +59,7 @@ def _load(module: str) -> ModuleType:
     return sys.modules[name]
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {
+ENGINES: dict[str, Callable[..., TimedEngine]] = {
     "edgeinfer": partial(_make, "pipelines", "EdgeInferEngine"),
     "llamacpp": partial(_make, "stepped", "LlamaCppEngine"),
     "genai": partial(_make, "pipelines", "GenaiEngine"),
@@ -75,7 +75,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     Raises:
         Exception: the engine failed; whoever asked was told.
     """
-    engine: Engine | None = None
+    engine: TimedEngine | None = None
     for line in requests:
         request: dict[str, Any] = json.loads(line)
         kind = request.pop("kind")

@@ -80,7 +80,9 @@ def _add_sizes(parser: Parser) -> None:
 def _python(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise UsageError(f"--python {text!r} names no engine and interpreter.", "Write --python genai=PATH.")
+        raise UsageError(
+            f"--python {text!r} does not name an engine and its interpreter.", "Write --python genai=PATH."
+        )
     return name, path
 
 

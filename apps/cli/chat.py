@@ -1,4 +1,4 @@
-"""`edgeinfer chat`: opens the chat app, or the chat in the terminal; knows nothing of what is said there."""
+"""`edgeinfer chat`: opens the chat app, or the chat in the terminal."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from edgeinfer.apps.cli.options import (
 )
 from edgeinfer.apps.cli.parser import add_command, missing_extra
 from edgeinfer.apps.cli.text_files import utf8
+from edgeinfer.apps.desktop.settings import CONVERSATIONAL
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.errors import ModelError, UsageError
 
@@ -42,8 +43,6 @@ examples:
   edgeinfer chat --terminal
 """
 
-# The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
-_CONVERSATIONAL = {"temperature": 0.7, "top_p": 0.9}
 _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 
 
@@ -78,10 +77,10 @@ def execute(args: argparse.Namespace) -> int:
 def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     for name in _OF_THE_WINDOW:
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is of the window.", "Leave out it or --terminal.")
+            raise UsageError(f"--{name.replace('_', '-')} belongs to the window.", "Leave out either it or --terminal.")
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
-        options = {**_CONVERSATIONAL, **_recommended(args.model), **given}
+        options = {**CONVERSATIONAL, **_recommended(args.model), **given}
         TerminalChat(model, system=system, options=options).run()
     return 0
 

@@ -1,4 +1,4 @@
-"""`edgeinfer convert`: a bundle in the other layout of weights, or a .gguf file in another type; knows neither."""
+"""`edgeinfer convert`: a bundle in the other layout of weights, or a .gguf file in another type."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("bundle", metavar="MODEL", help="bundle directory, hub id ORG/NAME, or a .gguf file")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory or .gguf file to make")
     parser.add_argument("--to", choices=LAYOUTS, help="of a bundle: layout to store")
-    text = "of a .gguf file: type by llama.cpp's name, as Q4_K_M (default: every tensor as it is)"
+    text = "of a .gguf file: type by llama.cpp's name, such as Q4_K_M (default: every tensor as it is)"
     parser.add_argument("--type", metavar="TYPE", help=text)
-    text = "of a .gguf file: layers to leave out, as 3,4,5"
+    text = "of a .gguf file: layers to leave out, such as 3,4,5"
     parser.add_argument("--prune-layers", type=_layers, default=(), metavar="LAYERS", help=text)
-    text = "of a .gguf file: take one that is quantized already, which loses more than one of floats would"
+    text = "of a .gguf file: accept one that is already quantized, which loses more than starting from floats"
     parser.add_argument("--requantize", action="store_true", help=text)
     text = "of a .gguf file: threads (default: all cores)"
     parser.add_argument("-t", "--threads", type=int, metavar="N", help=text)
@@ -60,7 +60,7 @@ def _layers(text: str) -> tuple[int, ...]:
         return tuple(sorted({int(each) for each in text.split(",")}))
     except ValueError:
         hint = "Write them like 3,4,5; edgeinfer export chooses layers by itself."
-        raise UsageError(f"{text!r} are no layers.", hint) from None
+        raise UsageError(f"{text!r} is not a list of layers.", hint) from None
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
             hint = "Give the .gguf file itself; other bundles are exported again from their checkpoint."
-            raise UsageError(f"{option} is of .gguf files, and {args.bundle} is none.", hint)
+            raise UsageError(f"{option} is for .gguf files, and {args.bundle} is not one.", hint)
     if args.to is None:
         raise UsageError("The layout to store is missing.", f"Add --to {' or --to '.join(LAYOUTS)}.")
     convert_bundle(open_bundle(hub.resolve(args.bundle)), args.to, args.out, progress, replace_existing=args.force)
@@ -93,11 +93,13 @@ def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None
 
 def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
     if args.to is not None:
-        raise UsageError("--to is of bundles, and a .gguf file has one layout.", "Choose a type, as --type Q4_K_M.")
+        raise UsageError(
+            "--to is for bundles; a .gguf file has only one layout.", "Choose a type, such as --type Q4_K_M."
+        )
     if args.type is None and not args.prune_layers:
-        raise UsageError("Nothing is to be changed.", "Add --type TYPE or --prune-layers LAYERS.")
+        raise UsageError("There is nothing to change.", "Add --type TYPE or --prune-layers LAYERS.")
     if args.threads is not None and args.threads < 1:
-        raise UsageError(f"{args.threads} threads are impossible.", "Give 1 or more.")
+        raise UsageError(f"{args.threads} threads are not possible.", "Give 1 or more.")
     if args.out.suffix.lower() != _GGUF:
         raise UsageError(f"{args.out} does not end in {_GGUF}.", f"Call it {args.out}{_GGUF}.")
     if args.out.exists() and not args.force:

@@ -1,4 +1,4 @@
-"""`edgeinfer devices`: where models can run on this machine; knows nothing of providers."""
+"""`edgeinfer devices`: where models can run on this machine."""
 
 from __future__ import annotations
 

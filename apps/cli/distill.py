@@ -46,7 +46,8 @@ def add_parser(commands: Subparsers) -> None:
 
 _EXITS = """\
 Train a small checkpoint so that its early layers predict what all of it does: it drafts for itself then, or answers
-with fewer layers. The whole model is held to what it said before. Makes a checkpoint, which edgeinfer export takes.
+with fewer layers. The whole model is kept close to what it predicted before. The result is a checkpoint, which
+edgeinfer export takes.
 Needs the extra: pip install 'edgeinfer[train]'.
 
 example:
@@ -61,11 +62,11 @@ def _add_exits_parser(commands: Subparsers) -> None:
     parser.add_argument("target", metavar="CHECKPOINT", help=text)
     parser.add_argument("out", metavar="OUT", type=Path, help="checkpoint directory to make")
     add_training_options(parser)
-    text = "how often the last layer is left out in training; earlier ones are less (default: 0.1)"
+    text = "how often training leaves out the last layer; earlier ones are left out less often (default: 0.1)"
     parser.add_argument("--dropout", type=float, metavar="P", help=text)
-    text = "how much exits count beside the whole model (default: 1)"
+    text = "weight of the exits' loss beside the whole model's (default: 1)"
     parser.add_argument("--exit-weight", type=float, metavar="X", help=text)
-    text = "how much the whole model is held to what it said before (default: 1)"
+    text = "weight of keeping the whole model close to what it predicted before (default: 1)"
     parser.add_argument("--guard", type=float, metavar="X", help=text)
     add_json_option(parser)
 
@@ -76,7 +77,7 @@ def _execute_exits(args: argparse.Namespace) -> int:
     require_free(args.out)
     with torch_needed():
         from edgeinfer.export.training.exits import ExitsOptions, tune_exits
-        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 

@@ -65,13 +65,13 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
     text = "also make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
     parser.add_argument("--into", type=Path, metavar="BUNDLE", help=text)
-    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="of a weight (default: 8)")
-    text = "of the embedding, which is most of a tiny model (default: as --bits)"
+    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="bits of each weight (default: 8)")
+    text = "bits of the embedding, which is most of a tiny model (default: as --bits)"
     parser.add_argument("--head-bits", type=int, choices=(4, 8, 32), help=text)
     text = "at 4 bits give layers of at most 65536 weights 4 bits too, instead of 8"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", help=text)
     add_training_options(parser, _MINUTES)
-    text = "tokens that the model writes to be learnt from (default: by the time)"
+    text = "tokens that the model itself writes to train on (default: by the time)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
     add_json_option(parser)
 
@@ -86,7 +86,7 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
     source = _checked(args)
     with torch_needed():
         from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
-        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 
@@ -105,20 +105,20 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Path:
-    """The target's folder; refuses what could not be done at the end."""
+    """Returns the target's folder; refuses at once what could not be done at the end."""
     source = find_model(args.target)
     require_free(args.out)
     if args.into is not None:
         require_free(args.into)
         if not hub.is_bundle(source):
             hint = "Export it first, or leave --into out."
-            raise UsageError(f"{args.target} is a checkpoint, into which no drafter goes.", hint)
+            raise UsageError(f"{args.target} is a checkpoint, which cannot contain a drafter.", hint)
     return source
 
 
 @contextlib.contextmanager
 def repliers(source: Path) -> Iterator[ModelReplier | None]:
-    """What draws a target's replies: the engine where it is a bundle, which is much faster than torch; else None."""
+    """Gives what draws the target's replies: the engine if it is a bundle, much faster than torch; else None."""
     from edgeinfer.distilling import ModelReplier
 
     if not hub.is_bundle(source):
@@ -129,7 +129,7 @@ def repliers(source: Path) -> Iterator[ModelReplier | None]:
 
 
 def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
-    """The size that was asked for, or that pays here."""
+    """Returns the size that was asked for, or the one that pays here."""
     from edgeinfer.bundle import open_bundle
     from edgeinfer.export.source.hf_config import read_config
     from edgeinfer.export.training.sizing import StudentSize, TargetCosts, choose_size
@@ -155,13 +155,14 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
     if not args.json:
         size = f"{choice.size.width}x{choice.size.layers}"
         print_note(
-            f"A drafter of {size} may make it {choice.speedup:.2f} times as fast, at {choice.acceptance:.0%} accepted."
+            f"A drafter of {size} may make the model {choice.speedup:.2f} times as fast, "
+            f"with {choice.acceptance:.0%} of its tokens accepted."
         )
     return choice.size
 
 
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
-    """Exports what was trained, measures it on the engine and puts it into its target; what a report says."""
+    """Exports what was trained, measures it on the engine and puts it into its target; returns the report."""
     from edgeinfer.bundle import open_bundle
     from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
     from edgeinfer.distilling import measure_drafter

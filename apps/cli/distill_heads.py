@@ -25,7 +25,7 @@ from edgeinfer.hub import is_bundle
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
     from edgeinfer.bundle.heads import Heads
-    from edgeinfer.export.training.heads_run import HeadsTraining
+    from edgeinfer.export.training.heads import HeadsTraining
 
 __all__ = ["add_heads_parsers"]
 
@@ -40,8 +40,8 @@ examples:
   edgeinfer distill heads my-bundle my-bundle --kind prompt --text texts.jsonl --steps 300
 """
 _ACCEPTANCE = """\
-Train a head by which a drafter foresees whether its next token is accepted (SpecDec++). It is kept in the drafter's
-bundle, and decides there how far is drafted.
+Train a head that predicts whether a drafter's next token will be accepted (SpecDec++). It is kept in the drafter's
+bundle and decides how long drafts are.
 Needs the extra: pip install 'edgeinfer[train]'.
 
 example:
@@ -64,11 +64,11 @@ def add_heads_parsers(commands: Subparsers) -> None:
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "what to train: medusa, hydra, or prompt (PPD)"
     parser.add_argument("--kind", choices=("medusa", "hydra", "prompt"), required=True, help=text)
-    parser.add_argument("--count", type=int, metavar="N", help="places that are guessed (default: 3)")
+    parser.add_argument("--count", type=int, metavar="N", help="tokens guessed ahead (default: 3)")
     text = "tokens that may be guessed, the most frequent ones (default: 1024)"
     parser.add_argument("--tokens", type=int, metavar="N", help=text)
     _add_training(parser)
-    parser = add_command(commands, "acceptance", _execute, "a head that foresees what is accepted", _ACCEPTANCE)
+    parser = add_command(commands, "acceptance", _execute, "a head that predicts what is accepted", _ACCEPTANCE)
     _add_bundles(parser, "DRAFTER", "bundle directory of the draft model")
     text = "the model that it drafts for: bundle or checkpoint directory, or hub id of either"
     parser.add_argument("--target", dest="model", metavar="MODEL", required=True, help=text)
@@ -84,13 +84,13 @@ def add_heads_parsers(commands: Subparsers) -> None:
 
 def _add_bundles(parser: Parser, name: str, text: str) -> None:
     parser.add_argument("target", metavar=name, help=text)
-    text = f"bundle directory to make, a copy of {name}; or {name} itself, which gets them in place of any it has"
+    text = f"bundle directory to make, a copy of {name}; or {name} itself, where they replace any that it has"
     parser.add_argument("out", metavar="OUT", type=Path, help=text)
 
 
 def _add_training(parser: Parser) -> None:
     add_training_options(parser)
-    text = "tokens that the model writes to be learnt from besides the text (default: none)"
+    text = "tokens that the model itself writes to train on, besides the text (default: none)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
     add_json_option(parser)
 
@@ -99,13 +99,13 @@ def _execute(args: argparse.Namespace) -> int:
     """Runs any of the three."""
     source = find_model(args.target)
     if not is_bundle(source):
-        raise UsageError(f"{args.target} is no bundle, and only bundles keep heads.", "Export it first.")
+        raise UsageError(f"{args.target} is not a bundle, and only bundles can contain heads.", "Export it first.")
     in_place = args.out.exists() and args.out.resolve() == source.resolve()
     if not in_place:
         require_free(args.out)
     with torch_needed():
-        from edgeinfer.export.training.heads_run import HeadsOptions, train_heads
-        from edgeinfer.export.training.target import load_target
+        from edgeinfer.export.training.heads import HeadsOptions, train_heads
+        from edgeinfer.export.training.models import load_target
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 
@@ -134,7 +134,7 @@ def _keep(source: Path, out: Path, heads: Heads, *, in_place: bool) -> None:
 
 
 def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any]:
-    """What heads that draft bring on the engine."""
+    """Measures on the engine what heads that draft gain."""
     from edgeinfer.distilling import measure_drafter
 
     if args.kind in ("acceptance", "routers"):
@@ -154,6 +154,8 @@ def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, A
     report(args, facts, rows)
     judged, trusted = (trained.after.get(name, 0.0) for name in (JUDGED, TRUSTED))
     if not args.json and judged < trusted:
-        print_note(f"The drafter's own probability tells it better: draft with {args.target}, or train for longer.")
+        print_note(
+            f"The drafter's own probability predicts acceptance better: draft with {args.target}, or train for longer."
+        )
     if not args.json and args.kind == "routers":
         print_note(f"Use them: edgeinfer run -m {args.out} --compute routers")

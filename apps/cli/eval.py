@@ -1,4 +1,4 @@
-"""`edgeinfer eval`: how well a model predicts a text, alone or beside a reference; knows nothing of how it is done."""
+"""`edgeinfer eval`: how well a model predicts a text, alone or beside a reference."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def _add_text_options(parser: Parser) -> None:
     group = parser.add_argument_group("text")
     group.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text to read")
     parts = group.add_mutually_exclusive_group()
-    text = "text between two of these is read by itself (default: <|endoftext|>)"
+    text = "read the text between two of these by itself (default: <|endoftext|>)"
     parts.add_argument("--separator", default="<|endoftext|>", metavar="TEXT", help=text)
-    text = "every paragraph, parted from others by an empty line, is read by itself"
+    text = "read every paragraph by itself; empty lines separate them"
     parts.add_argument("--paragraphs", action="store_true", help=text)
-    text = "texts are read in windows of so many tokens (default: 2048, or less if the models hold less)"
+    text = "read texts in windows of this many tokens (default: 2048, or less if the models hold less)"
     group.add_argument("-c", "--context", type=int, metavar="N", help=text)
     group.add_argument(
         "--tokens", type=int, metavar="N", help="read no more tokens than this (default: the whole text)"
@@ -109,7 +109,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _reference(source: str | None, progress: Progress | None) -> Iterator[Path | None]:
-    """The bundle to compare with; of a checkpoint one in float32, which is gone afterwards.
+    """Gives the bundle to compare with; a checkpoint is exported in float32 and removed afterwards.
 
     Raises:
         UsageError: a checkpoint cannot be exported, as the extra for it is not installed.

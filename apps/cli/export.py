@@ -1,4 +1,4 @@
-"""`edgeinfer export`: a checkpoint becomes a bundle; knows nothing of graphs or bits."""
+"""`edgeinfer export`: a checkpoint becomes a bundle."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "model file in the bundle; gguf runs on llama.cpp, and cannot skip layers of itself (default: onnx)"
     parser.add_argument("--format", choices=("onnx", "gguf"), default="onnx", help=text)
     _add_quantization(parser)
-    text = "of a GGUF model, layers to leave out, as 3,4,5, or auto:N for the N it misses least: for a drafter"
+    text = "of a GGUF model: layers to leave out, such as 3,4,5, or auto:N for the N that matter least; makes a drafter"
     parser.add_argument("--prune-layers", type=_layers, default={}, metavar="LAYERS", help=text)
     text = (
         "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
@@ -62,7 +62,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
     text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
-    text = "UTF-8 text, paragraphs parted by empty lines, to fit int8 and int4 caches to (default: the model's own)"
+    text = "UTF-8 text, paragraphs separated by empty lines, to fit int8 and int4 caches to (default: the model's own)"
     parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
     text = "do not run the model afterwards to fit int8 and int4 caches to it; edgeinfer tune can do it later"
     parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
@@ -78,7 +78,7 @@ def _add_quantization(parser: Parser) -> None:
     size = parser.add_mutually_exclusive_group()
     text = "bits of each weight: fewer are smaller and faster, more are closer to the original (default: 4)"
     size.add_argument("--bits", type=int, choices=(2, 4, 8, 16, 32), help=text)
-    text = "instead, of a GGUF model: its type by llama.cpp's name, as Q4_K_M (default: Q4_0, the fastest)"
+    text = "instead, of a GGUF model: its type by llama.cpp's name, such as Q4_K_M (default: Q4_0, the fastest)"
     size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
     text = (
         "instead: mean bits per parameter of all weights, with scales, zero points and what stays float32; each matrix "
@@ -128,28 +128,28 @@ def _add_static(parser: Parser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Numbers between commas."""
+    """Parses numbers between commas."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise UsageError(f"{text!r} are no numbers.", "Write them like 1,2,4,8.") from None
+        raise UsageError(f"{text!r} is not a list of numbers.", "Write them like 1,2,4,8.") from None
 
 
 def _ranges(text: str) -> tuple[int, ...]:
-    """Numbers and ranges between commas, in the order given."""
+    """Parses numbers and ranges between commas, in the order given."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise UsageError(f"{text!r} are no layers.", "Write them like 0-5,8.")
+            raise UsageError(f"{text!r} is not a list of layers.", "Write them like 0-5,8.")
         if dash and int(last) - int(first) >= _MOST_LAYERS:
-            raise UsageError(f"{part!r} are more layers than any model has.", "Write them like 0-5,8.")
+            raise UsageError(f"{part!r} names more layers than any model has.", "Write them like 0-5,8.")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 
 
 def _pattern(text: str) -> tuple[str, str]:
-    """A pattern and what it says."""
+    """Splits a pattern from its bits or type."""
     pattern, sign, said = text.rpartition("=")
     if not sign or not pattern or not said:
         raise UsageError(f"{text!r} is not a pattern with bits.", "Write it like layers.*.mlp.down=8.")
@@ -157,7 +157,7 @@ def _pattern(text: str) -> tuple[str, str]:
 
 
 def _layers(text: str) -> dict[str, Any]:
-    """Layers to leave out, by their numbers or by how many."""
+    """Parses the layers to leave out: their numbers, or how many."""
     way, sign, count = text.partition(":")
     try:
         if sign and way == "auto" and int(count) > 0:
@@ -165,11 +165,11 @@ def _layers(text: str) -> dict[str, Any]:
         return {"prune_layers": tuple(sorted({int(each) for each in text.split(",")}))}
     except ValueError:
         hint = "Write them like 3,4,5, or auto:2 for the two that the model misses least."
-        raise UsageError(f"{text!r} are no layers.", hint) from None
+        raise UsageError(f"{text!r} is not a list of layers.", hint) from None
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of ExportConfig that the user gave.
+    """Returns the fields of ExportConfig that the user gave.
 
     Raises:
         UsageError: an option is of the other format.
@@ -189,7 +189,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _static_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The field of ExportConfig for fixed shapes, where they are asked for.
+    """Returns the field of ExportConfig for fixed shapes, if they are asked for.
 
     Raises:
         UsageError: an option of fixed shapes comes without --static, or is impossible.

@@ -1,4 +1,4 @@
-"""`edgeinfer plan`: what a model would need before any of it is loaded; knows nothing of how it is reckoned."""
+"""`edgeinfer plan`: what a model would need before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _print_terms(plan: MemoryPlan) -> None:
     print_table(rows, title=title)
     if plan.footprint.device:
         own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
-        title = f"in memory of {plan.device}'s own, which is not counted, nor what its driver takes in the process"
+        title = f"in {plan.device}'s own memory, which is not counted, nor is what its driver takes in the process"
         print_table(own, title=title)
     elif plan.device != "cpu":
         print_table([("device", plan.device)])
@@ -72,8 +72,8 @@ def _kind(plan: MemoryPlan, term: str) -> str:
 
 
 def _print_ways(plan: MemoryPlan) -> None:
-    """What it will run at, what was given up for it, and what else could be had."""
-    known = "measured here" if plan.speed.measured else "guessed until the model has run here"
+    """Prints the expected speed, what was given up, and the alternatives."""
+    known = "measured here" if plan.speed.measured else "estimated until the model has run here"
     rows = [("speed", f"{plan.speed.tokens_per_second:.1f} tokens/s ({known})"), ("threads", _tuned(plan, "threads"))]
     rows.append(("prompts in chunks of", _tuned(plan, "prefill_chunk")))
     print_table(rows)

@@ -54,6 +54,9 @@ def interruptions_wait_for_imports(caller: FrameType) -> Iterator[None]:
 
 
 class _Handler:
+    # Walking frames is the one public way to tell whether this thread is importing: locks of modules and of specs being
+    # initialized are private, and say nothing of an import that was going on when the command was called.
+
     def __init__(self, caller: FrameType) -> None:
         self._caller = caller
         self._thread = threading.get_ident()
@@ -95,7 +98,7 @@ _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, *((-signal.SIGBUS,) if sys.platform
 
 
 def address_limit() -> int | None:
-    """The bytes of addresses that the system lets this process have; None where that is not limited."""
+    """Returns the limit of this process's address space in bytes; None if there is none."""
     if sys.platform != "linux":
         return None
     import resource  # absent on Windows
@@ -112,18 +115,18 @@ def is_refused(error: BaseException) -> bool:
 
 
 def refusal(limit: int | None) -> BudgetError:
-    """The error for memory that the system refused."""
+    """Returns the error for memory that the system refused."""
     if limit is None:
-        return BudgetError("The system refuses the memory that this takes.", "Free memory, or take a smaller model.")
+        return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
     from edgeinfer.config import format_size  # not before it is needed: it takes others with it
 
-    message = f"The system lets this process have {format_size(limit)} of addresses, which is too little for this."
+    message = f"The system limits this process to {format_size(limit)} of address space, which is too little."
     enough = format_size(max(_LEAST_BYTES, 2 * limit))
     return BudgetError(message, f"Raise the limit (ulimit -v) to {enough} or more, or use fewer threads (-t 1).")
 
 
 def supervised(limit: int) -> int | None:
-    """Forks. In the child it returns None, and the work goes on there; here the child's exit code, when it has ended.
+    """Forks. Returns None in the child, where the work goes on, and the child's exit code here, once it has ended.
 
     Raises:
         BudgetError: memory was refused so that the child could not say so itself.
@@ -156,7 +159,7 @@ def supervised(limit: int) -> int | None:
 
 
 def _begin(noise: int) -> None:
-    """Makes the child take few addresses, end with its parent, and keep what native code says apart from ours."""
+    """Makes the child use little address space, end with its parent, and keep native code's output apart from ours."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if hasattr(libc, "mallopt"):
@@ -169,7 +172,7 @@ def _begin(noise: int) -> None:
 
 
 def _wait(process: int, signals: Iterable[int]) -> int:
-    """The child's exit code, minus the signal's number where one ended it; passes on what was sent to this process."""
+    """Returns the child's exit code, or minus the number of the signal that ended it; passes signals on to it."""
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

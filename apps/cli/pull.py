@@ -1,4 +1,4 @@
-"""`edgeinfer pull`: fetches a model from the hub; knows nothing of what is in it."""
+"""`edgeinfer pull`: fetches a model from the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgeinfer run`: one prompt, streamed text; knows nothing of how text comes about."""
+"""`edgeinfer run`: one prompt, streamed text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(commands: Subparsers) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt")
     source.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a UTF-8 file; - reads stdin")
-    parser.add_argument("--chat", action="store_true", help="put the prompt to the model as a user's message")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     add_load_options(parser)
     add_generation_options(parser, max_tokens=128)
@@ -54,7 +54,7 @@ def add_parser(commands: Subparsers) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     if args.system is not None and not args.chat:
-        raise UsageError("--system needs a chat template to stand in.", "Add --chat.")
+        raise UsageError("--system is for chats.", "Add --chat.")
     system = None if args.system is None else utf8(args.system, "--system")
     options = generation_options(args)
     loading = load_options(args)
@@ -88,7 +88,7 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _write(stream: TokenStream, after: str) -> None:
-    """Writes the reply; a continuation after what it continues, so that it reads as one text."""
+    """Writes the reply after the prompt that it continues, so that both read as one text."""
     sys.stdout.write(after)
     last = after
     for chunk in stream:
@@ -101,7 +101,7 @@ def _write(stream: TokenStream, after: str) -> None:
 
 
 def _lossy(result: Result) -> str:
-    """What was left out of the reply, if anything."""
+    """Says what was left out of the reply, if anything."""
     use = result.compute
     if use is None or use.lossless:
         return ""

@@ -1,4 +1,4 @@
-"""`edgeinfer serve`: a model behind an OpenAI-compatible endpoint; knows nothing of requests."""
+"""`edgeinfer serve`: a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Serve a model to other programs, as OpenAI's API does: /v1/chat/completions, /v1
 besides /health, /metrics, /props, /tokenize and /detokenize. Ctrl-C ends it.
 
 Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
-EDGEINFER_API_KEY; there is no encryption, which is a proxy's to add.
+EDGEINFER_API_KEY; there is no encryption: put a proxy in front for that.
 
 examples:
   edgeinfer serve
@@ -48,16 +48,16 @@ def add_parser(commands: Subparsers) -> None:
 
 def _add_server_options(parser: Parser) -> None:
     group = parser.add_argument_group("server")
-    text = "interface to serve on; any but this machine's own needs an API key (default: 127.0.0.1)"
+    text = "interface to serve on; any other than this machine's loopback needs an API key (default: 127.0.0.1)"
     group.add_argument("--host", default="127.0.0.1", metavar="NAME", help=text)
     group.add_argument("--port", type=int, default=8080, metavar="N", help="0 picks a free one (default: 8080)")
-    text = "replies that are made at once, in turns (default: 8)"
+    text = "replies in progress at once, which take turns (default: 8)"
     group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
     text = "replies that wait beyond these before requests are refused (default: 64)"
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
     text = "another name by which requests may call the model; may be given several times"
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must bear")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must carry")
     text = "origin whose pages may use the server, such as https://example.com; may be given several times"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
     text = "name by which the server may be addressed, beside localhost; may be given several times"
@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _api_key(file: Path | None) -> str | None:
-    """The key of the file, else of the environment, else none."""
+    """Returns the key of the file, else of the environment, else None."""
     if file is None:
         return os.environ.get(_KEY_VARIABLE) or None
     key = read_text(file).strip()
@@ -123,13 +123,13 @@ def _configure_log(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Announcement:
-    """Says once where the server is, when it has a model."""
+    """Prints where the server is, once it has a model."""
 
     as_json: bool
     urls: list[str] = field(default_factory=list)
 
     def show(self, model: Model) -> None:
-        """Says it."""
+        """Prints the address and the model."""
         url = self.urls[0]
         if self.as_json:
             data = {

@@ -17,7 +17,7 @@ _MOST_PROMPT_BYTES = 64 * 1000**2
 
 
 def utf8(text: str, source: str) -> str:
-    """`text`, if the bytes it came from were UTF-8; Python hides others in surrogates.
+    """Returns `text` if the bytes it came from were UTF-8; Python hides others in surrogates.
 
     Raises:
         PromptError: they were not.
@@ -30,13 +30,13 @@ def utf8(text: str, source: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file without a byte order mark and without the newline that editors put at its end.
+    """Reads a UTF-8 file, without a byte order mark and without the newline that editors put at its end.
 
     Raises:
         PromptError: it cannot be read, or is not UTF-8.
     """
     try:
-        # A pipe that nobody writes into is empty, where opening it as usual would wait for somebody.
+        # A pipe without a writer is empty; opening it as usual would wait for one.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(handle, "rb") as file:
             if hasattr(os, "O_NONBLOCK"):
@@ -47,7 +47,7 @@ def read_text(path: Path) -> str:
 
 
 def read_paragraphs(path: Path) -> list[str]:
-    """The paragraphs of a text file, which empty lines part.
+    """Reads the paragraphs of a text file, which empty lines separate.
 
     Raises:
         PromptError: as `read_text`, or there is no text in it.
@@ -59,7 +59,7 @@ def read_paragraphs(path: Path) -> list[str]:
 
 
 def read_stream(file: BinaryIO, source: str) -> str:
-    """The text of an open file, as `read_text`; `source` names it."""
+    """Reads the text of an open file, as `read_text`; `source` names it."""
     data = file.read(_MOST_PROMPT_BYTES + 1)
     if len(data) > _MOST_PROMPT_BYTES:
         raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")

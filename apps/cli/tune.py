@@ -41,10 +41,10 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--quick", action="store_true", help=text)
     text = "write the settings to FILE, for --profile FILE, instead of keeping them for this user"
     group.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "drop the settings that were kept of this model, and do nothing else"
+    text = "drop the settings that were kept for this model, and do nothing else"
     group.add_argument("--forget", action="store_true", help=text)
-    group = parser.add_argument_group("answers that take less compute (lossy); only what is named here is tuned then")
-    text = "find the blocks that answers can skip at the least harm, for --compute calibrated"
+    group = parser.add_argument_group("less compute (lossy); if any of these is given, only that is tuned")
+    text = "find the blocks that answers can skip with the least harm, for --compute calibrated"
     group.add_argument("--skip", action="store_true", help=text)
     text = "find how unsure --draft-model is of this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
@@ -55,7 +55,7 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
     text = "sets of layers to try at most (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the search (default: 0)")
     add_json_option(parser)
 
 
@@ -92,14 +92,14 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if args.json:
         print_json({"forgotten": forgotten})
     else:
-        print_note("Forgot the settings of this model." if forgotten else "No settings of this model were kept.")
+        print_note("Dropped the settings of this model." if forgotten else "No settings of this model were kept.")
     return 0
 
 
 def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
-    """What answers may leave out, and when a draft model may write them."""
+    """Tunes what replies may skip, and when a draft model may write them."""
     if args.entropy and "draft_model" not in options:
-        raise UsageError("There is no second model whose entropy could be looked at.", "Name one with --draft-model.")
+        raise UsageError("--entropy needs a second model.", "Name one with --draft-model.")
     found: dict[str, Any] = {}
     with load_model(args.model, options) as model, progress_bar() as bar:
         if args.skip:
@@ -118,20 +118,20 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
 
 
 def _prompts(args: argparse.Namespace) -> list[str] | None:
-    """What to tune by; refuses what can be known to be wrong before minutes of measuring."""
+    """Returns the prompts to tune by; refuses wrong options before minutes of measuring."""
     if args.granularity < 1 or args.evaluations < 1:
         message = "A search needs a granularity and a number of evaluations."
-        raise UsageError(message, "Give numbers from 1 on.")
+        raise UsageError(message, "Give numbers of at least 1.")
     if args.text is None:
         return None
     prompts = [line for line in read_text(args.text).splitlines() if line.strip()]
     if not prompts:
-        raise UsageError(f"In {args.text} there is no text to score by.", "Give a prompt on each line.")
+        raise UsageError(f"{args.text} has no text to score.", "Give a prompt on each line.")
     return prompts
 
 
 def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTuning | None:
-    """None where the backend has nothing to tune."""
+    """Tunes the device's settings; returns None if the backend has none."""
     with progress_bar() as bar:
         shown = {} if bar is None else {"progress": bar}
         try:
@@ -143,7 +143,7 @@ def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTun
 def _tune_layers(
     args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None, device: DeviceTuning | None
 ) -> TuneResult | None:
-    """Loads the model as tuned, which measures what drafting costs, and searches; None where layers cannot be skipped.
+    """Loads the model as tuned, which measures drafting costs, and searches; returns None if layers cannot be skipped.
 
     Raises:
         CapabilityError: they cannot, and nothing else could be tuned either.
@@ -174,7 +174,7 @@ _PARTS = {
 
 
 def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
-    """What was found on the device, what it gained, and where it is now: in the file asked for, or kept."""
+    """Prints the settings found, what they gain, and where they are kept."""
     rows = [
         (_PARTS[name][0], _shown(name, part.usual_ms), _shown(name, part.tuned_ms), f"{part.ratio:.2f}x")
         for name, part in tuning.parts.items()
@@ -182,7 +182,7 @@ def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
     print_table(rows, title="on this device", header=("", "usual", "tuned", "faster"))
     where = [] if tuning.path is None else [("written to", str(out)) if out else ("kept", "for this user's next loads")]
     if tuning.busy is not None and tuning.busy > _BUSY:
-        text = f"{tuning.busy:.1f} threads of other programs ran when it began; tune again on a machine at rest"
+        text = f"{tuning.busy:.1f} threads of other programs ran at the start; tune again on an idle machine"
         where.append(("busy", text))
     print_table([("settings", _settings(tuning)), *where])
     tried = [
@@ -202,7 +202,7 @@ def _settings(tuning: DeviceTuning) -> str:
     if chosen:
         return chosen
     if tuning.rejected is not None:
-        return f"as usual: {_named(tuning.rejected)} looked better, but not when proved together"
+        return f"as usual: {_named(tuning.rejected)} looked better, but not when checked together"
     return "as usual: nothing else was better beyond doubt"
 
 
@@ -215,7 +215,7 @@ def _words(name: str) -> str:
 
 
 def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
-    """The same as data."""
+    """Returns the same as data for JSON."""
     return {
         "settings": tuning.settings.to_dict(),
         "threads": tuning.threads,
@@ -235,13 +235,13 @@ def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
 
 
 def _print_layers(result: TuneResult) -> None:
-    """The layers that draft."""
+    """Prints the layers that draft."""
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
-        ("  matchness", f"{result.exit.matchness:.3f}"),
+        ("  match rate", f"{result.exit.match_rate:.3f}"),
         ("  predicted speed-up", _gain(result.exit.speedup, result.tuning.exit_layer is not None)),
         ("blocks skipped", f"{int((~result.skip.layer_mask).sum())} of {len(result.skip.layer_mask)}"),
-        ("  matchness", f"{result.skip.matchness:.3f}"),
+        ("  match rate", f"{result.skip.match_rate:.3f}"),
         ("  predicted speed-up", _gain(result.skip.speedup, result.tuning.layer_mask is not None)),
         ("sets tried", f"{result.skip.evaluations}"),
     ]
@@ -253,7 +253,7 @@ def _gain(speedup: float, kept: bool) -> str:
 
 
 def _print_compute(found: Mapping[str, Any]) -> None:
-    """What answers can leave out, as data of `edgeinfer tune --json`."""
+    """Prints what replies can skip, from the data of `edgeinfer tune --json`."""
     if "skip" in found:
         rows = [
             (f"{level['speedup']:.2f}x", f"{level['divergence']:.4f}", _blocks(level["layer_mask"]))
@@ -268,19 +268,19 @@ def _print_compute(found: Mapping[str, Any]) -> None:
 
 
 def _blocks(mask: Sequence[bool]) -> str:
-    """A letter for each layer."""
+    """Returns a letter for each layer."""
     names = {(True, True): "#", (True, False): "a", (False, True): "m", (False, False): "."}
     return "".join(names[pair] for pair in zip(mask[::2], mask[1::2], strict=True))
 
 
 def _layer_facts(result: TuneResult) -> dict[str, Any]:
-    """The same as data."""
+    """Returns the same as data for JSON."""
     found = {"exit": result.exit, "skip": result.skip}
     data: dict[str, Any] = {
         name: {
             "layers": each.layers,
             "layer_mask": each.layer_mask.tolist(),
-            "matchness": each.matchness,
+            "matchness": each.match_rate,
             "predicted_speedup": each.speedup,
             "draft_length": each.length,
             "sets_tried": each.evaluations,

@@ -1,4 +1,4 @@
-"""Endpoints about conversations and their messages, replies included; knows no models."""
+"""Endpoints about conversations and their messages, replies included."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def conversation_routes(services: Services) -> list[BaseRoute]:
         ("POST", f"{one}/stop", api.stop),
         ("GET", f"{one}/reply", api.follow),
         ("GET", f"{one}/export", api.export),
-        ("POST", "/import", api.take_in),
+        ("POST", "/import", api.import_file),
     )
     return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
 
@@ -144,7 +144,7 @@ class _Conversations:
         headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(_file_name(whole) + ending)}"}
         return Response(text, media_type=kind, headers=headers)
 
-    async def take_in(self, request: Request) -> Response:
+    async def import_file(self, request: Request) -> Response:
         data = await request.body()
         read = await asyncio.to_thread(transfer.read_json, data)
         await asyncio.to_thread(self._history.add, read)
@@ -170,10 +170,10 @@ class _Conversations:
         shown = None if running is None else running.message.id
         if running is not None:
             async for content in running.contents():
-                begun = time.monotonic()
+                started = time.monotonic()
                 html = await asyncio.to_thread(render_reply, content)
                 yield Event({"id": shown, "html": html, "content": content}, "text")
-                took = time.monotonic() - begun
+                took = time.monotonic() - started
                 await running.wait_over(max(_EVERY_S, took / _SHARE))
         whole = await asyncio.to_thread(self._history.conversation, id)
         last = whole.message(shown or whole.leaf)
@@ -224,7 +224,7 @@ def _conversation_view(conversation: Conversation, running: RunningReply | None)
 
 
 def _message_view(message: Message, running: RunningReply | None = None) -> dict[str, Any]:
-    """A message with its HTML. A reply that nobody makes, as its end could not be kept, counts as interrupted.
+    """A message with its HTML. A reply that is no longer made, as its end could not be kept, counts as interrupted.
 
     Args:
         running: the reply that its conversation is getting.

@@ -1,4 +1,4 @@
-"""Endpoints about the app's state: settings, models, plans, loading, downloads, events; knows no conversations."""
+"""Endpoints about the app's state: settings, models, plans, loading, downloads, events."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _require_local(model: str | None) -> None:
 
 
 def _settings_view(settings: AppSettings) -> dict[str, Any]:
-    """The settings that the window shows."""
+    """Returns the settings that the window shows."""
     data = asdict(settings)
     del data["recent"]
     return data | {"options": dict(settings.options), "model": settings.model or BUILT_IN}

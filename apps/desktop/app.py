@@ -39,7 +39,7 @@ _SIZE = (1180, 820)
 
 @dataclass(frozen=True)
 class DesktopConfig:
-    """How the app is run.
+    """How the app runs.
 
     Attributes:
         data: folder of history and settings; None is the user's own.
@@ -119,22 +119,22 @@ class _Browser(_Address):
 
 
 class _OwnWindow(_Address):
-    """Opens the page in a window without the things of a browser."""
+    """Opens the page in a window of its own."""
 
     def __init__(self) -> None:
         self._url: str | None = None
-        self._settled = threading.Event()
+        self._answered = threading.Event()
         self._error: BaseException | None = None
 
     def ready(self, url: str, tell: Callable[[str], None]) -> None:
         self._url = url
-        self._settled.set()
+        self._answered.set()
 
     def run(self, server: Server) -> None:
         # Window systems want the main thread.
         thread = threading.Thread(target=self._serve, args=(server,), name="edgeinfer-server")
         thread.start()
-        self._settled.wait()
+        self._answered.wait()
         try:
             if self._url is not None:
                 _open_window(self._url)
@@ -150,7 +150,7 @@ class _OwnWindow(_Address):
         except BaseException as error:
             self._error = error
         finally:
-            self._settled.set()
+            self._answered.set()
 
 
 def _open_window(url: str) -> None:

@@ -1,4 +1,4 @@
-"""Which model is loaded and with what budget, as the user chose; knows nothing of replies and requests."""
+"""Which model is loaded and with what budget, as the user chose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORT_SHARE = 0.05
 
 
 class ModelControl:
-    """Loads models and tells the windows how that goes.
+    """Loads models and publishes progress to the windows.
 
     Args:
         host: runs the model.
@@ -58,7 +58,7 @@ class ModelControl:
         self._number = 0
         self._wanted: str | None = None
         self._loads = 0
-        self._settled = asyncio.Event()
+        self._idle = asyncio.Event()
 
     def start(self) -> None:
         """Loads the model that was used last, and tells of every change from now on."""
@@ -74,13 +74,13 @@ class ModelControl:
         self._number += 1
         self._host.cancel_load()
 
-    async def settled(self) -> None:
+    async def loaded_or_failed(self) -> None:
         """Waits while a model is loading.
 
         Raises:
             EdgeInferError: why it could not be loaded.
         """
-        await self._settled.wait()
+        await self._idle.wait()
         if self._host.state.error is not None:
             raise self._host.state.error
 
@@ -101,7 +101,7 @@ class ModelControl:
         return {**CONVERSATIONAL, **self._sampling}
 
     def state(self) -> dict[str, Any]:
-        """The ModelState of the app's API."""
+        """Returns the ModelState of the app's API."""
         state = self._host.state
         if self._loads and state.status != "loading":
             state = HostState("loading", model_of(self._wanted))
@@ -128,7 +128,7 @@ class ModelControl:
         return data
 
     def publish(self) -> None:
-        """Tells the windows."""
+        """Publishes the model's state to the windows."""
         self._feed.publish("model", self.state())
 
     def _keep(self, work: Any) -> None:
@@ -147,7 +147,7 @@ class ModelControl:
         self.cancel()
         self._wanted = model
         self._loads += 1
-        self._settled.clear()
+        self._idle.clear()
         self._keep(self._load(model, self._number, measure=measure))
 
     async def _load(self, id: str | None, number: int, *, measure: bool) -> None:
@@ -171,7 +171,7 @@ class ModelControl:
         finally:
             self._loads -= 1
             if not self._loads:
-                self._settled.set()
+                self._idle.set()
                 self.publish()
 
 

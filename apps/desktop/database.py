@@ -46,7 +46,7 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one begun.
+        """Opens a file, or makes one that only this user can read; a damaged one is renamed, and a new one started.
 
         Raises:
             StorageError: the file cannot be opened or written, or a newer edgeinfer wrote it.
@@ -62,7 +62,7 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Changes that are kept together, or not at all where the block raises.
+        """Keeps all changes of the block, or none if it raises.
 
         Raises:
             DiskFullError: there is no room for them.
@@ -80,24 +80,26 @@ class Database:
                 raise
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """What a query finds."""
+        """Returns the rows that a query finds."""
         with self._lock, _storage_errors(self.path):
             return self._connection.execute(sql, values).fetchall()
 
     @contextlib.contextmanager
     def emptying(self) -> Iterator[None]:
-        """Has room for small changes that free some, though the disk is full: what is put by for that is given up
-        inside the block. Each should be a transaction of its own, with `settle` after it."""
+        """Gives up the reserve inside the block, so that small changes that free room succeed on a full disk.
+
+        Each should be a transaction of its own, with `checkpoint` after it.
+        """
         with self._lock:
             self._reserve.release()
             try:
-                self.settle()
+                self.checkpoint()
                 yield
-                self.settle()
+                self.checkpoint()
             finally:
                 self._reserve.keep()
 
-    def settle(self) -> None:
+    def checkpoint(self) -> None:
         """Moves what is in the journal to its place and cuts the journal off, as far as that can be done now."""
         with self._lock, contextlib.suppress(sqlite3.OperationalError):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -173,7 +175,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
         raise
     except sqlite3.DatabaseError as error:
         if _is_damage(error):
-            hint = "Start the app again: it puts the damaged file aside and begins a new one."
+            hint = "Start the app again: it puts the damaged file aside and starts a new one."
             raise StorageError(f"{path} is damaged: {error}.", hint) from error
         if getattr(error, "sqlite_errorcode", 0) & _CODE == sqlite3.SQLITE_FULL:
             raise _full(path) from error
@@ -194,13 +196,13 @@ def _full(path: Path) -> DiskFullError:
 # Deleting the longest message, a million characters, writes twice as much to the journal: zeros over its text, and what
 # takes its words out of the index.
 RESERVE_BYTES = 8 * 1024**2
-# What SQLite's journal grows to before it begins anew: left to it.
+# What SQLite's journal grows to before it starts over: left to it.
 _JOURNAL_BYTES = 4 * 1024**2
 _CHUNK = bytes(1024**2)
 
 
 class Reserve:
-    """A file of nothing that is given up for what must be written.
+    """A file without content that is deleted when other writes need its room.
 
     Args:
         path: of the file; it need not exist.
@@ -210,7 +212,7 @@ class Reserve:
         self._path = path
 
     def keep(self) -> None:
-        """Puts the room by, or less where there is not enough of it."""
+        """Writes the file, smaller if there is not enough room."""
         with contextlib.suppress(OSError):
             kept = self._path.stat().st_size if self._path.exists() else 0
             free = shutil.disk_usage(self._path.parent).free + kept
@@ -219,7 +221,7 @@ class Reserve:
                 self._write(size)
 
     def release(self) -> None:
-        """Gives the room to whoever writes next."""
+        """Deletes the file."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -279,7 +281,7 @@ def version_of(connection: sqlite3.Connection) -> int:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Takes the steps that are missing, inside the transaction that the caller has begun."""
+    """Takes the steps that are missing, inside the caller's transaction."""
     for number, step in enumerate(_STEPS[version_of(connection) :], version_of(connection) + 1):
         for statement in step:
             connection.execute(statement)

@@ -1,4 +1,4 @@
-"""Code as HTML with its words coloured, in one pass over it whatever it holds; knows nothing of Markdown or pages.
+"""Code as HTML with its words coloured, in one pass over it whatever it holds.
 
 Lexers that follow a language's grammar by regular expressions take quadratic time and more on hostile text. Here every
 character is looked at a bounded number of times: repetitions give nothing back (`*+`), and what is opened and never

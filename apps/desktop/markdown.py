@@ -1,4 +1,4 @@
-"""Text of messages as HTML that is safe to show, whatever a model wrote; knows nothing of messages or pages.
+"""Text of messages as HTML that is safe to show, whatever a model wrote.
 
 Nothing in the text becomes markup of its own, nothing is loaded from elsewhere, and links lead to web pages and mail
 addresses only.

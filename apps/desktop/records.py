@@ -1,4 +1,4 @@
-"""What the history keeps, as values: conversations, messages, figures of a reply; knows nothing of where or how."""
+"""What the history keeps, as values: conversations, messages, figures of a reply."""
 
 from __future__ import annotations
 

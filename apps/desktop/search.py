@@ -1,4 +1,4 @@
-"""Finds conversations by words in them, through FTS5's index where SQLite has it; knows nothing of who asks.
+"""Finds conversations by words in them, through FTS5's index where SQLite has it.
 
 Words are found anywhere, also inside longer ones, whatever their case. The index keeps all runs of three characters;
 shorter words, and all where there is no index, are looked for text by text.
@@ -34,10 +34,10 @@ _TRIGGERS = {
 
 
 def prepare(database: Database) -> bool:
-    """Makes the index where it is missing; whether there is one.
+    """Makes the index if it is missing; returns whether there is one.
 
     A file that comes from a machine with the index to one without loses what keeps it in step, so that it can be
-    written there, and is indexed anew once it is back.
+    written there, and is indexed again once it is back.
     """
     with database.transaction() as connection:
         if not _has_fts5(connection):
@@ -60,7 +60,7 @@ def prepare(database: Database) -> bool:
 
 
 def _has_fts5(connection: sqlite3.Connection) -> bool:
-    """Whether FTS5 is there, and knows the tokenizer, which came later."""
+    """Whether SQLite has FTS5 with the trigram tokenizer, which came later."""
     try:
         connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5 (content, tokenize = 'trigram')")
     except sqlite3.OperationalError:

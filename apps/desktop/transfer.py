@@ -1,4 +1,4 @@
-"""Conversations as files: JSON that can be imported again, Markdown to read; knows nothing of databases or requests."""
+"""Conversations as files: JSON that can be imported again, Markdown to read."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
         "parent must be the id of an earlier message",
     )
     before = "assistant" if parent is None else messages[parent].role
-    _require(before != role, "a user's message follows a reply, and a reply a user's message")
+    _require(before != role, "user's messages and replies must alternate")
     status = entry.get("status", "complete")
     _require(status in STATUSES, f"status must be one of {', '.join(STATUSES)}")
     failure, figures = entry.get("error"), entry.get("figures")

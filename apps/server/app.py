@@ -1,4 +1,4 @@
-"""Puts endpoints, guard and errors together into one ASGI application; knows nothing of how any of them works."""
+"""Puts endpoints, guard and errors together into one ASGI application."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_app(
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    """OpenAI's paths with and without /v1, as llama-server has them. Health is everybody's to ask."""
+    """OpenAI's paths with and without /v1, as llama-server has them. Health needs no key."""
     facts = InfoEndpoints(service)
     key = [Middleware(KeyRequired, security=service.security)]
     routes: list[BaseRoute] = []
@@ -74,16 +74,16 @@ async def _error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router refuses."""
+    """Answers what the router refuses."""
     assert isinstance(error, HTTPException)
     allowed = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": ", ".join([allowed.get("Allow", ""), "OPTIONS"])})
     if error.status_code == 404:
-        hint = "GET /v1/models and POST /v1/chat/completions are among those that there are."
+        hint = "Try GET /v1/models or POST /v1/chat/completions."
         refusal = RequestError(f"There is no path {request.url.path!r}.", hint, status=404, code="not_found")
     elif error.status_code == 405:
-        message = f"{request.method} is not a method of this path."
+        message = f"{request.method} is not possible on this path."
         hint = f"Use {allowed.get('Allow', 'another')}."
         refusal = RequestError(message, hint, status=405, code="method_not_allowed")
     else:

@@ -1,4 +1,4 @@
-"""Answers that errors become, and what is logged of them; knows nothing of what raises them."""
+"""Answers that errors become, and what is logged of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OUR_FAULT = 500
 
 
 class ClientGoneError(Exception):
-    """The client hung up: there is nobody to answer."""
+    """The client hung up, so no answer is wanted."""
 
 
 def let_go(error: BaseException) -> None:
-    """Frees what the calls held that an error ended: traceback, calls and error refer to each other in circles, which
-    would keep a request until cycles are next collected. The traceback still tells the places."""
+    """Frees what an error's frames keep alive: traceback, frames and error refer to each other in circles, which would
+    keep a request until cycles are next collected. The traceback still tells the places."""
     known: set[int] = set()
     left = [error]
     while left:
@@ -46,7 +46,7 @@ def let_go(error: BaseException) -> None:
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body that tell a client of an error; where it is a fault of ours, the log tells the place.
+    """Returns status and body for an error; if it is a fault of ours, the log says where it happened.
 
     What an error says may quote a prompt. It is logged for those alone who ask for it.
     """
@@ -66,6 +66,6 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception) -> Response:
-    """The answer to a request that failed."""
+    """Makes the answer to a request that failed."""
     status, body = error_answer(error)
     return JSONResponse(body, status_code=status, headers=_HEADERS.get(status))

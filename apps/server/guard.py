@@ -1,5 +1,5 @@
-"""ASGI middleware around everything served: admits requests, limits bodies, answers what nobody handled, writes the
-access log; knows nothing of what is served."""
+"""ASGI middleware around everything served: admits requests, limits bodies, answers what was not handled, and writes
+the access log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Guard:
         self.uploads = Uploads(security)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind the guard."""
+        """Calls the application behind the guard."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -72,7 +72,7 @@ class Guard:
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
 
     def begin(self) -> None:
-        """A request is all there: from now on it takes a place.
+        """Gives a request whose body is complete a place.
 
         Raises:
             RequestError: there is none.
@@ -82,7 +82,7 @@ class Guard:
         self._open += 1
 
     def end(self) -> None:
-        """A request that has begun is over."""
+        """Frees the place of a request that is over."""
         self._open -= 1
 
     async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
@@ -127,7 +127,7 @@ class KeyRequired:
         self._security = security
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind it."""
+        """Calls the application behind it."""
         if not self._security.accepts_key(Headers(scope=scope).get("authorization")):
             hint = "Send it as the header Authorization: Bearer KEY."
             raise RequestError("The API key is missing or wrong.", hint, status=401, code="invalid_api_key")
@@ -135,7 +135,7 @@ class KeyRequired:
 
 
 class _Answer:
-    """Sends an answer on, with headers that all have, and remembers how far it is."""
+    """Sends an answer on with the headers that all answers have, and remembers its status."""
 
     def __init__(self, send: Send, uploads: Uploads) -> None:
         self._send = send
@@ -154,7 +154,7 @@ class _Answer:
         await self._send(message)
 
     async def instead(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """Answers, where that has not begun in another way; the client of one that breaks off sees its end missing."""
+        """Sends this answer unless another has started; a client sees that one break off."""
         if not self.status:
             await response(scope, receive, self)
 
@@ -162,7 +162,7 @@ class _Answer:
 class _Body:
     """Receives a request's body and refuses what is too large or takes too long.
 
-    A request takes one of the server's places once its body is there: those who never send theirs keep nobody out.
+    A request takes one of the server's places once its body is there: those who never send theirs keep no one out.
     Where a key is asked for, its body is not even waited for without.
     """
 
@@ -174,7 +174,7 @@ class _Body:
         self._address = str((scope.get("client") or ("",))[0])
         self._announced = headers.get("content-length", "")
         self._received = 0
-        self._begun = False
+        self._started = False
         # Without these there is no body, and nothing to wait for.
         self._complete = "transfer-encoding" not in headers and self._announced.strip("0") == ""
         self._upload: Upload | None = None
@@ -192,7 +192,7 @@ class _Body:
             self._begin()
 
     async def receive(self) -> Message:
-        """The next message of the request."""
+        """Receives the next message of the request."""
         if self._complete:
             return await self._receive()
         if self._upload is None:
@@ -215,7 +215,7 @@ class _Body:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[None]:
-        """While something is made of the body, which nobody holds any more afterwards; of large ones, one at a time."""
+        """Open while the body is used; it is freed afterwards. Large ones take turns."""
         if self._upload is None:
             yield
             return
@@ -226,17 +226,17 @@ class _Body:
                 self._upload.end()
 
     def end(self) -> None:
-        """The request is over."""
+        """Frees what the request took."""
         if self._upload is not None:
             self._upload.end()
-        if self._begun:
-            self._begun = False
+        if self._started:
+            self._started = False
             self._guard.end()
 
     def _begin(self) -> None:
-        if not self._begun:
+        if not self._started:
             self._guard.begin()
-            self._begun = True
+            self._started = True
 
     def _too_large(self) -> RequestError:
         message = f"The request's body is larger than {self._security.max_body} bytes."
@@ -244,7 +244,7 @@ class _Body:
 
 
 def _preflight(headers: Headers) -> Response:
-    """Tells a browser what its page may send; to whom, `Guard` has said."""
+    """Tells a browser what its page may send; `Guard` has said where."""
     asked: dict[str, Any] = {
         "Access-Control-Allow-Methods": "GET, POST, DELETE, PATCH",
         "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "Authorization, Content-Type"),

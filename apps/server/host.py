@@ -68,7 +68,7 @@ class HostReply:
         self._worker = worker
         self._items: asyncio.Queue[Chunk | ReplyEnd | Exception] = asyncio.Queue()
         self._result: Result | None = None
-        # Nothing of it leads back here, so that what a request held is free when its reply is left.
+        # Nothing of it leads back here, so that what a request kept is free when its reply is left.
         self._job = Job(start, partial(_on, asyncio.get_running_loop(), self._items.put_nowait))
         worker.add(self._job, owner)
 
@@ -80,7 +80,7 @@ class HostReply:
             UsageError: it is not finished, or was cancelled before it began.
         """
         if self._result is None:
-            raise UsageError("The reply is not finished, or never began.", "Iterate to the end first.")
+            raise UsageError("The reply is not finished, or was never started.", "Iterate to the end first.")
         return self._result
 
     def cancel(self) -> None:
@@ -149,7 +149,7 @@ class ModelHost:
         return self._worker.waiting
 
     async def changed(self, after: int) -> HostState:
-        """The state as soon as its number is larger than this."""
+        """Waits until the state's number is larger than `after`, and returns the state."""
         while self.state.number <= after:
             await self._changed.wait()
         return self.state
@@ -209,7 +209,7 @@ class ModelHost:
             self._set(HostState("empty"))
 
     def submit(self, start: Callable[[Model], TokenStream], owner: str) -> HostReply:
-        """A reply that takes turns with the others.
+        """Starts a reply that takes turns with the others.
 
         Args:
             start: makes its stream, on the model's thread; what it raises comes out of the iteration.
@@ -222,7 +222,7 @@ class ModelHost:
         if self.state.status != "ready":
             raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
         if self.waiting >= self._queue:
-            raise BusyError(f"{self.waiting} requests wait already.", "Try again in a moment.")
+            raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
         return HostReply(self._worker, start, owner)
 
     async def ask(self, question: Callable[[Model], T]) -> T:
@@ -261,11 +261,11 @@ class ModelHost:
         self._changed = asyncio.Event()
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """What `work` gives or raises on the model's thread."""
+        """Runs `work` on the model's thread; returns or raises what it does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(set: Callable[[Any], None], value: Any) -> None:
+        def resolve(set: Callable[[Any], None], value: Any) -> None:
             if not future.done():
                 set(value)
 
@@ -273,9 +273,9 @@ class ModelHost:
             try:
                 value = work()
             except Exception as error:  # the caller's, on its own thread
-                _on(loop, settle, future.set_exception, error)
+                _on(loop, resolve, future.set_exception, error)
             else:
-                _on(loop, settle, future.set_result, value)
+                _on(loop, resolve, future.set_result, value)
 
         self._worker.do(task)
         return await future
@@ -294,7 +294,7 @@ _MOST_SHARE = 0.25
 
 
 def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> dict[str, Any]:
-    """Options by which up to `parallel` replies can be paused at once, and each runs as it would alone.
+    """Returns options by which up to `parallel` replies can be paused at once, each as fast as alone.
 
     Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
     those given.
@@ -323,7 +323,7 @@ def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> d
 def load_with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, progress: Callable[[str, int, int], None]
 ) -> edgeinfer.Model:
-    """Loads a model by `with_room`; one whose cache cannot be copied without, its replies run one after the other.
+    """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one after the other.
 
     Args:
         progress: as `edgeinfer.load` takes it.

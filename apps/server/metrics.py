@@ -25,10 +25,10 @@ _Samples = Iterable[tuple[Mapping[str, str], float]]
 
 @dataclass(frozen=True)
 class Load:
-    """What the server is at.
+    """What the server is doing now.
 
     Attributes:
-        running, waiting: replies that have begun, and those in the queue.
+        running, waiting: replies that have started, and those in the queue.
         context: tokens that the model holds; 0 without a model, whose plan is then None.
     """
 
@@ -88,7 +88,7 @@ class Metrics:
         self._used = dict(result.memory.used)
 
     def text(self, load: Load) -> str:
-        """All of them, for Prometheus to read."""
+        """Writes all figures for Prometheus."""
         lines = [*self._counters(), *self._gauges(load), *_memory(load.plan, self._used)]
         return "\n".join(lines) + "\n"
 
@@ -124,7 +124,7 @@ class Metrics:
         for name, meaning, tokens, ms in rates:
             yield from _metric(name, "gauge", meaning, [({}, tokens / ms * 1e3 if ms else 0.0)])
         plain = [
-            ("requests_processing", "Replies that have begun.", load.running),
+            ("requests_processing", "Replies in progress.", load.running),
             ("requests_deferred", "Replies that wait in the queue.", load.waiting),
             ("n_tokens_max", "Most tokens of prompt and reply together so far.", self._most_tokens),
             ("context_tokens", "Tokens of prompt and reply that the model holds.", load.context),

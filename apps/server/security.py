@@ -47,12 +47,12 @@ class Security:
         max_requests: that are answered at once, those waiting included; one counts from when its body is there.
         max_uploads, max_uploads_each: bodies that are being received at once, in all and of one address. Of more, those
             that come on worst are given up.
-        max_held: bytes of all bodies that are being received, or read.
+        max_bodies: bytes of all bodies that are being received, or read.
         max_values: objects, arrays, and what is in them, of a body.
         body_seconds: within which a body must arrive, and a second more for each `body_rate` bytes of it.
         body_rate: bytes of a body in a second, at least.
         refusal_seconds: for which a client waits, about, to hear that its body is too large, or too late.
-        comment_seconds: without an event after which a stream sends a comment, so that nobody takes it for dead.
+        comment_seconds: without an event after which a stream sends a comment, so that clients do not take it for dead.
 
     Raises:
         UsageError: another interface than loopback without a key, or a value out of range.
@@ -68,7 +68,7 @@ class Security:
     max_requests: int = 256
     max_uploads: int = 64
     max_uploads_each: int = 48
-    max_held: int = 16 * 1000**2
+    max_bodies: int = 16 * 1000**2
     max_values: int = 300_000
     body_seconds: float = 10.0
     body_rate: int = 16 * 1000
@@ -83,7 +83,7 @@ class Security:
         self._check_key()
         for name in (self.host, *self.allowed_hosts):
             if not _is_address(_bare(name)) and not _AUTHORITY.fullmatch(name):
-                raise UsageError(f"{name!r} is no host name.", "Give a name or an address, without scheme and port.")
+                raise UsageError(f"{name!r} is not a host name.", "Give a name or an address, without scheme and port.")
         for origin in self.allowed_origins:
             self._check_origin(origin)
 
@@ -91,7 +91,7 @@ class Security:
         """The same where the whole process has a budget of so many bytes, of which bodies take a share."""
         if budget is None:
             return self
-        return dataclasses.replace(self, max_held=max(1, min(self.max_held, budget // _SHARE_OF_BODIES)))
+        return dataclasses.replace(self, max_bodies=max(1, min(self.max_bodies, budget // _SHARE_OF_BODIES)))
 
     def _check_key(self) -> None:
         key = self.api_key
@@ -108,11 +108,13 @@ class Security:
         if origin == "*":
             if self.api_key is None:
                 message = "Without an API key, any page that you open could use the model."
-                raise UsageError(message, "Name the origins that may, or give an API key.")
+                raise UsageError(message, "Name the allowed origins, or give an API key.")
             return
         parts = urlsplit(origin)
         if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:
-            raise UsageError(f"{origin!r} is no origin.", "Write it like https://example.com or http://localhost:3000.")
+            raise UsageError(
+                f"{origin!r} is not an origin.", "Write it like https://example.com or http://localhost:3000."
+            )
 
     def knows_host(self, authority: str | None) -> bool:
         """Whether a request that is addressed so is meant for this server.

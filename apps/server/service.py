@@ -1,4 +1,4 @@
-"""What every endpoint is given, and the model it may use; knows nothing of endpoints."""
+"""What every endpoint is given, and the model it may use."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class Service:
         model, name = self.model(), body.get("model")
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a text.", "GET /v1/models lists what is served.", param="model")
-        # As it was asked for on the command line will do too, though a path is nobody's to read.
+        # As it was asked for on the command line will do too, though a path is not listed.
         if name and name not in (*self.names(model), self.host.state.model):
             raise unknown_model(name)
         return model
 
     def names(self, model: Model) -> list[str]:
-        """What the model is called, its own name first."""
+        """Returns the names of the model, its own first."""
         return list(dict.fromkeys([model.info.name, *self.aliases]))
 
     def load(self) -> Load:
-        """What the server is at."""
+        """Returns what the server is doing now."""
         model = self.host.model if self.host.state.status == "ready" else None
         if model is None:
             return Load(self.host.running, self.host.waiting)

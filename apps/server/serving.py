@@ -187,17 +187,19 @@ def _refused(host: str, port: int, error: OSError) -> UsageError:
         return UsageError(f"Port {port} of {host} is in use.", "Stop what uses it, or give another with --port.")
     if error.errno == errno.EACCES:
         return UsageError(f"Port {port} is not yours to use.", "Give one above 1023 with --port.")
-    return UsageError(f"Cannot bind to {host}: {error.strerror}.", "Give an address of this machine, as 127.0.0.1.")
+    return UsageError(
+        f"Cannot bind to {host}: {error.strerror}.", "Give an address of this machine, such as 127.0.0.1."
+    )
 
 
-_INVALID = error_body(RequestError("This is no valid HTTP request.", code="invalid_http"))[1]
+_INVALID = error_body(RequestError("This is not a valid HTTP request.", code="invalid_http"))[1]
 
 
 class ServerProtocol(H11Protocol):
     """One connection.
 
     Attributes:
-        head_seconds: within which the head of a request must be there, once it has begun or the connection is new.
+        head_seconds: within which the head of a request must be there, once it has started or the connection is new.
         rest_seconds: for which what is left of a body is still taken, and dropped, after its request was answered; a
             client that is cut off while it sends may never read the answer.
         rest_pause: seconds between two parts of such a rest; taking it as fast as it comes would cost others.
@@ -261,7 +263,7 @@ class ServerProtocol(H11Protocol):
             self._let_stall(True)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, where no answer has begun."""
+        """Answers what is not HTTP, where no answer has started."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return

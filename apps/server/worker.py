@@ -23,8 +23,8 @@ class Scheduler(Generic[T]):
     """Replies in the order of their turns.
 
     Owners take turns, and of each owner its replies, so that one who asks for eight replies gets no more than one who
-    asks for one. At most `parallel` replies have begun; of those that wait, the next to begin is of whoever has the
-    fewest, and of these the one that came first.
+    asks for one. At most `parallel` replies have started; of those that wait, the next to start belongs to the
+    owner with the fewest, and of these the one that came first.
 
     Args:
         parallel: replies that take turns.
@@ -32,13 +32,13 @@ class Scheduler(Generic[T]):
 
     def __init__(self, parallel: int) -> None:
         self._parallel = parallel
-        self._begun: OrderedDict[str, deque[T]] = OrderedDict()
+        self._started: OrderedDict[str, deque[T]] = OrderedDict()
         self._waiting: list[tuple[str, T]] = []
 
     @property
     def running(self) -> int:
-        """Replies that have begun."""
-        return sum(map(len, self._begun.values()))
+        """Replies that have started."""
+        return sum(map(len, self._started.values()))
 
     @property
     def waiting(self) -> int:
@@ -46,50 +46,50 @@ class Scheduler(Generic[T]):
         return len(self._waiting)
 
     def add(self, owner: str, reply: T) -> None:
-        """A reply that was asked for."""
+        """Adds a reply that was asked for."""
         self._waiting.append((owner, reply))
         self._fill()
 
     def next(self) -> T | None:
-        """The reply whose turn it is; the turn after that is somebody else's."""
-        if not self._begun:
+        """Returns the reply whose turn it is and passes the turn on."""
+        if not self._started:
             return None
-        owner, replies = next(iter(self._begun.items()))
-        self._begun.move_to_end(owner)
+        owner, replies = next(iter(self._started.items()))
+        self._started.move_to_end(owner)
         replies.rotate(-1)
         return replies[-1]
 
     def remove(self, reply: T) -> None:
-        """A reply is over; one that waits may begin."""
+        """Removes a reply that is over; one that waits may start."""
         self._waiting = [(owner, other) for owner, other in self._waiting if other != reply]
-        for owner, replies in self._begun.items():
+        for owner, replies in self._started.items():
             if reply in replies:
                 replies.remove(reply)
                 if not replies:
-                    del self._begun[owner]
+                    del self._started[owner]
                 break
         self._fill()
 
     def withdraw(self, reply: T) -> bool:
-        """Takes away a reply that waits; whether it did."""
+        """Removes a reply that waits; returns whether it did wait."""
         left = [(owner, other) for owner, other in self._waiting if other != reply]
         waited = len(left) < len(self._waiting)
         self._waiting = left
         return waited
 
     def clear(self) -> list[T]:
-        """Takes all away."""
-        every = [reply for replies in self._begun.values() for reply in replies]
+        """Removes and returns all replies."""
+        every = [reply for replies in self._started.values() for reply in replies]
         every += [reply for _, reply in self._waiting]
-        self._begun.clear()
+        self._started.clear()
         self._waiting.clear()
         return every
 
     def _fill(self) -> None:
         while self._waiting and self.running < self._parallel:
-            place = min(range(len(self._waiting)), key=lambda at: len(self._begun.get(self._waiting[at][0], ())))
+            place = min(range(len(self._waiting)), key=lambda at: len(self._started.get(self._waiting[at][0], ())))
             owner, reply = self._waiting.pop(place)
-            self._begun.setdefault(owner, deque()).append(reply)
+            self._started.setdefault(owner, deque()).append(reply)
 
 
 # Seconds of a turn. It lasts longer where taking turns would cost more than this share of it.
@@ -117,8 +117,8 @@ class Job:
     Attributes:
         start: makes its stream.
         tell: takes its chunks, then ReplyEnd or the error that ended it.
-        stream: once it has begun.
-        prepared: whether its prompt is taken in.
+        stream: once it has started.
+        prepared: whether its prompt is evaluated.
         cancelled: whether it is to end.
     """
 
@@ -142,14 +142,14 @@ class ModelThread(threading.Thread):
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._ending = False
-        self._held: Job | None = None  # cannot be paused: nobody else runs before it is over
+        self._unpausable: Job | None = None  # cannot be paused: no other runs before it is over
         self._switch_s = 0.0
         self._step_s = 0.0
         self.model: Model | None = None
 
     @property
     def running(self) -> int:
-        """Replies that have begun."""
+        """Replies that have started."""
         return self._scheduler.running
 
     @property
@@ -158,7 +158,7 @@ class ModelThread(threading.Thread):
         return self._scheduler.waiting
 
     def add(self, job: Job, owner: str) -> None:
-        """A reply to run."""
+        """Adds a reply to run."""
         with self._changed:
             self._scheduler.add(owner, job)
             self._changed.notify()
@@ -175,13 +175,13 @@ class ModelThread(threading.Thread):
             job.tell(ReplyEnd(None))
 
     def do(self, task: Callable[[], None]) -> None:
-        """Does something between two turns."""
+        """Runs a task between two turns."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
 
     def end(self) -> None:
-        """Ends the thread after what was asked before."""
+        """Ends the thread after the tasks that were added before."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -190,7 +190,7 @@ class ModelThread(threading.Thread):
         """Ends all replies; on this thread only."""
         with self._changed:
             jobs: Sequence[Job] = self._scheduler.clear()
-            self._held = None
+            self._unpausable = None
         for job in jobs:
             if job.stream is not None:
                 job.stream.close()
@@ -205,7 +205,7 @@ class ModelThread(threading.Thread):
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and self._ending:
                     return
-                job = None if task is not None else self._held or self._scheduler.next()
+                job = None if task is not None else self._unpausable or self._scheduler.next()
             if task is not None:
                 task()
             elif job is not None and self.model is not None:
@@ -218,7 +218,7 @@ class ModelThread(threading.Thread):
 
     def _turn(self, job: Job, model: Model) -> None:
         """Runs a reply until its turn or its text is over."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             if job.stream is None:
                 if job.cancelled:
@@ -229,8 +229,8 @@ class ModelThread(threading.Thread):
                     job.stream = stream
                     if job.cancelled:
                         stream.cancel()
-            if self._work(job, job.stream, begun):
-                self._held = None if job.stream.pause() else job
+            if self._work(job, job.stream, started):
+                self._unpausable = None if job.stream.pause() else job
             else:
                 self._over(job, ReplyEnd(job.stream.result))
         except Exception as error:  # whatever it is, it is this reply's, and the others go on
@@ -238,11 +238,11 @@ class ModelThread(threading.Thread):
                 job.stream.close()
             self._over(job, error)
 
-    def _work(self, job: Job, stream: TokenStream, begun: float) -> bool:
-        """Lets a reply run; whether there is more of it."""
+    def _work(self, job: Job, stream: TokenStream, started: float) -> bool:
+        """Lets a reply run; returns whether there is more of it."""
         while not job.prepared:
             job.prepared = stream.prepare(_PROMPT_TOKENS)
-            if self._is_over(begun):
+            if self._is_over(started):
                 return True
         step = time.perf_counter()
         first = True
@@ -251,26 +251,26 @@ class ModelThread(threading.Thread):
             self._learn(now - step, first)
             step, first = now, False
             job.tell(chunk)
-            if chunk.finish_reason is None and self._is_over(begun):
+            if chunk.finish_reason is None and self._is_over(started):
                 return True
         return False
 
     def _learn(self, seconds: float, first: bool) -> None:
-        """What a step takes, and what taking turns adds to the first one of a turn."""
+        """Learns what a step takes, and what taking turns adds to the first step of a turn."""
         if first:
             self._switch_s += _WEIGHT * (max(0.0, seconds - self._step_s) - self._switch_s)
         elif seconds > _SAME_PASS * self._step_s:
             self._step_s += _WEIGHT * (seconds - self._step_s)
 
-    def _is_over(self, begun: float) -> bool:
+    def _is_over(self, started: float) -> bool:
         if self._tasks or self._ending:
             return True
         turn = max(_TURN_S, self._switch_s / _SWITCHING_SHARE)
-        return self._scheduler.running > 1 and time.perf_counter() - begun >= turn
+        return self._scheduler.running > 1 and time.perf_counter() - started >= turn
 
     def _over(self, job: Job, end: ReplyEnd | Exception) -> None:
         with self._changed:
             self._scheduler.remove(job)
-            if self._held is job:
-                self._held = None
+            if self._unpausable is job:
+                self._unpausable = None
         job.tell(end)

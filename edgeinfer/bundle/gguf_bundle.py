@@ -152,7 +152,7 @@ def _check_survivable(gguf: GgufFile, architecture: str, layers: int) -> None:
 def _architecture(gguf: GgufFile) -> str:
     name = gguf.metadata.text("general.architecture")
     if _ARCHITECTURE.fullmatch(name) is None:
-        raise damaged(gguf.path, "general.architecture is no name")
+        raise damaged(gguf.path, "general.architecture is not a name")
     return name
 
 
@@ -175,7 +175,7 @@ def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
         raise BundleError(f"{gguf.path} holds a model without attention heads.", hint)
     pairs = zip(heads, kv_heads, strict=True)
     if any(of_keys and (of_queries < of_keys or of_queries % of_keys) for of_queries, of_keys in pairs):
-        raise damaged(gguf.path, "query heads are no multiple of key heads")
+        raise damaged(gguf.path, "the number of query heads is not a multiple of that of key heads")
     return heads, kv_heads
 
 

@@ -117,7 +117,7 @@ class TensorEntry:
     def __post_init__(self) -> None:
         _require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
         halves = len(self.shape) == 2 and self.shape[0] % 2 == 0 and not self.transposed
-        _require(halves or not self.interleaved, f"{self.name} has no halves to take turns")
+        _require(halves or not self.interleaved, f"{self.name} has no halves to interleave")
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
             _require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
@@ -129,7 +129,7 @@ class TensorEntry:
         whole = self.bits in STATIC_BITS and self.shape[0] * self.bits % 8 == self.shape[1] % self.block_size == 0
         _require(whole or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
-        _require(turns or not self.interleaved, f"{self.name} has no halves to take turns")
+        _require(turns or not self.interleaved, f"{self.name} has no halves to interleave")
         parts = PARTS[self.layout](self.quantized)
         for part in ("data", "low", "scales", "zero_points"):
             blob: Blob | None = getattr(self, part)

@@ -39,7 +39,9 @@ def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bo
     for bundle in (ours, theirs):
         if bundle.header is not None:
             hint = "Give it with --draft-model when the model is loaded."
-            raise UsageError(f"{bundle.path} is a GGUF model, which takes no drafter in and goes in none.", hint)
+            raise UsageError(
+                f"{bundle.path} is a GGUF model, which can neither contain a drafter nor be one in a bundle.", hint
+            )
     if theirs.manifest.drafters:
         raise UsageError(f"{drafter} has a drafter itself.", "Give the one that it was made from.")
     with write_bundle(out, replace_existing=replace_existing) as work:

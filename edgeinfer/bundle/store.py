@@ -144,7 +144,7 @@ class Bundle:
         """
         if not self.digests:
             hint = "Compare its sha256 with the one that its publisher states."
-            raise UsageError(f"{self.path / name} is no bundle of edgeinfer's and comes without a digest.", hint)
+            raise UsageError(f"{self.path / name} is not a bundle of edgeinfer's and comes without a digest.", hint)
         with reading(self.path / name):
             self._compare(name, digest_of(self.path / name))
 

@@ -182,8 +182,8 @@ def _continued(messages: list[Message]) -> tuple[list[Message], str]:
 def _refuse(fields: Fields) -> None:
     """What is ignored, and what cannot be."""
     fields.ignore(*IGNORED, "verbosity")
-    fields.only("modalities", (["text"],), "Text is all that this model writes.")
-    fields.refuse("audio", hint="Text is all that this model writes.")
+    fields.only("modalities", (["text"],), "This model writes text only.")
+    fields.refuse("audio", hint="This model writes text only.")
     fields.refuse("web_search_options", hint="This server reads nothing from other machines.")
     fields.refuse("functions", "function_call", hint="Give tools and tool_choice instead.")
-    fields.refuse("moderation", hint="Nothing is judged here.")
+    fields.refuse("moderation", hint="Replies are not moderated here.")

@@ -97,7 +97,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         hint = 'Calls look like {"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}.'
-        raise RequestError(f"{where} is no call of a function.", hint, param=where)
+        raise RequestError(f"{where} is not a call of a function.", hint, param=where)
     id_ = call.get("id")
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     function = {"name": function["name"], "arguments": arguments}
@@ -112,5 +112,5 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, Mapping):
-        raise RequestError(f"{where} is no JSON object.", "Give it as it was answered.", param=where)
+        raise RequestError(f"{where} is not a JSON object.", "Give it as it was answered.", param=where)
     return dict(read)

@@ -28,7 +28,7 @@ def read_input(value: Any, instructions: str | None) -> list[Message]:
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
-        raise RequestError("input is no text and no non-empty list of items.", "Give one.", param="input")
+        raise RequestError("input is neither a text nor a non-empty list of items.", "Give one.", param="input")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     for index, item in enumerate(items):
         messages += _messages(item, f"input[{index}]")
@@ -147,12 +147,12 @@ def _refuse(fields: Fields) -> None:
     """What is ignored, and what cannot be."""
     fields.ignore(*IGNORED, "stream_options", "max_tool_calls")
     fields.only("background", (False,), "Wait for the answer, or have it streamed.")
-    fields.refuse("previous_response_id", "conversation", hint="Nothing is kept here: send all of the conversation.")
-    fields.refuse("prompt", hint="Nothing is kept here: send the text as input.")
-    fields.only("truncation", ("disabled",), "Nothing of a conversation is left out silently: shorten it.")
-    fields.refuse("context_management", hint="Nothing of a conversation is left out silently: shorten it.")
-    fields.refuse("moderation", hint="Nothing is judged here.")
-    fields.refuse("image", hint="Text is all that this model writes.")
+    fields.refuse("previous_response_id", "conversation", hint="Nothing is stored here: send the whole conversation.")
+    fields.refuse("prompt", hint="Nothing is stored here: send the text as input.")
+    fields.only("truncation", ("disabled",), "No part of a conversation is dropped silently: shorten it.")
+    fields.refuse("context_management", hint="No part of a conversation is dropped silently: shorten it.")
+    fields.refuse("moderation", hint="Replies are not moderated here.")
+    fields.refuse("image", hint="This model writes text only.")
 
 
 def _told_format(options: Mapping[str, Any]) -> dict[str, Any]:

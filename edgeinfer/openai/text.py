@@ -54,7 +54,9 @@ class TextCompletion:
         alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
         self._logprobs_wanted = alternatives is not None
         if self._echo and self._logprobs_wanted:
-            raise fields.wrong("logprobs", alternatives, "The prompt's are not told: leave out echo or logprobs.")
+            raise fields.wrong(
+                "logprobs", alternatives, "Those of the prompt are not available: leave out echo or logprobs."
+            )
         self._options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens")
         self._options |= sampling(fields) | form(fields, "response_format")
         if self._logprobs_wanted:

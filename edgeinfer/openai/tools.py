@@ -315,11 +315,11 @@ class ToolUse:
             return dict(asked)
         other = next((name for name in _OTHERS if name in asked), None)
         if other is not None:
-            raise RequestError(f"{other} cannot be asked for besides tools.", "Leave one out.", param=other)
+            raise RequestError(f"{other} cannot be combined with tools.", "Leave one out.", param=other)
         options = {name: value for name, value in asked.items() if name not in _WITH_CALLS}
         content = {"type": "object"} if "json_object" in asked else asked.get("json_schema")
         if content is not None and not self.dialect.format.anywhere:
-            message = "A form of the reply cannot be asked for besides tools: this model's calls are JSON objects too."
+            message = "A form of the reply cannot be combined with tools: this model's calls are JSON objects too."
             raise RequestError(message, "Leave one out.", param="tools")
         try:
             grammar = calls_grammar(self.dialect.format, self.choice, self._marker_id(model), content)

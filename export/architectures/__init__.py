@@ -1,4 +1,4 @@
-"""The architectures that have their own builder, found by a checkpoint's config; knows nothing of tensors' contents."""
+"""The architectures that have their own builder, found by a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARCHITECTURES = (*_DENSE, *_MIXTURES)
 
 
 def find_architecture(config: HFConfig) -> Architecture:
-    """The family a config names, by model class, or by model type where no class is named.
+    """Finds the family of a config by its model class, or by its model type where no class is named.
 
     Raises:
         UnsupportedArchitectureError: there is no builder for it.

@@ -104,7 +104,7 @@ class TensorPlan:
 
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
-    """A tensor put together of whole checkpoint tensors, given by name and shape."""
+    """Plans a tensor that concatenates whole checkpoint tensors, given by name and shape."""
     return TensorPlan(name, tuple(Source(*s) for s in sources))
 
 
@@ -136,7 +136,7 @@ class MixtureNaming:
 def mixture_plans(
     names: MixtureNaming, moe: MoESpec, hidden: int, layer: int, root: str, stored: Collection[str]
 ) -> list[TensorPlan]:
-    """The tensors of a mixture in the order they are written.
+    """Plans the tensors of a mixture in the order they are written.
 
     Args:
         hidden: hidden size of the model.
@@ -287,7 +287,7 @@ def common_spec(
     whole_norm: bool = False,
     moe: MoESpec | None = None,
 ) -> DecoderSpec:
-    """A spec from the config fields that all families share."""
+    """Reads the config fields that all families share."""
     heads = config.integer("num_attention_heads")
     head_dim = config.head_dim()
     return DecoderSpec(

@@ -1,4 +1,4 @@
-"""BlockFFN, published under MiniCPM's class: small ungated experts, of which a rectified router takes any number.
+"""BlockFFN, published under MiniCPM's class: small ungated experts, of which a router with ReLU chooses any number.
 
 Its multipliers go into the weights: of the embedding, of results before they are added, and of the hidden states before
 the head. Published models mostly have multi-head latent attention, which is refused; so are MiniCPM's ordinary MLPs.

@@ -1,4 +1,4 @@
-"""What a checkpoint and its config.json say together: the decoder, that every tensor is used, heads wide enough to run.
+"""The decoder that a checkpoint and its config.json describe, with every tensor used and heads wide enough to run.
 
 The kernel wants heads of a multiple of eight. Rows of zeros after each query, key and value head, and matching columns
 of the output projection, add nothing to any product; only the kernel's scale, one over the root of the width, changes,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,42 @@ from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["check_tensors", "pad_heads", "pad_values", "read_spec"]
+__all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec"]
+
+# What the kernel's heads are a multiple of.
+_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Described:
+    """A checkpoint as the decoder that it is.
+
+    Attributes:
+        plans: of all its tensors.
+    """
+
+    spec: DecoderSpec
+    plans: tuple[TensorPlan, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(plan.parameters for plan in self.plans)
+
+
+def describe(spec: DecoderSpec, hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> Described:
+    """Plans the tensors of a decoder that `read_spec` read, and checks that these, and no others, are there.
+
+    Raises:
+        CheckpointError: a tensor is missing, unused or of another shape.
+    """
+    plans = family.tensors(hf_config, spec, checkpoint.names)
+    _check_tensors(checkpoint, family, plans)
+    return Described(spec, plans)
 
 
 def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
-    """The decoder config.json describes; where it does not say whether it is tied, one without a head is."""
+    """Reads the decoder of config.json; where that does not say whether it is tied, one without a head is."""
     layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
     if layers > count:
         # Before anything is made for each of what may be any number of layers.
@@ -41,8 +73,8 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
         raise CheckpointError(f"config.json: {error.message}", hint) from error
 
 
-def check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
-    """Every planned tensor must be there, and nothing else: a dropped weight would make a wrong model silently."""
+def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
+    """Refuses missing and unused tensors: a dropped weight would silently make a wrong model."""
     used = set()
     for plan in plans:
         for source in plan.sources:
@@ -59,23 +91,22 @@ def check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Ten
         raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
 
 
-_MULTIPLE = 8
-
-
-def pad_heads(spec: DecoderSpec, plans: tuple[TensorPlan, ...]) -> tuple[DecoderSpec, tuple[TensorPlan, ...]]:
-    """The same decoder with heads the kernel takes, and plans that pad the tensors concerned.
+def pad_heads(described: Described) -> Described:
+    """Pads heads to a width that the kernel supports, and the tensors concerned with them.
 
     Raises:
         UnsupportedArchitectureError: heads cannot be padded, because they are normalised or packed in the checkpoint.
     """
+    spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
     if wide == spec.head_dim:
-        return spec, plans
+        return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     if spec.qk_norm or packed:
-        message = f"Heads of width {spec.head_dim}, not a multiple of {_MULTIPLE}, cannot be built for this model."
+        message = f"A head size of {spec.head_dim} is not supported for this model: it is no multiple of {_MULTIPLE}."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
-    return dataclasses.replace(spec, head_dim=wide), tuple(_pad_plan(plan, spec, wide) for plan in plans)
+    padded = tuple(_pad_plan(plan, spec, wide) for plan in plans)
+    return Described(dataclasses.replace(spec, head_dim=wide), padded)
 
 
 def _pad_plan(plan: TensorPlan, spec: DecoderSpec, wide: int) -> TensorPlan:

@@ -9,8 +9,8 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = ["LLAMA", "MISTRAL", "PHI3"]
 
 
-# Llama and the models published under its class, SmolLM among them.
 def _read_llama(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Llama and the models published under its class, SmolLM among them."""
     bias = config.flag("attention_bias")
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
 
@@ -18,16 +18,16 @@ def _read_llama(config: HFConfig, tied: bool) -> DecoderSpec:
 LLAMA = Architecture(classes=("LlamaForCausalLM",), model_types=("llama",), read=_read_llama)
 
 
-# Mistral: Llama with a sliding window on every layer.
 def _read_mistral(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Mistral: Llama with a sliding window on every layer."""
     return common_spec(config, tied, windows=config.uniform_windows())
 
 
 MISTRAL = Architecture(classes=("MistralForCausalLM",), model_types=("mistral",), read=_read_mistral)
 
 
-# Phi-3, Phi-3.5 and Phi-4-mini: projections packed in the checkpoint, LongRoPE, partial rotation.
 def _read_phi3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Phi-3, Phi-3.5 and Phi-4-mini: projections packed in the checkpoint, LongRoPE, partial rotation."""
     return common_spec(config, tied, windows=config.uniform_windows())
 
 

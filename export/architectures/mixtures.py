@@ -13,8 +13,8 @@ from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 __all__ = ["GRANITE_MOE", "MIXTRAL", "OLMOE"]
 
 
-# Mixtral: Mistral whose MLPs are mixtures of experts, all of them renormalised.
 def _read_mixtral(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Mixtral: Mistral whose MLPs are mixtures of experts, all of them renormalised."""
     moe = MoESpec(
         experts=config.integer("num_local_experts"),
         top_k=config.integer("num_experts_per_tok"),
@@ -33,10 +33,12 @@ MIXTRAL = Architecture(
 )
 
 
-# OLMoE: many small experts whose weights are not renormalised, and a norm over all heads together.
 def _read_olmoe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """OLMoE: many small experts whose weights are not renormalised, and a norm over all heads together."""
     if config.get("clip_qkv") is not None:
-        raise UnsupportedArchitectureError("Queries, keys and values cut at clip_qkv are not supported.", OPTIMUM_HINT)
+        raise UnsupportedArchitectureError(
+            "Queries, keys and values clipped by clip_qkv are not supported.", OPTIMUM_HINT
+        )
     moe = MoESpec(
         experts=config.experts(),
         top_k=config.integer("num_experts_per_tok"),
@@ -50,8 +52,8 @@ def _read_olmoe(config: HFConfig, tied: bool) -> DecoderSpec:
 OLMOE = Architecture(classes=("OlmoeForCausalLM",), model_types=("olmoe",), read=_read_olmoe)
 
 
-# GraniteMoE, with or without a shared expert: stacked experts, and four multipliers that go into the weights.
 def _read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """GraniteMoE, with or without a shared expert: stacked experts, and four multipliers that go into the weights."""
     shared = config.get("shared_intermediate_size")
     moe = MoESpec(
         experts=config.integer("num_local_experts"),

@@ -1,4 +1,4 @@
-"""The tensors of a bundle as float32, put together from a checkpoint's as planned."""
+"""The tensors of a bundle as float32, assembled from a checkpoint's as planned."""
 
 from __future__ import annotations
 

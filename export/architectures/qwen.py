@@ -9,16 +9,16 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = ["QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE"]
 
 
-# Qwen2 and Qwen2.5: biases on queries, keys and values, windows on some layers.
 def _read_qwen2(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Qwen2 and Qwen2.5: biases on queries, keys and values, windows on some layers."""
     return common_spec(config, tied, qkv_bias=True, windows=config.windows_by_layer())
 
 
 QWEN2 = Architecture(classes=("Qwen2ForCausalLM",), model_types=("qwen2",), read=_read_qwen2)
 
 
-# Qwen3: a norm on every query and key head, and a head width of its own.
 def _read_qwen3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Qwen3: a norm on every query and key head, and a head width of its own."""
     bias = config.flag("attention_bias")
     windows = config.windows_by_layer()
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows)
@@ -27,8 +27,8 @@ def _read_qwen3(config: HFConfig, tied: bool) -> DecoderSpec:
 QWEN3 = Architecture(classes=("Qwen3ForCausalLM",), model_types=("qwen3",), read=_read_qwen3)
 
 
-# Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts that a router chooses and one that every token uses.
 def _read_qwen2_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts that a router chooses and one that every token uses."""
     moe = MoESpec(
         experts=config.experts(),
         top_k=config.integer("num_experts_per_tok"),
@@ -46,8 +46,8 @@ def _read_qwen2_moe(config: HFConfig, tied: bool) -> DecoderSpec:
 QWEN2_MOE = Architecture(classes=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), read=_read_qwen2_moe)
 
 
-# Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers.
 def _read_qwen3_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers."""
     moe = MoESpec(
         experts=config.experts(),
         top_k=config.integer("num_experts_per_tok"),

@@ -26,7 +26,7 @@ from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.gguf.importance import Importance
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, TensorRows
 from edgeinfer.export.options.file_types import fitting
-from edgeinfer.quant.allocation import Choice, Option, allocate
+from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import share_of, spread_rows
@@ -34,6 +34,20 @@ from edgeinfer.quant.sensitivity import share_of, spread_rows
 __all__ = ["RowQuantizer", "TypePlan", "check_budget", "choose_types", "file_kind", "tensor_bytes"]
 
 Floats = NDArray[np.float32]
+
+Ints = NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
+# From small to large, of rows that are whole blocks of 256, and of 32. Smaller ones than these are slow on CPUs and
+# need importance data.
+_WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
+_NARROW = ("IQ4_NL", "Q5_0", "Q5_1", "Q8_0", "F16")
+_ODD = ("F16",)
+# Types of files by the type of most of their tensors, which is what programs say of them.
+_FILES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+_EMBEDDING = "token_embd.weight"
+_ALIGNMENT = 32
+# Weights of a tensor whose errors stand for all; experts of one layer share them out.
+_SAMPLE, _LEAST_SAMPLE = 1 << 16, 1 << 13
 
 
 class RowQuantizer:
@@ -80,22 +94,6 @@ def _function(lib: Any) -> Any:
     return found
 
 
-Ints = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
-
-# From small to large, of rows that are whole blocks of 256, and of 32. Smaller ones than these are slow on CPUs and
-# need importance data.
-_WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
-_NARROW = ("IQ4_NL", "Q5_0", "Q5_1", "Q8_0", "F16")
-_ODD = ("F16",)
-# Types of files by the type of most of their tensors, which is what programs say of them.
-_FILES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-_EMBEDDING = "token_embd.weight"
-_ALIGNMENT = 32
-# Weights of a tensor whose errors stand for all; experts of one layer share them out.
-_SAMPLE, _LEAST_SAMPLE = 1 << 16, 1 << 13
-
-
 @dataclass(frozen=True)
 class TypePlan:
     """The types of a file's tensors.
@@ -132,7 +130,7 @@ def choose_types(
     given: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> TypePlan:
-    """The types within a budget that the model is predicted to lose least by; probes the model once.
+    """Chooses the types within a budget that are predicted to cost the least quality; probes the model once.
 
     Args:
         reader: of the weights as they compute.
@@ -152,7 +150,7 @@ def choose_types(
     sizes = {t.name: [tensor_bytes(t.shape, kind) for kind in options[t.name]] for t in tensors if not t.exact}
     costs = _costs(spec, reader, texts, tensors, options, importance or {}, progress)
     choices = [
-        Choice(tuple(Option(size, cost) for size, cost in zip(sizes[name], costs[name], strict=True)))
+        Choice(tuple(PricedOption(size, cost) for size, cost in zip(sizes[name], costs[name], strict=True)))
         for name in options
     ]
     chosen = dict(zip(options, allocate(choices, budget - _fixed_bytes(tensors)).chosen, strict=True))
@@ -162,7 +160,7 @@ def choose_types(
 
 
 def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mapping[str, str] | None = None) -> None:
-    """Refuses what not even the smallest types fit; as `choose_types`."""
+    """Refuses a budget that not even the smallest types fit; as `choose_types`."""
     smallest = (
         min(tensor_bytes(t.shape, kind) for kind in _candidates(t, (given or {}).get(t.name)))
         for t in tensors
@@ -171,7 +169,7 @@ def check_budget(tensors: Sequence[PlannedGgufTensor], budget: int, given: Mappi
     least = _fixed_bytes(tensors) + sum(smallest)
     if least > budget:
         message = f"The tensors cannot be made to fit {format_size(budget)} ({budget:,} bytes)."
-        hint = f"The smallest possible take {format_size(least)} ({least:,} bytes): allow as much."
+        hint = f"The smallest possible tensors take {format_size(least)} ({least:,} bytes): allow as much."
         raise BudgetError(message, hint, minimum_bytes=least)
 
 

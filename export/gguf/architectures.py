@@ -17,6 +17,17 @@ __all__ = ["FILE_TYPES", "ONNX_HINT", "GgufArchitecture", "add_decoder", "contex
 ONNX_HINT = "Export it to ONNX instead: leave out --format gguf."
 # llama.cpp's own limits, at which it ends the process.
 _MOST_LAYERS, _MOST_EXPERTS = 512, 1024
+_EVERY_ROPE = ("default", "linear", "llama3", "longrope")
+_GRANITE = (
+    ("embedding_multiplier", "embedding_scale"),
+    ("residual_multiplier", "residual_scale"),
+    ("attention_multiplier", "attention.scale"),
+    ("logits_scaling", "logit_scale"),
+)
+# llama.cpp's numbers of whole files' types, LLAMA_FTYPE_*.
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+# Of the scheme that quantized blocks are stored in.
+_QUANTIZATION_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -85,15 +96,8 @@ class GgufArchitecture:
                 yield f"room for {spec.moe.experts} experts"
 
 
-_EVERY_ROPE = ("default", "linear", "llama3", "longrope")
 _LLAMA = GgufArchitecture(
     "llama", neighbours=True, ropes=_EVERY_ROPE, free_heads=True, output_bias=True, mlp_bias=True, renormalizes=True
-)
-_GRANITE = (
-    ("embedding_multiplier", "embedding_scale"),
-    ("residual_multiplier", "residual_scale"),
-    ("attention_multiplier", "attention.scale"),
-    ("logits_scaling", "logit_scale"),
 )
 # By transformers' name of the family. BlockFFN is missing: llama.cpp has no rectified router.
 _BY_FAMILY = {
@@ -129,12 +133,6 @@ def find_gguf_architecture(family: Architecture, spec: DecoderSpec) -> GgufArchi
         raise UnsupportedArchitectureError(f"llama.cpp has no architecture for {family.classes[0]}.", ONNX_HINT)
     found.check(spec)
     return found
-
-
-# llama.cpp's numbers of whole files' types, LLAMA_FTYPE_*.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-# Of the scheme that quantized blocks are stored in.
-_QUANTIZATION_VERSION = 2
 
 
 def context_length(spec: DecoderSpec) -> int:

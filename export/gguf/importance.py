@@ -1,4 +1,4 @@
-"""How much each column of a GGUF file's tensors counts: the mean square of what enters it when a text is read.
+"""The importance matrix of a GGUF file: the mean square of each column's inputs when a text is read.
 
 The checkpoint is run layer by layer in numpy, so that memory holds one layer.
 """
@@ -34,7 +34,7 @@ def gather_importance(
     tensors: Iterable[PlannedGgufTensor],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Importance:
-    """The importance of every matrix of a file that is multiplied by, but routers, which stay as they are.
+    """Collects the importance of every matrix of a file but the embedding and routers, which stay as they are.
 
     An embedding has none, also where it is the head as well. An expert that no token reached counts all its columns
     the same.
@@ -61,7 +61,7 @@ def gather_importance(
 
 
 class _Gathered:
-    """Notes what enters each of our matrices; see `edgeinfer.quant.calibration.Visitor`."""
+    """Collects the statistics of each matrix's inputs; see `edgeinfer.quant.calibration.Visitor`."""
 
     def __init__(
         self, spec: DecoderSpec, reader: ModelReader, progress: Callable[[str, int, int], None] | None

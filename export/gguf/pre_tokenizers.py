@@ -1,4 +1,4 @@
-"""llama.cpp's names of the ways to cut text into words, by the structure of a tokenizer.json.
+"""llama.cpp's names of pre-tokenizers, by the structure of a tokenizer.json.
 
 A name is found by what a tokenizer does, not by what its model is called: the same steps, pattern for pattern.
 """
@@ -83,7 +83,7 @@ def pre_tokenizer_name(steps: list[dict[str, Any]], ignore_merges: bool, *, merg
         found = _NAMES.get((signature, not ignore_merges))
     if found is None:
         shown = " then ".join(signature) + (" with ignore_merges" if ignore_merges else "")
-        message = f"llama.cpp has no pre-tokenizer that cuts words as this tokenizer.json does: {shown}."
+        message = f"llama.cpp has no pre-tokenizer that splits words as this tokenizer.json does: {shown}."
         raise CheckpointError(message, "Export it to ONNX instead: leave out --format gguf.")
     return found
 

@@ -1,4 +1,4 @@
-"""Which layers a model can best do without, for a drafter that is the model with fewer."""
+"""Chooses layers to leave out of a model, which then drafts for the whole one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HINT = "Layers are numbered from 0, as edgeinfer inspect --tensors shows them i
 
 
 def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
-    """Refuses layers that are not there, all of them, or a model that would not be one without them.
+    """Refuses to leave out layers that are missing, all layers, or those of a model that cannot run without them.
 
     Raises:
         UsageError: these layers cannot be left out.
@@ -53,12 +53,12 @@ def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
     check_layers(architecture, count, layers)
     for key, value in file.metadata.items():
         if isinstance(value, GgufArray) and key.startswith(f"{architecture}.") and value.count >= count > 1:
-            message = f"{key} says something of each layer, and llama.cpp would keep all of it."
+            message = f"{key} has a value for every layer, and llama.cpp cannot leave some of them out."
             raise UsageError(message, "Draft with another small model of the same tokenizer.")
 
 
 def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
-    """Refuses layers that a model of so many layers cannot lack; as `check_prunable`, before there is a file.
+    """Refuses layers that cannot be left out of so many; as `check_prunable`, before there is a file.
 
     Args:
         architecture: by llama.cpp's name.

@@ -76,7 +76,7 @@ def quantize_gguf(
     layers = tuple(sorted(set(prune_layers)))
     check_prunable(file, layers)
     if target.exists() and target.samefile(source):
-        raise UsageError(f"{target} is the file that is read.", "Choose another name.")
+        raise UsageError(f"{target} is the input file itself.", "Choose another name.")
     types = {name: find_tensor_type(wanted) for name, wanted in (tensor_types or {}).items()}
     _check(file, file_type, types, importance, requantize=requantize)
     lib = llama_library()
@@ -178,7 +178,7 @@ def _integer_array(lib: Any, values: Mapping[bytes, int]) -> Any:
 
 
 def _patterns(types: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Regular expressions that match these names and no others; few, as every tensor is held against each."""
+    """Regular expressions that match these names and no others; few, as every tensor is matched against each."""
     layers: dict[tuple[str, str], list[str]] = {}
     patterns = []
     for name, wanted in types.items():
@@ -199,14 +199,14 @@ def _check(
     *,
     requantize: bool,
 ) -> None:
-    """Refuses what llama.cpp would end the process on, or say too little of."""
+    """Refuses what would make llama.cpp abort, or fail without a clear message."""
     if not file.metadata.get("general.architecture") or not file.tensors:
         raise BundleError(f"{file.path} holds no model.", "Give a GGUF file of a language model.")
     if kind.needs_importance and not importance:
         hint = "Export the checkpoint with --calibration FILE, or choose a larger type."
         raise UsageError(f"{kind.name} needs importance data.", hint)
     if types and (kind.is_float or kind is COPY):
-        message = f"Tensors of their own type are not possible in a file of type {kind.name}."
+        message = f"A file of type {kind.name} cannot have tensors of other types."
         raise UsageError(message, "Choose a quantized type for the others, such as Q8_0.")
     quantized = next((t for t in file.tensors if t.type.quantized), None)
     if kind is not COPY and quantized is not None and not requantize:
@@ -224,12 +224,16 @@ def _check(
 
 
 def _check_importance(tensor: GgufTensor | None, name: str, values: Floats) -> None:
-    """Refuses importance that is not of the tensor, or not usable."""
+    """Refuses importance data that do not fit the tensor, or are not usable."""
     if tensor is None or len(tensor.shape) < 2:
-        raise UsageError(f"There is importance data of {name}, which is no matrix of the file.", "Gather it again.")
+        raise UsageError(
+            f"There are importance data for {name}, which is not a matrix of the file.", "Gather it again."
+        )
     experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if values.shape != (experts * tensor.shape[-1],):
-        message = f"The importance data of {name} are {values.shape}, not for {experts} x {tensor.shape[-1]} columns."
+        message = (
+            f"The importance data of {name} have shape {values.shape}, not {experts} x {tensor.shape[-1]} columns."
+        )
         raise UsageError(message, "Gather it from the checkpoint of this file.")
     if not (np.isfinite(values).all() and (values >= 0).all()):
         raise UsageError(f"The importance data of {name} are not finite and positive.", "Gather it again.")
@@ -243,7 +247,7 @@ def _refused(source: Path, target: Path, kind: FileType, reason: str) -> EdgeInf
 
 
 def _check_result(path: Path, source: GgufFile, layers: tuple[int, ...]) -> None:
-    """Reads what was written: llama.cpp does not look back."""
+    """Checks the written file, which llama.cpp does not."""
     try:
         written = {tensor.name: tensor.shape for tensor in read_gguf(path).tensors}
     except BundleError as error:
@@ -253,7 +257,9 @@ def _check_result(path: Path, source: GgufFile, layers: tuple[int, ...]) -> None
     wanted = {renumbered(t.name, layers): t.shape for t in source.tensors if not _is_pruned(t.name, layers)}
     if written != wanted:
         lost = sorted(wanted.keys() ^ written.keys()) or ["their shapes"]
-        raise BackendError(f"llama.cpp wrote other tensors than were asked for: {lost[0]}.", "Choose another type.")
+        raise BackendError(
+            f"llama.cpp wrote tensors that differ from those requested: {lost[0]}.", "Choose another type."
+        )
 
 
 def _is_pruned(name: str, layers: tuple[int, ...]) -> bool:

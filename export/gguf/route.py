@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle with a GGUF file of the layers and types that were asked for, whole or not at all."""
+"""From a checkpoint to a bundle with a GGUF file of the requested layers and types, whole or not at all."""
 
 from __future__ import annotations
 
@@ -50,10 +50,19 @@ Ints = NDArray[np.int64]
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
+# For people to read in the manifest.
+Facts = dict[str, str | int | float | bool | None]
+_log = logging.getLogger("edgeinfer")
+_FLOAT_FILE = "float.gguf"
+# Types that hold what a stored one does, so that nothing is lost before quantizing.
+_FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+# What a mixture around a type is at most, beside all its weights in that type: embedding and head have more bits.
+_MIXTURE = 1.25
+
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What was decided on the way.
+    """How the file was shrunk.
 
     Attributes:
         kind: type of the file.
@@ -67,7 +76,7 @@ class Shrunk:
 
 
 def check_request(checkpoint: Checkpoint, described: GgufSource, config: ExportConfig) -> None:
-    """Refuses what `shrink` would, as far as it can be told before anything is written.
+    """Refuses what `shrink` would refuse, as far as that is known before anything is written.
 
     Raises:
         UsageError: a pattern matches no matrix, or layers cannot be left out.
@@ -92,7 +101,7 @@ def shrink(
     config: ExportConfig,
     progress: Progress | None = None,
 ) -> Shrunk:
-    """Writes a float file again as a configuration asks for.
+    """Rewrites a float file with the layers and types of a configuration.
 
     Args:
         source: the checkpoint as a file of floats.
@@ -135,7 +144,7 @@ def shrink(
 
 @dataclass(frozen=True)
 class _Model:
-    """What calibration runs, and the tensors of its file."""
+    """The model that calibration runs, and the tensors of its file."""
 
     spec: DecoderSpec
     reader: ModelReader
@@ -234,18 +243,6 @@ def _plan(
     return TypePlan(file_kind(types, model.tensors), types, {}, None)
 
 
-# For people to read in the manifest.
-Facts = dict[str, str | int | float | bool | None]
-
-_log = logging.getLogger("edgeinfer")
-
-_FLOAT_FILE = "float.gguf"
-# Types that hold what a stored one does, so that nothing is lost before quantizing.
-_FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-# What a mixture around a type is at most, beside all its weights in that type: embedding and head have more bits.
-_MIXTURE = 1.25
-
-
 def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progress | None = None) -> Path:
     """Exports to a GGUF file in a bundle; as `edgeinfer.export.export_checkpoint` otherwise.
 
@@ -301,14 +298,14 @@ def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:
 
 
 def _check_room(work: Path, described: GgufSource, first: str, kind: str) -> None:
-    """Refuses before anything is written what the disk has no room for."""
+    """Refuses an export that the disk has no room for, before anything is written."""
     needed = written_bytes(described, first)
     if first != kind:
         base = ggml_type(find_file_type(kind).base)
         needed += int(_MIXTURE * described.parameters * base.block_bytes / base.block_values)
     free = shutil.disk_usage(work).free
     if free < needed:
-        message = f"The export takes {needed / 1e9:.1f} GB of disk at its largest, {free / 1e9:.1f} GB are free."
+        message = f"The export takes {needed / 1e9:.1f} GB of disk space, and only {free / 1e9:.1f} GB are free."
         raise StorageError(message, "Free some space or choose another place.")
 
 

@@ -1,4 +1,4 @@
-"""Whether llama.cpp makes the same tokens of texts as the tokenizer a file was made from."""
+"""Checks that llama.cpp tokenizes texts as the tokenizer.json that a file was made from."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _MOST_SPECIAL = 16
 
 @dataclass(frozen=True)
 class TokenizerCheck:
-    """How many texts were compared, and those of which llama.cpp makes other tokens."""
+    """How many texts were compared, and those that llama.cpp tokenizes differently."""
 
     texts: int
     different: tuple[str, ...]
 
 
 def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> TokenizerCheck:
-    """Compares on texts of many kinds, special tokens among them.
+    """Compares the two tokenizers on texts of many kinds, special tokens among them.
 
     Args:
         model: the GGUF file.
@@ -79,7 +79,7 @@ def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> To
         different = [text for text in texts if encode(normalize(text)) != expected.encode(text).ids]
     wrong = next((text for text in different if text in ORDINARY), None)
     if wrong is not None:
-        message = f"llama.cpp makes other tokens than tokenizer.json of texts such as {wrong!r}."
+        message = f"llama.cpp tokenizes texts such as {wrong!r} otherwise than tokenizer.json does."
         raise CheckpointError(message, ONNX_HINT)
     return TokenizerCheck(len(texts), tuple(different))
 
@@ -91,7 +91,7 @@ def _with_special(special: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def llama_encoder(model: Path) -> Iterator[Any]:
-    """A function from a text to llama.cpp's tokens of it, those put before and after included.
+    """A function from a text to llama.cpp's tokens, with those added before and after it.
 
     Raises:
         BackendError: llama.cpp cannot load the file.

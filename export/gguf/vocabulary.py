@@ -214,13 +214,13 @@ def _tokens(tokenizer: dict[str, Any], rows: int) -> tuple[tuple[str, ...], list
         types[entry["id"]] = _CONTROL if entry.get("special") else _USER_DEFINED
     named = [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)]
     if len(set(named)) != rows:
-        raise CheckpointError("tokenizer.json spells two tokens alike.", "Correct its added tokens.")
+        raise CheckpointError("tokenizer.json has two tokens with the same text.", "Correct its added tokens.")
     return tuple(named), types
 
 
 def _place(tokens: list[str | None], id_: Any, token: str) -> None:
     if not isinstance(id_, int) or not 0 <= id_ < len(tokens):
-        message = f"tokenizer.json has the token {token!r} at {id_}, the embedding has {len(tokens)} rows."
+        message = f"tokenizer.json has the token {token!r} at {id_}, but the embedding has only {len(tokens)} rows."
         raise CheckpointError(message, "Check that the tokenizer belongs to this model.")
     tokens[id_] = token
 

@@ -1,6 +1,6 @@
 """A checkpoint as a GGUF file in a float type or Q8_0, tensor by tensor.
 
-Memory is that of a few rows of the largest tensor: nothing is held that has been written.
+Memory is that of a few rows of the largest tensor: what was written is not kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.errors import CheckpointError, StorageError, UsageError
 from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.architectures.described import check_tensors, read_spec
+from edgeinfer.export.architectures.described import describe, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.architectures import FILE_TYPES, GgufArchitecture, add_decoder, find_gguf_architecture
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
@@ -50,7 +50,7 @@ _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A checkpoint that has been found to have a GGUF: what it is, and its tensors here and there.
+    """A checkpoint that llama.cpp can express: its decoder, and its tensors by both sides' names.
 
     Attributes:
         spec: with heads as wide as the checkpoint's.
@@ -72,7 +72,7 @@ class GgufSource:
 
 
 def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
-    """Finds what a checkpoint is in llama.cpp, and checks that every tensor is there.
+    """Finds a checkpoint's architecture in llama.cpp, and checks that every tensor is there.
 
     Raises:
         CheckpointError: files, tensors or configuration of the checkpoint.
@@ -83,8 +83,7 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
     family = dataclasses.replace(refined, refine=None)
     spec = read_spec(config, family, checkpoint)
     arch = find_gguf_architecture(family, spec)
-    plans = family.tensors(config, spec, checkpoint.names)
-    check_tensors(checkpoint, family, plans)
+    plans = describe(spec, config, family, checkpoint).plans
     computing = refined.tensors(config, spec, checkpoint.names)
     return GgufSource(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
 

@@ -1,1 +1,1 @@
-"""The ONNX graph of a decoder, put together of operators."""
+"""The ONNX graph of a decoder, built from operators."""

@@ -29,6 +29,13 @@ __all__ = [
     "runs_many",
 ]
 
+# Ids of a layer without experts, made once for all.
+NO_EXPERTS = "no_experts"
+# Activations of QMoE are quantized to int8 per block, as those of MatMulNBits.
+_INT8_ACTIVATIONS = 4
+# silu(gate) * up, with the rows of gate and up by turns; other constants than these two bend the curve.
+_SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+
 
 class Operators:
     """Adds nodes to whatever graph or branch it is handed.
@@ -109,14 +116,6 @@ class Operators:
         return "embed" if entry.name == "head" and entry.data == self._tensors["embed"].data else entry.name
 
 
-# Ids of a layer without experts, made once for all.
-NO_EXPERTS = "no_experts"
-# Activations of QMoE are quantized to int8 per block, as those of MatMulNBits.
-_INT8_ACTIVATIONS = 4
-# silu(gate) * up, with the rows of gate and up by turns; other constants than these two bend the curve.
-_SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
-
-
 def _bias(layer: int) -> str:
     return f"{io.EXPERT_BIAS}.{layer}"
 
@@ -155,7 +154,7 @@ class Experts:
 
     @property
     def quantized(self) -> bool:
-        """Whether they are, which holds for all of a layer or none."""
+        """Whether the experts are quantized, which holds for all of a layer or none."""
         return self.entry(0, "down").bits < 32
 
     @property
@@ -261,7 +260,7 @@ def _shared(ops: Operators, graph: GraphBuilder, experts: Experts, hidden: str, 
 
 
 def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -> Routing:
-    """Chooses experts by what the router says and the caller's bias; weights are of the unbiased scores."""
+    """Chooses experts by the router's scores and the caller's bias; weights are of the unbiased scores."""
     prefix, moe = f"layers.{experts.layer}.mlp.router", experts.moe
     scores = ops.linear(graph, normed, prefix, f"{prefix}.scores")
     judged = scores

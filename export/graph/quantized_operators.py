@@ -27,6 +27,9 @@ from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantiz
 
 __all__ = ["NativeOperators", "PortableOperators"]
 
+# MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
+_INT8_ACTIVATIONS = 4
+
 
 class NativeOperators(Operators):
     """LinearLowBit, with what stands around a product fused into it, MoELowBit and EmbeddingLowBit."""
@@ -34,11 +37,11 @@ class NativeOperators(Operators):
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
         super().__init__(spec, tensors)
         # Embedding and head are read whole even by a draft pass: they decide between similar tokens.
-        self._elastic = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
+        self._with_planes = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
         """See `Operators.declare_inputs`."""
-        if self._elastic:
+        if self._with_planes:
             graph.input(io.PLANES, "int32", (1,))
 
     def embed(self, graph: GraphBuilder) -> str:
@@ -81,7 +84,7 @@ class NativeOperators(Operators):
         data = graph.weight(prefix, Blob(start, "uint8", (stop - start,)))
         rows = [[moe.expert_size, *_format(into, start), *_format(out, start)] for into, out in table]
         directory = graph.table(f"{prefix}.directory", rows)
-        planes = io.PLANES if any(entry.name in self._elastic for entry in entries) else ""
+        planes = io.PLANES if any(entry.name in self._with_planes for entry in entries) else ""
         inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes]
         sizes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
         return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **sizes)
@@ -99,7 +102,7 @@ class NativeOperators(Operators):
     ) -> str:
         entry = self._tensors[name]
         weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
-        planes = io.PLANES if name in self._elastic else ""
+        planes = io.PLANES if name in self._with_planes else ""
         return graph.op(
             "LinearLowBit",
             [value, *self._bytes(graph, entry), self._bias(graph, name), weight, residual, planes],
@@ -130,10 +133,6 @@ def _format(entry: TensorEntry, start: int) -> list[int]:
 def _matrix(entry: TensorEntry) -> dict[str, int]:
     n, k = entry.shape
     return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size}
-
-
-# MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
-_INT8_ACTIVATIONS = 4
 
 
 class PortableOperators(Operators):

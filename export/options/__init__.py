@@ -1,1 +1,1 @@
-"""What a caller may ask of an export."""
+"""The options of an export."""

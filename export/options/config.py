@@ -1,4 +1,4 @@
-"""What a caller may ask of an export, validated on construction."""
+"""The options of an export, validated on construction."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ __all__ = ["EXPORTERS", "FORMATS", "ExportConfig", "StaticOptions"]
 
 _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256
+FORMATS = ("onnx", "gguf")
+EXPORTERS = ("native", "optimum")
+_BITS = (2, 4, 8, 32)
+# llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
+_GGUF_TYPES = {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
+_GROUP_SIZES = (32, 64, 128)
+# Fewer say little of a model; more cost hours and change nothing.
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
+_UNRECORDED = (
+    *("name", "layout", "force", "calibration", "calibration_tokens"),
+    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,9 @@ class StaticOptions:
             message = f"The model has no layer {self.layers[-1]}."
             raise UsageError(message, f"Its layers are numbered 0 to {spec.num_layers - 1}.")
         if self.context is not None and self.context > spec.max_positions:
-            message = f"A static context of {self.context} tokens was asked for, the model allows {spec.max_positions}."
-            raise UsageError(message, f"Use --static-context {spec.max_positions} or less.")
+            allowed = spec.max_positions
+            message = f"A static context of {self.context} tokens was requested, but the model allows only {allowed}."
+            raise UsageError(message, f"Use --static-context {allowed} or less.")
         context = self.context or min(_DEFAULT_CONTEXT, spec.max_positions)
         chunk = self.chunk or max(self.widths[-1], min(_DEFAULT_CHUNK, context))
         try:
@@ -78,20 +91,6 @@ class StaticOptions:
 
 def _listed(numbers: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers)) or "(none)"
-
-
-FORMATS = ("onnx", "gguf")
-EXPORTERS = ("native", "optimum")
-_BITS = (2, 4, 8, 32)
-# llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
-_GGUF_TYPES = {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
-_GROUP_SIZES = (32, 64, 128)
-# Fewer say little of a model; more cost hours and change nothing.
-_FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
-_UNRECORDED = (
-    *("name", "layout", "force", "calibration", "calibration_tokens"),
-    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static"),
-)
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class ExportConfig:
         _choice("layout", self.layout, LAYOUTS)
         _choice("exporter", self.exporter, EXPORTERS)
         if self.name is not None and not self.name.strip():
-            raise UsageError("The name is empty.", "Leave it out to take the folder's name.")
+            raise UsageError("The name is empty.", "Leave it out to use the folder's name.")
         self._check_method()
         self._check_budget()
         for pattern, bits in self.bits_for:
@@ -193,7 +192,7 @@ class ExportConfig:
             raise UsageError(f"target_size={self.target_size} is not possible.", "Give a number of bytes.")
 
     def _check_opaque(self) -> None:
-        """What the optimum route, which knows no tensors by name and runs no layers, cannot do."""
+        """Refuses what the optimum exporter cannot do: it names no tensors and runs no layers."""
         asked = {
             "method": self.method not in (None, "rtn"),
             "calibration": self.calibration is not None,
@@ -207,7 +206,7 @@ class ExportConfig:
                 raise UsageError(message, "Leave it out, or use the native exporter.")
 
     def _check_gguf(self) -> None:
-        """What llama.cpp's types decide by themselves."""
+        """Refuses options that llama.cpp's types decide by themselves."""
         asked = {
             "exporter": self.exporter != "native",
             "layout": self.layout != NATIVE,
@@ -220,7 +219,7 @@ class ExportConfig:
         }
         for name, is_asked in asked.items():
             if is_asked:
-                hint = "Leave it out, and choose a type, as --type Q4_K_M."
+                hint = "Leave it out, and choose a type, such as --type Q4_K_M."
                 raise UsageError(f"{name} is not possible with a GGUF model.", hint)
         if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
             message = f"{self.gguf_kind} needs a calibration text, which tells what to keep."
@@ -237,7 +236,7 @@ class ExportConfig:
                 raise UsageError("A pattern of types_for is empty.", "Write it like blk.*.ffn_down.weight=Q8_0.")
 
     def _check_static(self) -> None:
-        """What has no operator in ONNX's standard, or no meaning with fixed shapes."""
+        """Refuses what has no operator in ONNX's standard, or no meaning with fixed shapes."""
         asked = {
             f"format={self.format!r}": self.format != "onnx",
             f"exporter={self.exporter!r}": self.exporter != "native",
@@ -252,7 +251,7 @@ class ExportConfig:
                 raise UsageError(f"{name} is not possible with static shapes.", hint)
 
     def _check_onnx(self) -> None:
-        """What only llama.cpp's files have."""
+        """Refuses options that only GGUF files have."""
         asked = {
             "A GGUF type": self.gguf_type is not None or bool(self.types_for),
             "Leaving layers out": bool(self.prune_layers or self.prune_count),
@@ -284,7 +283,7 @@ class ExportConfig:
         return self.target_size
 
     def resolve(self, weights: int, vocabulary_weights: int) -> ExportConfig:
-        """The same with everything decided that was left to the model's size, and not to a budget.
+        """Decides everything that depends on the model's size, and not on a budget.
 
         Args:
             weights: number of weights of the model.
@@ -315,7 +314,7 @@ class ExportConfig:
 
     @property
     def options(self) -> dict[str, str | int | float | bool | None]:
-        """What the manifest records: all but what it says elsewhere, and where files lay."""
+        """The options that the manifest records: all but paths and what it says elsewhere."""
         if self.format == "gguf":
             types = " ".join(f"{pattern}={kind}" for pattern, kind in self.types_for) or None
             asked = {"budget_bits": self.budget_bits, "target_size": self.target_size, "types_for": types}

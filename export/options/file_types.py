@@ -96,12 +96,12 @@ def find_tensor_type(name: str) -> str:
     """
     upper = name.upper()
     if upper not in TENSOR_TYPES:
-        raise UsageError(f"A tensor cannot be made {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")
+        raise UsageError(f"A tensor cannot have the type {name!r}.", f"Choose one of {', '.join(TENSOR_TYPES)}.")
     return upper
 
 
 def fitting(tensor_type: str, columns: int) -> str:
-    """The type that llama.cpp makes of a tensor of so many columns where one is asked for: blocks must fit a row."""
+    """The type that llama.cpp gives a tensor of so many columns instead of the requested one: blocks must fit a row."""
     if columns % ggml_type(tensor_type).block_values == 0:
         return tensor_type
     smaller = _FALLBACKS.get(tensor_type, "F16")
@@ -109,5 +109,5 @@ def fitting(tensor_type: str, columns: int) -> str:
 
 
 def needs_importance(tensor_type: str) -> bool:
-    """Whether llama.cpp makes tensors of this type with importance data only."""
+    """Whether llama.cpp needs importance data for tensors of this type."""
     return tensor_type in _NEEDY_TENSORS

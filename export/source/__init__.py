@@ -1,1 +1,1 @@
-"""A checkpoint as it lies on disk: tensors, configuration, the small files beside them, texts to calibrate with."""
+"""What an export reads: a checkpoint's tensors, configuration and small files, and texts to calibrate with."""

@@ -1,4 +1,4 @@
-"""A bundle's weights as a Hugging Face checkpoint, multiplied out: what training and other engines take."""
+"""A bundle's dequantized weights as a Hugging Face checkpoint, for training and for other engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def checkpoint_config(bundle: Bundle) -> dict[str, Any]:
-    """The config.json of a checkpoint with the bundle's function.
+    """Makes the config.json of a checkpoint that computes what the bundle does.
 
     Raises:
         UsageError: it is neither Llama, Qwen2 nor Qwen3 of the plain kind.
@@ -32,9 +32,7 @@ def _plain_spec(bundle: Bundle) -> DecoderSpec:
     spec = bundle.manifest.decoder
     odd = spec is None or spec.moe or spec.whole_norm or spec.window_size or spec.mlp_bias
     if spec is None or odd or spec.rope.type != "default" or spec.rope.dim != spec.head_dim:
-        message = (
-            f"{bundle.path} cannot be made a checkpoint again: its architecture is no plain Llama, Qwen2 or Qwen3."
-        )
+        message = f"{bundle.path} cannot be turned back into a checkpoint: it is not a plain Llama, Qwen2 or Qwen3."
         raise UsageError(message, "Give the checkpoint itself.")
     return spec
 
@@ -62,7 +60,7 @@ def _config(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def checkpoint_tensors(bundle: Bundle) -> Iterator[tuple[str, Floats]]:
-    """Every tensor under Hugging Face's name; what a bundle joins is parted again.
+    """Yields every tensor under Hugging Face's name; packed tensors of the bundle are split again.
 
     Raises:
         BundleError: the weights are damaged; and as `checkpoint_config`.

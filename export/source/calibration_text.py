@@ -22,7 +22,7 @@ _PIECES = 256
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """What a model is run on.
+    """The texts that a model is run on.
 
     Attributes:
         texts: token ids of each.
@@ -34,7 +34,7 @@ class CalibrationText:
 
     @property
     def tokens(self) -> int:
-        """Of all texts together."""
+        """Number of tokens of all texts together."""
         return sum(map(len, self.texts))
 
 
@@ -65,7 +65,7 @@ def read_calibration_text(path: Path, tokenizer: bytes, tokens: int, context: in
 
 
 def _sample(path: Path) -> str:
-    """The text of a file, or of pieces all over a long one."""
+    """Reads the text of a file, or pieces spread over a long one."""
     try:
         size = path.stat().st_size
         if size <= _MOST_BYTES:
@@ -85,7 +85,7 @@ def _sample(path: Path) -> str:
 
 
 def _tokenize(text: str, tokenizer: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of a text, and those that begin one."""
+    """Tokenizes a text; also returns the tokens that begin one."""
     from tokenizers import Tokenizer
 
     try:

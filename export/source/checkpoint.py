@@ -74,6 +74,11 @@ class Checkpoint:
         """Names of all tensors."""
         return frozenset(self._tensors)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        return {name: tensor.stored.shape for name, tensor in self._tensors.items()}
+
     def dtype(self, name: str) -> str:
         """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
         return self._tensors[name].stored.dtype
@@ -159,12 +164,14 @@ class Checkpoint:
         for name, file in shards.items():
             if file not in headers:
                 if PurePosixPath(file).name != file or "\\" in file:
-                    raise CheckpointError(f"{index} names {file!r}, which leaves its folder.", "Do not use it.")
+                    raise CheckpointError(f"{index} names {file!r}, which is outside its folder.", "Do not use it.")
                 if file not in present:
-                    raise CheckpointError(f"{self.folder / file} is missing, {index.name} lists it.", _AGAIN)
+                    raise CheckpointError(f"{self.folder / file} is missing, although {index.name} lists it.", _AGAIN)
                 headers[file] = _read_header(self.folder / file)
             if name not in headers[file]:
-                raise CheckpointError(f"{self.folder / file} has no tensor {name!r}, {index.name} says so.", _AGAIN)
+                raise CheckpointError(
+                    f"{self.folder / file} has no tensor {name!r}, although {index.name} lists it.", _AGAIN
+                )
             self._tensors[name] = headers[file][name]
 
 

@@ -59,7 +59,7 @@ class HFConfig:
         return bool(value)
 
     def experts(self) -> int:
-        """Experts of a layer, in transformers 4's word or 5's."""
+        """Number of experts of a layer, under the name of transformers 4 or 5."""
         return self.integer("num_local_experts" if self.get("num_experts") is None else "num_experts")
 
     def dense_layers(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class Sidecar:
 
 
 def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
-    """Gathers the small files of a checkpoint.
+    """Reads the small files of a checkpoint.
 
     Raises:
         CheckpointError: the tokenizer is missing, or a file is malformed.
@@ -60,7 +60,7 @@ def _tokenizer(folder: Path) -> bytes:
 
 
 def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
-    """The same tokenizer with its merges as texts instead of pairs, which devices parse in half of the memory.
+    """Rewrites a tokenizer's merges as strings instead of pairs, which devices parse in half of the memory.
 
     As it was where a part of a pair holds the space that would part them, or there are no pairs.
     """

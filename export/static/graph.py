@@ -15,6 +15,9 @@ from edgeinfer.export.graph.builder import GraphBuilder
 
 __all__ = ["StaticOperators", "build_static_graph"]
 
+# The first with DequantizeLinear in blocks and with types of four bits; what devices take lags behind ONNX.
+_OPSET = 21
+
 
 class StaticOperators:
     """Adds nodes to a graph whose hidden states are (1, S, D).
@@ -131,10 +134,6 @@ class StaticOperators:
 
     def _reshape(self, value: str, result: str, shape: list[int]) -> str:
         return self._graph.op("Reshape", [value, self._graph.constant(shape)], result)
-
-
-# The first with DequantizeLinear in blocks and with types of four bits; what devices take lags behind ONNX.
-_OPSET = 21
 
 
 def build_static_graph(

@@ -25,16 +25,16 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
-from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.architectures.described import check_tensors, read_spec
+from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.architectures.described import Described, describe, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.static.graph import build_static_graph
-from edgeinfer.export.weights.calibrated import Progress, write_calibrated, write_plain
-from edgeinfer.export.weights.planning import make_plan, resolve, text_of
+from edgeinfer.export.weights.calibrated import Progress, write_weights
+from edgeinfer.export.weights.planning import plan_weights, resolve
 from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.quant.policy import QuantScheme
@@ -60,53 +60,47 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
         if spec.moe is not None:
             message = "Mixtures of experts cannot be exported with static shapes: which experts run is not fixed."
             raise UsageError(message, "Leave --static out.")
-        plans = family.tensors(hf_config, spec, checkpoint.names)
-        check_tensors(checkpoint, family, plans)
+        stored = describe(spec, hf_config, family, checkpoint)
         graphs = config.static.graphs(spec)
-        spec, plans = _keep_layers(spec, plans, graphs)
+        described = _keep_layers(stored, graphs)
+        spec, plans = described.spec, described.plans
         config = resolve(config, plans)
         planned = PlannedTensors(checkpoint, plans)
-        text = text_of(config, sidecar, spec)
-        parameters = sum(plan.parameters for plan in plans)
-        quant = make_plan(config, spec, plans, planned, parameters, None if text is None else text.texts, progress)
-        quant = _storable(spec, plans, quant)
-        tensors = _table(spec, plans, quant)
+        weights = plan_weights(config, sidecar, described, planned, described.parameters, progress)
+        weights = dataclasses.replace(weights, quant=_storable(described, weights.quant))
+        tensors = _table(described, weights.quant)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend=BACKEND,
             geometry=spec.geometry,
-            parameters=parameters,
+            parameters=described.parameters,
             capabilities=Capabilities(layer_skip=False, hidden=False, tree=True),
             decoder=spec,
             tensors=tensors,
             layout=STATIC,
             layout_version=LAYOUT_VERSIONS[STATIC],
             export=config.options,
-            plan=quant.record(*(() if text is None else (text.sha256, text.tokens))),
+            plan=weights.record(),
             static=graphs,
         )
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
             with (work / WEIGHTS).open("wb") as file:
-                if text is None or not any(quant.schemes.values()):
-                    write_plain(file, planned, tensors[: len(plans)], quant, progress)
-                else:
-                    write_calibrated(file, spec, planned, tensors[: len(plans)], quant, text.texts, progress)
+                write_weights(file, spec, planned, tensors[: len(plans)], weights, progress)
                 _write_tied_head(file, work / WEIGHTS, {t.name: t for t in tensors}, spec)
             _write_graphs(work, spec, tensors, graphs)
             seal(work, manifest)
     return out
 
 
-def _keep_layers(
-    spec: DecoderSpec, plans: tuple[TensorPlan, ...], graphs: StaticGraphs
-) -> tuple[DecoderSpec, tuple[TensorPlan, ...]]:
+def _keep_layers(described: Described, graphs: StaticGraphs) -> Described:
     """The decoder of the kept layers, renumbered, for the context that the graphs have."""
+    spec = described.spec
     place = {layer: index for index, layer in enumerate(graphs.layers)}
     windows = tuple(spec.windows[layer] for layer in graphs.layers) if spec.windows else ()
     kept = []
-    for plan in plans:
+    for plan in described.plans:
         found = _LAYER.match(plan.name)
         if found is None:
             kept.append(plan)
@@ -114,15 +108,15 @@ def _keep_layers(
             name = f"layers.{place[layer]}.{plan.name[found.end() :]}"
             kept.append(dataclasses.replace(plan, name=name))
     fixed = dataclasses.replace(spec, num_layers=len(place), windows=windows, max_positions=graphs.context)
-    return fixed, tuple(kept)
+    return Described(fixed, tuple(kept))
 
 
-def _storable(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan) -> QuantPlan:
+def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
     """The same plan with wider matrices where the static layout has none so narrow: rows of (K, N) end with bytes, and
     K is a multiple of the block, as OpenVINO asks."""
     schemes: dict[str, QuantScheme | None] = dict(quant.schemes)
     # An embedding is stored by rows; a tied one by columns besides.
-    by_columns = {plan.name: plan.shape for plan in plans if plan.name != "embed" or spec.tied}
+    by_columns = {plan.name: plan.shape for plan in described.plans if plan.name != "embed" or described.spec.tied}
     for name, shape in by_columns.items():
         scheme = schemes.get(name)
         if scheme is not None and shape[1] % scheme.block_size:
@@ -134,10 +128,10 @@ def _storable(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan
     return dataclasses.replace(quant, schemes=schemes)
 
 
-def _table(spec: DecoderSpec, plans: tuple[TensorPlan, ...], quant: QuantPlan) -> tuple[TensorEntry, ...]:
+def _table(described: Described, quant: QuantPlan) -> tuple[TensorEntry, ...]:
     """The tensor table. A tied head that is quantized is stored by columns besides the embedding's rows."""
-    outlines = [outline(plan, quant.scheme(plan.name)) for plan in plans]
-    if spec.tied:
+    outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
+    if described.spec.tied:
         embedding = next(o for o in outlines if o.name == "embed")
         shares = "" if embedding.quantized else "embed"
         outlines.append(Outline("head", embedding.shape, embedding.quantized, shares=shares))

@@ -1,1 +1,1 @@
-"""Training of small models on text that the caller has; knows nothing of quantization or bundles."""
+"""Training of drafters, draft heads and early exits on text that the caller has."""

@@ -56,47 +56,47 @@ def names_in(story: str) -> list[str]:
     return [name for name, count in counts.most_common() if count >= 2 and name not in _NOT_NAMES]
 
 
-def dialogue(story: str, chance: random.Random) -> list[Message]:
+def dialogue(story: str, rng: random.Random) -> list[Message]:
     """A request that the story answers, and often a second one about it."""
     names = names_in(story)
-    kind = chance.random()
+    kind = rng.random()
     if kind >= 0.9 and len(parts := _SENTENCE.split(story)) > 4:
         beginning = " ".join(parts[:2])
         return _turn(f"Continue this story: {beginning}", story[len(beginning) :].strip())
     if kind < 0.5 or not names:
-        request = _with_words(story, chance)
+        request = _with_words(story, rng)
     elif kind < 0.8:
-        request = f"{chance.choice(('Tell me a story about', 'Write a story about'))} {names[0]}."
+        request = f"{rng.choice(('Tell me a story about', 'Write a story about'))} {names[0]}."
     else:
         request = "Tell me a story."
-    return [*_turn(request, story), *(_second(story, names, chance) if names else ())]
+    return [*_turn(request, story), *(_second(story, names, rng) if names else ())]
 
 
 def _turn(request: str, reply: str) -> list[Message]:
     return [{"role": "user", "content": request}, {"role": "assistant", "content": reply}]
 
 
-def _with_words(story: str, chance: random.Random) -> str:
+def _with_words(story: str, rng: random.Random) -> str:
     words = list(dict.fromkeys(w for w in re.findall(r"\b[a-z]{3,9}\b", story) if w not in _COMMON))
-    chance.shuffle(words)
-    words = words[: chance.choice((2, 3))]
+    rng.shuffle(words)
+    words = words[: rng.choice((2, 3))]
     if len(words) < 2:
         return "Tell me a story."
-    begin = chance.choice(("Write a story with", "Tell me a story with", "Make up a story using"))
+    begin = rng.choice(("Write a story with", "Tell me a story with", "Make up a story using"))
     return f"{begin} the words {', '.join(words[:-1])} and {words[-1]}."
 
 
-def _second(story: str, names: list[str], chance: random.Random) -> list[Message]:
-    kind = chance.random()
+def _second(story: str, names: list[str], rng: random.Random) -> list[Message]:
+    kind = rng.random()
     if kind < 0.30:
-        other = chance.choice([name for name in _NAMES if name not in story])
+        other = rng.choice([name for name in _NAMES if name not in story])
         told = re.sub(rf"\b{names[0]}\b", other, story)
         return _turn(f"Tell it again, but call {names[0]} {other}.", told)
     if kind < 0.36:
         return _turn("Tell it again.", story)
     if kind < 0.50:
         listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-        return _turn(chance.choice(("Who is in the story?", "What are the names in the story?")), f"{listed}.")
+        return _turn(rng.choice(("Who is in the story?", "What are the names in the story?")), f"{listed}.")
     return _turn("How does the story start?", _SENTENCE.split(story)[0]) if kind < 0.56 else []
 
 
@@ -110,9 +110,9 @@ def make_dialogues(folder: Path, excluded: Path | None, seed: int) -> Iterator[l
     cleaned = dict.fromkeys(text for story in read_stories(folder, excluded) if (text := clean(story)) is not None)
     # Beginnings may be of stories as they were before they were cleaned, or after.
     stories = sorted(text for text in cleaned if not text.startswith(beginnings))
-    chance = random.Random(seed)
-    chance.shuffle(stories)
-    return (dialogue(story, chance) for story in stories)
+    rng = random.Random(seed)
+    rng.shuffle(stories)
+    return (dialogue(story, rng) for story in stories)
 
 
 def main(arguments: list[str] | None = None) -> None:

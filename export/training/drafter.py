@@ -1,4 +1,4 @@
-"""Makes a tiny drafter for a target: reads given text, then learns the target's probabilities.
+"""Trains a tiny drafter for a target: on given text, then on the target's probabilities.
 
 FastDraft's recipe (Zafrir et al. 2024): a shallow decoder with the target's tokens reads text, then learns from what
 the target itself writes, token by token and with the target's distribution at each (sequence and logit level).
@@ -20,16 +20,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.losses import layer_states
+from edgeinfer.export.training.models import Target, hidden_states, layer_states, make_student, save_checkpoint
 from edgeinfer.export.training.options import Progress, TrainOptions, require
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.sizing import StudentSize
-from edgeinfer.export.training.student import hidden_states, make_student, save_checkpoint
-from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask
-from edgeinfer.export.training.teacher import teach
-from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
+from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
 
 __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
@@ -37,11 +33,19 @@ __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acce
 # Windows that are read at a time, so that few logits are in memory.
 _ROWS = 4
 _DRAFTED = 4
+# Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
+_SHARES = (0.25, 0.3, 0.45)
+# Steps that tell what one costs.
+_TRIED = 4
+# Of the samples, what is kept for measuring; and windows that are read for it.
+_HELD_OUT, _WINDOWS = 0.04, 48
+_PROMPTS = 4000
+_SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
 class AcceptanceRates:
-    """What a student's guesses are worth.
+    """How often a target accepts a student's tokens.
 
     Attributes:
         agreement: share of tokens at which both find the same token likeliest: the acceptance of greedy drafts.
@@ -60,7 +64,7 @@ class AcceptanceRates:
 def measure_acceptance(
     student: Any, target: Any, windows: NDArray[np.int64], depth: int | None = None
 ) -> AcceptanceRates:  # (n, S)
-    """Reads windows with both; with so many layers of the student, or all."""
+    """Compares the two on windows of text, with all layers of the student or with the first `depth`."""
     device = target.device
     agreed: list[NDArray[np.bool_]] = []
     overlaps, divergences = [], []
@@ -89,16 +93,6 @@ def run_lengths(matches: NDArray[np.bool_], drafted: int) -> list[int]:  # (S,)
         found.append(run)
         at += run + 1
     return found
-
-
-# Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
-_SHARES = (0.25, 0.3, 0.45)
-# Steps that tell what one costs.
-_TRIED = 4
-# Of the samples, what is kept for measuring; and windows that are read for it.
-_HELD_OUT, _WINDOWS = 0.04, 48
-_PROMPTS = 4000
-_SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
@@ -136,11 +130,13 @@ class DrafterOptions:
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
         if self.nested and self.size.layers < 2:
-            raise UsageError("A drafter of one layer has no depths.", "Give a size of two layers or more, as 128x3.")
+            raise UsageError(
+                "A drafter of one layer cannot stop earlier.", "Give a size of two layers or more, as 128x3."
+            )
         require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
 
     def training(self, steps: int, seed: int) -> TrainOptions:
-        """Of one of the two."""
+        """The options of one of the two trainings."""
         warmup = min(50, max(1, steps // 10))
         rate = self.learning_rate
         return TrainOptions(steps, rate, warmup=warmup, seed=seed, device=self.device, threads=self.threads)
@@ -172,7 +168,7 @@ class DrafterTraining:
     prompts: Sequence[NDArray[Any]]
 
     def facts(self) -> dict[str, Any]:
-        """What a report says."""
+        """The facts of a report."""
         curves = {"reading": self.reading.losses, "distilling": self.distilling.losses}
         stages = {"untrained": self.untrained, "after_reading": self.read, "after_distilling": self.distilled}
         stages |= {f"after_{depth}_layers": each for depth, each in self.depths.items()}
@@ -188,7 +184,7 @@ class DrafterTraining:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps and tokens of the stages, which a resumed run takes over."""
+    """Steps and tokens of the stages, which a resumed run keeps."""
 
     reading: int
     distilling: int
@@ -203,7 +199,7 @@ def train_drafter(
     replier: Replier | None = None,
     progress: Progress | None = None,
 ) -> DrafterTraining:
-    """Trains a drafter in a working folder, or goes on with one that was interrupted there.
+    """Trains a drafter in a working folder, or resumes the training that was interrupted there.
 
     Args:
         replier: draws the target's replies; None draws them in torch.
@@ -239,7 +235,7 @@ def train_drafter(
     untrained = measure_acceptance(student, target.model, windows)
     first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
     read = measure_acceptance(student, target.model, windows)
-    taught = teach(target, learnt, options.length, work / "laws", progress)
+    taught = teacher_probabilities(target, learnt, options.length, work / "laws", progress)
     after = facts | {"after": schedule.reading}
     task = TeacherTask(student, taught, options.seed, options.rows, after, nested=options.nested)
     second = Trainer(task, options.training(schedule.distilling, options.seed + 1), work / "distilling").run(progress)
@@ -267,7 +263,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("minutes") != options.minutes:
             hint = "Give another working folder, or remove this one to start again."
-            raise UsageError(f"{work} holds a training of other minutes.", hint)
+            raise UsageError(f"{work} holds a training with another number of minutes.", hint)
         return Schedule(**kept)
     found = measure()
     write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())
@@ -282,7 +278,7 @@ def _measured(
     replier: Replier,
     prompts: Sequence[NDArray[Any]],
 ) -> Schedule:
-    """What fits the minutes, by what a few steps and replies take here."""
+    """The schedule that fits the minutes, by the time that a few steps and replies take here."""
     assert options.minutes is not None, "there are steps otherwise"
     # Learning from distributions takes what reading takes.
     step = _step_seconds(TextTask(make_student(options.size, target, options.seed), tokens, batches, {}))
@@ -303,7 +299,7 @@ def _measured(
 
 
 def _step_seconds(task: Task) -> float:
-    """Of a training step, the first apart."""
+    """Seconds of a training step, without the first."""
     torch.autograd.backward(task.loss(0))
     started = time.perf_counter()
     for step in range(_TRIED):

@@ -1,7 +1,7 @@
-"""Teaches a model's early layers to predict what all of it does, so that it can draft for itself.
+"""Trains a model's early exits to predict what the whole model does, so that it can draft for itself (LayerSkip).
 
 LayerSkip (Elhoushi et al. 2024): layers are left out in training, later ones more often, and each step one exit in turn
-learns as well. The last layer's distribution is held to what the model said before, which guards its quality.
+learns as well. The last layer's distribution is kept close to what it was before, which guards the quality.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
-from edgeinfer.export.training.losses import (
-    DepthFigures,
-    layer_states,
-    measure_depths,
-    require_plain,
-    taught_divergence,
-)
+from edgeinfer.export.training.losses import taught_divergence
+from edgeinfer.export.training.models import Target, layer_states, require_plain, save_checkpoint
 from edgeinfer.export.training.options import Progress, TrainOptions, require
-from edgeinfer.export.training.student import save_checkpoint
-from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.teacher import TeacherProbabilities, teach
+from edgeinfer.export.training.tasks import TeacherProbabilities, teacher_probabilities
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.trainer import Trained, Trainer
 
 __all__ = ["ExitsOptions", "ExitsTask", "ExitsTraining", "exit_weight", "layer_dropout", "tune_exits"]
 
 _HELD_OUT, _WINDOWS = 0.04, 32
+# Windows that are read at a time, so that few logits are in memory.
+_ROWS = 4
+
+DepthFigures = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class ExitsOptions:
         self.training()
 
     def training(self) -> TrainOptions:
-        """Of the whole."""
+        """The trainer's options."""
         warmup = min(30, max(1, self.steps // 10))
         return TrainOptions(
             self.steps,
@@ -100,11 +99,29 @@ class ExitsTraining:
     seconds: float
 
     def facts(self) -> dict[str, Any]:
-        """What a report says."""
+        """The facts of a report."""
         facts = {name: value for name, value in asdict(self).items() if name != "trained"}
         losses = list(self.trained.losses)
         steps = {"steps": len(losses), "resumed_at": self.trained.resumed_at}
         return facts | {"checkpoint": str(self.checkpoint)} | steps | {"losses": losses}
+
+
+@torch.inference_mode()
+def measure_depths(model: Any, windows: NDArray[np.int64]) -> tuple[DepthFigures, float]:  # (n, S)
+    """How often each depth agrees with the whole model's most probable token, and the whole model's perplexity."""
+    layers = len(model.model.layers)
+    agreed, loss, count = dict.fromkeys(range(1, layers), 0), 0.0, 0
+    for start in range(0, len(windows), _ROWS):
+        tokens = torch.from_numpy(windows[start : start + _ROWS]).to(model.device)  # (b, S)
+        states = layer_states(model, tokens)
+        logits = model.lm_head(states[-1]).float()  # (b * S, V)
+        whole = logits.argmax(-1)
+        for depth in agreed:
+            agreed[depth] += int((model.lm_head(states[depth - 1]).argmax(-1) == whole).sum())
+        count += whole.numel()
+        following = logits.unflatten(0, tokens.shape)[:, :-1].flatten(0, 1)
+        loss += float(F.cross_entropy(following, tokens[:, 1:].flatten())) * len(tokens)
+    return {depth: hits / count for depth, hits in agreed.items()}, float(np.exp(loss / len(windows)))
 
 
 def layer_dropout(layer: int, layers: int, most: float) -> float:
@@ -113,7 +130,7 @@ def layer_dropout(layer: int, layers: int, most: float) -> float:
 
 
 def exit_weight(depth: int, layers: int) -> float:
-    """What the exit after so many layers counts: in proportion to 1 + 2 + ... of them, so later ones count more."""
+    """The weight of the exit after so many layers: in proportion to 1 + 2 + ... of them, so later ones count more."""
     return depth * (depth + 1) / (layers * (layers - 1))
 
 
@@ -138,17 +155,17 @@ class ExitsTask:
         return self._facts
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All of the model's."""
+        """All parameters of the model."""
         return dict(self._model.named_parameters())
 
     def loss(self, step: int) -> torch.Tensor:
-        """The exit whose turn it is, and the whole model, against what the model said before."""
+        """The losses of this step's exit and of the whole model against the model's predictions before."""
         options, model, layers = self._options, self._model, self._layers
         tokens, likeliest, logs = (
             part.to(model.device) for part in self._taught.batch(options.seed, step, options.rows)
         )
-        chance = np.random.default_rng((options.seed, step, 1)).random(layers)
-        dropped = {layer for layer in range(layers) if chance[layer] < layer_dropout(layer, layers, options.dropout)}
+        uniform = np.random.default_rng((options.seed, step, 1)).random(layers)
+        dropped = {layer for layer in range(layers) if uniform[layer] < layer_dropout(layer, layers, options.dropout)}
         states = layer_states(model, tokens, dropped)
         depth = 1 + step % (layers - 1)
         parts = ((states[depth - 1], options.exit_weight * exit_weight(depth, layers)), (states[-1], options.guard))
@@ -163,7 +180,7 @@ class ExitsTask:
 def tune_exits(
     target: Target, text: TextSource, options: ExitsOptions, out: Path, work: Path, progress: Progress | None = None
 ) -> ExitsTraining:
-    """Tunes a model's exits and writes it as a checkpoint folder; goes on with what was interrupted.
+    """Tunes a model's exits and writes it as a checkpoint folder; resumes an interrupted training.
 
     Raises:
         UsageError: there is too little text, the model has one layer, or the folder holds another training.
@@ -181,7 +198,7 @@ def tune_exits(
     windows = held_out.windows(options.length, _WINDOWS)
     # Windows enough that none has to be seen often.
     seen = seen.first(options.steps * options.rows * options.length)
-    taught = teach(target, seen, options.length, work / "laws", progress)
+    taught = teacher_probabilities(target, seen, options.length, work / "laws", progress)
     before, perplexity = measure_depths(target.model, windows)
     target.model.requires_grad_(True)
     task = ExitsTask(target.model, taught, options, {"target": target.digest})

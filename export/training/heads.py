@@ -1,89 +1,192 @@
-"""Trains Medusa heads, one residual block for each place, and Hydra heads, which also see the tokens before theirs."""
+"""A whole training of heads: its text and replies, its task, its result."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional as F
 
-from edgeinfer.export.training.heads_task import HeadsTask, half
+from edgeinfer.bundle.heads import HEADS, JUDGED, TRUSTED, Heads
+from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
+from edgeinfer.export.training.draft_heads import HeadsShape, HydraTask, MedusaTask
+from edgeinfer.export.training.models import Target
+from edgeinfer.export.training.options import Progress, TrainOptions, require
+from edgeinfer.export.training.prompt_tokens import PromptTask
+from edgeinfer.export.training.routers import RoutersTask
+from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
+from edgeinfer.export.training.tasks import Batches
+from edgeinfer.export.training.text import TextSource, TokenFile
+from edgeinfer.export.training.trainer import Task, Trained, Trainer
 
-__all__ = ["HydraTask", "MedusaTask"]
+__all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]
+
+# Of the text and of the replies, what is kept for measuring.
+_HELD_OUT = 0.05
+_PROMPTS = 4000
+# Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
+_RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2}
 
 
-class MedusaTask(HeadsTask):
-    """Head i is x + SiLU(W x + b), from which training sets out as x. Implements `trainer.Task`."""
+@dataclass(frozen=True)
+class HeadsOptions:
+    """How heads are trained.
 
-    kind = "medusa"
+    Attributes:
+        kind: one of bundle.heads.HEADS.
+        steps: of the optimizer.
+        samples: tokens that the target writes; 0 trains on the text alone.
+        rows, length: windows of a step and their tokens.
+        learning_rate: at its highest; None is usual for the kind.
+        count, tokens: as HeadsShape.
+        keep: as RoutersTask.
+        device, threads: as TrainOptions.
+    """
 
-    def _make(self, size: int) -> torch.nn.Module:
-        blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(self.shape.count))
-        for parameter in blocks.parameters():
-            torch.nn.init.zeros_(parameter)
-        return blocks
+    kind: str
+    steps: int = 600
+    samples: int = 0
+    rows: int = 8
+    length: int = 128
+    learning_rate: float | None = None
+    count: int = 3
+    tokens: int | None = None
+    keep: float = 0.75
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
 
-    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self._modules, torch.nn.ModuleList)
-        return states + F.silu(self._modules[head](states))
+    def __post_init__(self) -> None:
+        require(self.kind in HEADS, "kind", self.kind, f"one of {', '.join(HEADS)}")
+        require(self.samples >= 0, "samples", self.samples, "0 or more")
+        for name, least in (("rows", 1), ("length", 8)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
 
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        values = dict(self._modules.named_parameters())
-        heads = range(self.shape.count)
+    @property
+    def training(self) -> TrainOptions:
+        """The trainer's options."""
+        return TrainOptions(
+            self.steps,
+            self.learning_rate or _RATES[self.kind],
+            weight_decay=0.0,
+            warmup=min(20, max(1, self.steps // 10)),
+            seed=self.seed,
+            device=self.device,
+            threads=self.threads,
+        )
+
+
+class _HeadsTask(Task, Protocol):
+    """A task that makes heads."""
+
+    def heads(self, notes: dict[str, str]) -> Heads:
+        """The trained heads."""
+
+
+@dataclass(frozen=True)
+class HeadsTraining:
+    """Trained heads.
+
+    Attributes:
+        heads: as a bundle keeps them.
+        before, after: how well they do on text that was kept for measuring, by name: of heads that draft, the share of
+            their likeliest tokens that are the target's, by place.
+        seconds: in all, since it was last started.
+        prompts: for measuring on an engine. (n,) each
+    """
+
+    heads: Heads
+    before: dict[str, float]
+    after: dict[str, float]
+    trained: Trained
+    seconds: float
+    prompts: Sequence[NDArray[Any]]
+
+    def facts(self) -> dict[str, Any]:
+        """The facts of a report."""
         return {
-            "weight": half(torch.stack([values[f"{head}.weight"] for head in heads])),
-            "bias": half(torch.stack([values[f"{head}.bias"] for head in heads])),
+            "kind": self.heads.kind,
+            "bytes": len(self.heads.to_bytes()),
+            "before": self.before,
+            "after": self.after,
+            "steps": len(self.trained.losses),
+            "resumed_at": self.trained.resumed_at,
+            "final_loss": self.trained.final_loss,
+            "seconds": round(self.seconds, 1),
+            "losses": list(self.trained.losses),
         }
 
 
-_TINY = 1e-6
+def train_heads(
+    target: Target,
+    text: TextSource,
+    options: HeadsOptions,
+    work: Path,
+    *,
+    drafter: Target | None = None,
+    replier: Replier | None = None,
+    progress: Progress | None = None,
+) -> HeadsTraining:
+    """Trains heads in a working folder, or resumes the training that was interrupted there.
 
+    Args:
+        drafter: that an acceptance head is trained for.
+        replier: draws the target's replies; None draws them in torch.
 
-class _Block(torch.nn.Module):
-    """P z + SiLU(W z + b), which sets out as the state alone."""
-
-    def __init__(self, size: int, inputs: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(2, size, inputs * size))
-        self.bias = torch.nn.Parameter(torch.zeros(size))
-        with torch.no_grad():
-            self.weight[0, :, :size] = torch.eye(size)
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:  # (..., inputs * D) -> (..., D)
-        """The block's output."""
-        projected: torch.Tensor = F.linear(z, self.weight[0]) + F.silu(F.linear(z, self.weight[1], self.bias))
-        return projected
-
-
-class HydraTask(HeadsTask):
-    """Head i reads the state, the root and i tokens behind it; tokens that are not guessed enter as zeros.
-
-    Implements `trainer.Task`.
+    Raises:
+        UsageError: there is too little text, or the folder holds a training of another configuration.
+        ModelError: the drafter has another vocabulary.
+        StorageError: the folder cannot be written, or the disk is full.
     """
+    started = time.monotonic()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with storage_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    sources = [text.tokens(work)]
+    sources[0].require(4 * options.length, "The text")
+    prompts = text.prompts(_PROMPTS)
+    asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
+    if options.samples:
+        drawn = SampleOptions(max(options.samples, 4 * options.length), seed=options.seed)
+        replies = sample(replier or TorchReplier(target), asked, drawn, work / "samples", target.digest, progress)
+        sources.insert(0, replies)
+    halves = [tokens.split(_HELD_OUT) for tokens in sources]
+    learnt, held_out = tuple(most for most, _ in halves), halves[0][1]
+    held_out.require(options.length, "What is kept of the text for measuring")
+    task = _make(target, drafter, learnt, options)
+    before = _figures(task, held_out)
+    trained = Trainer(task, options.training, work / options.kind).run(progress)
+    after = _figures(task, held_out)
+    notes = {name: f"{value:.4f}" for name, value in after.items()} | {"target": target.digest}
+    return HeadsTraining(task.heads(notes), before, after, trained, time.monotonic() - started, kept or prompts)
 
-    kind = "hydra"
 
-    def _make(self, size: int) -> torch.nn.Module:
-        embedding = self._target.model.model.embed_tokens.weight.detach()  # (V, D)
-        kept = embedding[self._tokens]
-        # Of the scale of states, whatever the model's own is.
-        kept = kept / (kept.square().mean(-1, keepdim=True) + _TINY).sqrt()
-        # Rounded as they will be stored.
-        self._known = torch.zeros_like(embedding)
-        self._known[self._tokens] = kept.half().float()
-        return torch.nn.ModuleList(_Block(size, 2 + head) for head in range(self.shape.count))
+def _make(target: Target, drafter: Target | None, learnt: tuple[TokenFile, ...], options: HeadsOptions) -> _HeadsTask:
+    batches, shape = Batches(options.seed, options.rows, options.length), HeadsShape(options.count, options.tokens)
+    if options.kind == "acceptance":
+        if drafter is None:
+            raise UsageError("An acceptance head needs a drafter, and none was given.", "Name the drafter.")
+        return AcceptanceHeadTask(drafter, target, learnt, batches)
+    if options.kind == "routers":
+        return RoutersTask(target, learnt, batches, options.keep)
+    if options.kind == "prompt":
+        return PromptTask(target, learnt, batches, shape)
+    return (MedusaTask if options.kind == "medusa" else HydraTask)(target, learnt, batches, shape)
 
-    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self._modules, torch.nn.ModuleList)
-        count = states.shape[1]
-        seen = [self._known[following[:, place : place + count]] for place in range(1 + head)]
-        guessed: torch.Tensor = self._modules[head](torch.cat([states, *seen], -1))
-        return guessed
 
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        arrays: dict[str, NDArray[Any]] = {"embeddings": half(self._known[self._tokens])}
-        for name, value in self._modules.named_parameters():
-            head, part = name.split(".")
-            arrays[f"{part}.{head}"] = half(value)
-        return arrays
+def _figures(task: _HeadsTask, held_out: TokenFile) -> dict[str, float]:
+    if isinstance(task, AcceptanceHeadTask):
+        judged, trusted = task.curves(held_out)
+        return {JUDGED: judged, TRUSTED: trusted}
+    if isinstance(task, RoutersTask):
+        lost, kept = task.figures(held_out)
+        return {"divergence in nats": lost, "layers kept": kept}
+    assert isinstance(task, MedusaTask | HydraTask | PromptTask)
+    return {f"agreement at place {place + 1}": share for place, share in enumerate(task.agreement(held_out))}

@@ -1,4 +1,4 @@
-"""What a caller may ask of a training, validated on construction."""
+"""The options of a training, validated on construction."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ class TrainOptions:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What the result depends on; a training is only gone on with under the same."""
+        """The options that the result depends on; a training is resumed with the same only."""
         names = ("steps", "learning_rate", "weight_decay", "warmup", "clip", "seed")
         return {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""Trains prompt tokens (PPD): embeddings behind a text at which the frozen model says what comes later.
+"""Trains prompt tokens (PPD): embeddings after a text at which the frozen model predicts later tokens.
 
 Behind the text of a window stand many copies of the prompt tokens, each as if it
 followed another place of it: it sees the text up to there, and itself.
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.export.training.heads_task import HeadsShape, final_states
+from edgeinfer.export.training.draft_heads import HeadsShape, final_states
 from edgeinfer.export.training.losses import divergence
-from edgeinfer.export.training.target import Target
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.text import TokenFile
 
 __all__ = ["PromptTask"]
 
@@ -61,7 +61,7 @@ class PromptTask:
         return {"embeddings": self._prompts}
 
     def loss(self, step: int) -> torch.Tensor:
-        """Mean divergence of what is said behind each prompt token from what the target says at its place."""
+        """Mean divergence of the prediction at each prompt token from the target's at its place."""
         batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
         places = self._places(batch.shape[1], step % _EVERY)
         taught = final_states(self._target.model, batch)
@@ -102,12 +102,12 @@ class PromptTask:
         return said
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
-        """What was trained, as a bundle keeps it."""
+        """The trained embeddings as a bundle keeps them."""
         return Heads(self.kind, {"embeddings": self._prompts.detach().cpu().numpy().astype(np.float32)}, notes)
 
     @torch.no_grad()
     def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
-        """How often what is likeliest behind each prompt token is the target's, on text it was not trained on."""
+        """How often the most probable token at each prompt token is the target's, on held-out text."""
         right, seen = torch.zeros(self.shape.count, dtype=torch.float64), 0
         rows = self._target.model.lm_head.weight
         for window in held_out.windows(self._batches.length, _WINDOWS):

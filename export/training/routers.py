@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from edgeinfer.bundle.heads import Heads
-from edgeinfer.export.training.heads_task import final_states
+from edgeinfer.export.training.draft_heads import final_states
 from edgeinfer.export.training.losses import divergence
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import require
-from edgeinfer.export.training.target import Target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile
+from edgeinfer.export.training.text import TokenFile
 
 __all__ = ["RoutersTask"]
 
@@ -61,7 +61,7 @@ class RoutersTask:
         return digests | self._batches.facts | {"keep": self._keep}
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Those of all routers."""
+        """The parameters of all routers."""
         return {"weight": self._weight, "bias": self._bias}
 
     def loss(self, step: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ class RoutersTask:
 
     @torch.no_grad()
     def _lengths(self, batch: torch.Tensor) -> torch.Tensor:  # (B, S) -> (L,)
-        """Of the prompts' mean states before each layer: they grow from layer to layer, and routers learn alike."""
+        """Lengths of the prompts' mean states before each layer, by which routers scale them to learn alike."""
         return self._run(batch)[3]
 
     def _run(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,13 +104,13 @@ class RoutersTask:
         return lost, torch.stack(soft, 1), torch.stack(hard, 1), torch.stack(lengths)
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
-        """What was trained, as a bundle keeps it."""
+        """The trained routers as a bundle keeps them."""
         weight = (self._weight / self._scale[:, None]).detach().cpu().numpy()
         return Heads(self.kind, {"weight": weight, "bias": self._bias.detach().cpu().numpy()}, notes)
 
     @torch.no_grad()
     def figures(self, held_out: TokenFile) -> tuple[float, float]:
-        """Mean divergence of replies in nats, and the share of layers kept, on text that was not trained on."""
+        """Mean divergence of replies in nats, and the share of layers kept, on held-out text."""
         lost, kept = list[float](), list[float]()
         for window in held_out.windows(self._batches.length, _WINDOWS):
             divergent, _, hard, _ = self._run(torch.from_numpy(window)[None].to(self._target.device))

@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
+from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import Progress, require
-from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tokens import TokenFile, open_tokens, write_tokens
+from edgeinfer.export.training.text import TokenFile, open_tokens, write_tokens
 
 __all__ = ["Replier", "SampleOptions", "TorchReplier", "sample"]
 
@@ -57,7 +57,7 @@ class Replier(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the way, as a record of the samples tells it."""
+        """Name of what draws them, as the record of the samples keeps it."""
 
     @property
     def context(self) -> int:
@@ -77,7 +77,7 @@ def sample(
     digest: str,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Replies of a target to prompts, each behind its prompt, in a file of the folder; goes on where it was stopped.
+    """Samples a target's replies to prompts, each after its prompt, into a file; resumes where it stopped.
 
     Args:
         prompts: token ids; they take turns until there are tokens enough. (n,) each
@@ -110,7 +110,7 @@ def sample(
 
 
 def _claim(folder: Path, record: dict[str, Any]) -> None:
-    """Says what a folder's samples are of, or that they are of something else."""
+    """Records what a folder's samples belong to, or refuses samples of something else."""
     file = folder / _RECORD
     if file.exists():
         if json.loads(file.read_text("utf-8")) != record:
@@ -158,7 +158,7 @@ class TorchReplier:
 
 
 class _Replies:
-    """Rows that are drawn together; those that have ended leave.
+    """Replies that are drawn together, one row each; finished rows are removed.
 
     Prompts are padded in front, so that all rows end at the same column.
     """
@@ -205,6 +205,6 @@ class _Replies:
         return replies
 
     def _choose(self, logits: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:  # (b, V), (b,) -> (b,)
-        chances = torch.softmax(logits / heat.clamp(min=1e-3)[:, None], -1)
-        drawn = torch.multinomial(chances, 1, generator=self._generator).flatten()
+        probabilities = torch.softmax(logits / heat.clamp(min=1e-3)[:, None], -1)
+        drawn = torch.multinomial(probabilities, 1, generator=self._generator).flatten()
         return torch.where(heat > 0, drawn, logits.argmax(-1))

@@ -1,7 +1,7 @@
-"""How large a drafter pays for a target on a device, worked out from measured costs; needs no torch, runs nothing.
+"""Chooses the size of drafter that pays most for a target on a device, from measured costs; needs no torch.
 
 A round with g drafted tokens takes g passes of the drafter and one of the target over g + 1 tokens, and commits
-(1 - a^(g+1)) / (1 - a) tokens where each is accepted with chance a. What a larger drafter gains in a it loses in
+(1 - a^(g+1)) / (1 - a) tokens where each is accepted with probability a. What a larger drafter gains in a it loses in
 passes: wide and shallow ones win, as a layer costs a fixed time besides its weights.
 """
 
@@ -19,7 +19,7 @@ _HEAD_DIM = 32
 _WIDTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _LAYERS = (1, 2)
 _MOST_DRAFTED = 15
-# Chances of acceptance that drafters of a share of the target's weights reach: FastDraft's and the like of published
+# Acceptance rates that drafters of a share of the target's weights reach: FastDraft's and the like of published
 # pairs lie between, from 0.4 at a thousandth to 0.8 at a third. A second layer is worth what doubling is.
 _AT_EQUAL, _PER_HALVING, _LEAST = 0.86, 0.045, 0.2
 
@@ -73,7 +73,7 @@ class StudentSize:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """What passes cost on a device.
+    """What passes of the target cost on a device.
 
     Attributes:
         target_ms: milliseconds of a pass of the target by its rows, 1 among them.
@@ -114,7 +114,7 @@ class TargetCosts:
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """What was chosen, and why.
+    """The chosen size, and why.
 
     Attributes:
         drafted: tokens of a draft that are best.
@@ -134,7 +134,7 @@ def expected_tokens(acceptance: float, drafted: int) -> float:
 
 
 def acceptance_guess(size: StudentSize, vocabulary: int, target_weights: int) -> float:
-    """The chance of acceptance that a drafter of this size may reach once it is trained."""
+    """The acceptance rate that a drafter of this size may reach once it is trained."""
     halvings = max(0.0, math.log2(target_weights / size.weights(vocabulary)) + 1 - math.log2(size.layers + 1))
     return max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
 
@@ -159,12 +159,12 @@ def choose_size(costs: TargetCosts, vocabulary: int, most_bytes: int | None = No
 
 
 def _judge(size: StudentSize, costs: TargetCosts, vocabulary: int) -> SizeChoice:
-    chance = acceptance_guess(size, vocabulary, costs.target_weights)
+    acceptance = acceptance_guess(size, vocabulary, costs.target_weights)
     draft_ms = costs.draft_ms(size, vocabulary)
 
     def speedup(drafted: int) -> float:
         round_ms = drafted * draft_ms + costs.verify_ms(drafted + 1)
-        return expected_tokens(chance, drafted) * costs.target_ms[1] / round_ms
+        return expected_tokens(acceptance, drafted) * costs.target_ms[1] / round_ms
 
     best = max(range(1, _MOST_DRAFTED + 1), key=speedup)
-    return SizeChoice(size, chance, best, draft_ms, speedup(best))
+    return SizeChoice(size, acceptance, best, draft_ms, speedup(best))

@@ -1,7 +1,7 @@
-"""Training text: stories and other text as tokens of a model, and prompts from them.
+"""Text as tokens of a model, kept on disk and mapped into memory, and prompts from it.
 
-A .txt file holds documents parted by "<|endoftext|>". A line of a .jsonl file is an object with "text", or with
-"messages", which the model's chat template renders; what that writes before a reply is a prompt.
+A .txt file holds documents separated by "<|endoftext|>". A line of a .jsonl file is an object with "text", or with
+"messages", which the model's chat template renders; what it renders before a reply is a prompt.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -22,21 +22,111 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgeinfer.errors import TemplateError, UsageError
-from edgeinfer.export.training.target import Target
-from edgeinfer.export.training.tokens import TokenFile, open_tokens, write_tokens
+from edgeinfer.bundle.writing import new_file
+from edgeinfer.errors import StorageError, TemplateError, UsageError
 
-__all__ = ["SEPARATOR", "Split", "TextSource", "make_tokenizer", "read_stories", "split_stories", "tokens_of"]
+if TYPE_CHECKING:  # making dialogues needs no torch
+    from edgeinfer.export.training.models import Target
+
+__all__ = [
+    "SEPARATOR",
+    "Split",
+    "TextSource",
+    "TokenFile",
+    "make_tokenizer",
+    "open_tokens",
+    "read_stories",
+    "split_stories",
+    "tokens_of",
+    "write_tokens",
+]
+
+Ints = NDArray[np.int64]
 
 SEPARATOR = "<|endoftext|>"
 # One story in so many is kept for measuring.
 _HELD_OUT = 50
-
 Split = tuple[list[str], list[str]]
+_AT_ONCE = 256
+# Documents without a dialogue: a prompt is so many of their first tokens.
+_OPENING = 12
+_HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages".'
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Documents one after the other, mapped into memory.
+
+    Attributes:
+        ids: of all. (T,)
+        digest: of them.
+    """
+
+    ids: NDArray[np.uint32]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def require(self, count: int, what: str) -> None:
+        """Refuses too little data.
+
+        Raises:
+            UsageError: there are fewer tokens than `count`.
+        """
+        if len(self) < count:
+            raise UsageError(f"{what} has {len(self)} tokens, and {count} are needed.", "Give more text.")
+
+    def first(self, count: int) -> TokenFile:
+        """The first `count` tokens, or all."""
+        return TokenFile(self.ids[:count], f"{self.digest}[:{min(count, len(self))}]")
+
+    def split(self, share: float) -> tuple[TokenFile, TokenFile]:
+        """Splits off the last tokens, by their share, which are kept for measuring."""
+        at = len(self) - int(len(self) * share)
+        return TokenFile(self.ids[:at], f"{self.digest}[:{at}]"), TokenFile(self.ids[at:], f"{self.digest}[{at}:]")
+
+    def batch(self, seed: int, step: int, rows: int, length: int) -> Ints:
+        """Windows from random places, which the seed and the step decide. (rows, length)"""
+        starts = np.random.default_rng((seed, step)).integers(0, len(self) - length + 1, rows)
+        return np.stack([self.ids[start : start + length] for start in starts]).astype(np.int64)
+
+    def windows(self, length: int, most: int) -> Ints:
+        """Windows spread evenly over all. (n, length)"""
+        count = min(most, len(self) // length)
+        starts = np.linspace(0, len(self) - length, count).astype(np.int64)
+        return np.stack([self.ids[start : start + length] for start in starts]).astype(np.int64)
+
+
+def write_tokens(path: Path, documents: Iterable[NDArray[np.integer]]) -> TokenFile:  # (n,) each
+    """Writes documents one after the other, as they come.
+
+    Raises:
+        StorageError: the file cannot be written, or the disk is full.
+    """
+    with new_file(path) as file:
+        for ids in documents:
+            file.write(ids.astype("<u4").tobytes())
+    return open_tokens(path)
+
+
+def open_tokens(path: Path) -> TokenFile:
+    """Maps what `write_tokens` wrote.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        ids = np.memmap(path, np.dtype("<u4"), "r") if path.stat().st_size else np.empty(0, np.uint32)
+    except (OSError, ValueError) as error:
+        raise StorageError(f"Cannot read {path}: {error}.", "Remove it; it will be written again.") from error
+    return TokenFile(ids, digest)
 
 
 def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:
-    """The stories of every .txt file (parted by SEPARATOR) and .jsonl file (field "text") of a folder, each once.
+    """The stories of every .txt file (separated by SEPARATOR) and .jsonl file (field "text") of a folder, each once.
 
     Args:
         excluded: a JSON list of beginnings; stories that begin with one of them are left out.
@@ -66,7 +156,7 @@ def _stories(file: Path) -> Iterator[str]:
 
 
 def split_stories(stories: list[str]) -> Split:
-    """Those to train on, and every fiftieth to measure with."""
+    """Splits stories into those to train on, and every fiftieth to measure with."""
     return [s for i, s in enumerate(stories) if i % _HELD_OUT], stories[::_HELD_OUT]
 
 
@@ -90,12 +180,6 @@ def tokens_of(stories: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:  #
     return np.concatenate([np.array(run, np.int64) for run in runs])
 
 
-_AT_ONCE = 256
-# Documents without a dialogue: a prompt is so many of their first tokens.
-_OPENING = 12
-_HINT = 'Give UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages".'
-
-
 @dataclass(frozen=True)
 class TextSource:
     """Files of text in the tokens of a target.
@@ -112,10 +196,10 @@ class TextSource:
             raise UsageError("There is no text to train on.", _HINT)
         for file in self.files:
             if file.suffix not in (".txt", ".jsonl") or not file.is_file():
-                raise UsageError(f"{file} is no file of text.", _HINT)
+                raise UsageError(f"{file} is not a text file.", _HINT)
 
     def digest(self) -> str:
-        """Of the contents."""
+        """Digest of the files' contents."""
         digest = hashlib.sha256()
         for file in self.files:
             with _reading(file), file.open("rb") as stream:
@@ -167,7 +251,7 @@ class TextSource:
         try:
             return str(self._template.render(messages=list(messages), add_generation_prompt=replying))
         except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise TemplateError(f"The chat template cannot write a dialogue: {error}.", _HINT) from error
+            raise TemplateError(f"The chat template cannot render a dialogue: {error}.", _HINT) from error
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -181,7 +265,7 @@ class TextSource:
 
 
 def _openings(document: str | list[Any]) -> Iterator[str | list[Any]]:
-    """What a document is continued from: itself, or a dialogue up to each request."""
+    """Beginnings that a document is continued from: itself, or a dialogue up to each request."""
     if isinstance(document, str):
         yield document
         return

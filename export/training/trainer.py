@@ -29,25 +29,29 @@ from edgeinfer.errors import DeviceError, StorageError, UsageError
 from edgeinfer.export.training.options import Progress, TrainOptions
 
 __all__ = [
-    "Kept",
     "Task",
     "Trained",
     "Trainer",
+    "TrainingState",
     "configuration_digest",
     "find_device",
-    "load_kept",
-    "remove_kept",
-    "save_kept",
+    "load_state",
+    "remove_states",
+    "save_state",
 ]
 
 _FORMAT = "edgeinfer-training"
 _TENSORS, _TABLE = "state.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)")
 _ANOTHER = "Give another working folder, or remove this one to start again."
+_BETAS = (0.9, 0.95)
+_EPSILON = 1e-8
+# What the optimizer keeps of a parameter; "step" counts its own, as not every step need reach every parameter.
+_STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
-class Kept:
+class TrainingState:
     """A training after some steps.
 
     Attributes:
@@ -61,12 +65,12 @@ class Kept:
 
 
 def configuration_digest(configuration: Mapping[str, Any]) -> str:
-    """Tells configurations apart; the order of their names is of no consequence."""
+    """A digest of a configuration; the order of its names does not matter."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
 
 
-def save_kept(folder: Path, kept: Kept, configuration: Mapping[str, Any]) -> None:
-    """Keeps a state in the place of an older one, which stays until this one is whole.
+def save_state(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
+    """Saves a state in the place of an older one, which stays until this one is whole.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -87,7 +91,7 @@ def save_kept(folder: Path, kept: Kept, configuration: Mapping[str, Any]) -> Non
             shutil.rmtree(path, ignore_errors=True)
 
 
-def load_kept(folder: Path, configuration: Mapping[str, Any]) -> Kept | None:
+def load_state(folder: Path, configuration: Mapping[str, Any]) -> TrainingState | None:
     """The newest state in a folder; None where there is none.
 
     Raises:
@@ -101,15 +105,15 @@ def load_kept(folder: Path, configuration: Mapping[str, Any]) -> Kept | None:
     try:
         table = json.loads((path / _TABLE).read_text("utf-8"))
         if table["format"] != _FORMAT or table["step"] != step:
-            raise ValueError("it is of another program")
+            raise ValueError("it was written by another program")
         _compare(folder, table["configuration"], configuration)
-        return Kept(step, list(map(float, table["losses"])), load_file(path / _TENSORS))
+        return TrainingState(step, list(map(float, table["losses"])), load_file(path / _TENSORS))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StorageError(f"Cannot read the training kept in {path}: {error}.", _ANOTHER) from error
+        raise StorageError(f"Cannot read the training saved in {path}: {error}.", _ANOTHER) from error
 
 
-def remove_kept(folder: Path) -> None:
-    """Drops what is kept in a folder."""
+def remove_states(folder: Path) -> None:
+    """Removes the states of a folder."""
     for _, path in _found(folder):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -121,7 +125,7 @@ def _found(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in matches if match is not None]
 
 
-def _write(folder: Path, kept: Kept, configuration: Mapping[str, Any]) -> None:
+def _write(folder: Path, kept: TrainingState, configuration: Mapping[str, Any]) -> None:
     try:
         save_file(kept.tensors, folder / _TENSORS)
     except SafetensorError as error:  # the library's own word for a full disk
@@ -148,7 +152,7 @@ def _compare(folder: Path, kept: Mapping[str, Any], asked: Mapping[str, Any]) ->
         return
     names = sorted(name for name in {*kept, *asked} if kept.get(name) != asked.get(name))
     shown = ", ".join(f"{name} was {_short(kept.get(name))}, is {_short(asked.get(name))}" for name in names[:3])
-    raise UsageError(f"{folder} holds a training of another configuration: {shown}.", _ANOTHER)
+    raise UsageError(f"{folder} holds a training with another configuration: {shown}.", _ANOTHER)
 
 
 def _short(value: Any) -> str:
@@ -156,14 +160,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 24 else f"{text[:20]}..."
 
 
-_BETAS = (0.9, 0.95)
-_EPSILON = 1e-8
-# What the optimizer keeps of a parameter; "step" counts its own, as not every step need reach every parameter.
-_STATES = ("exp_avg", "exp_avg_sq", "step")
-
-
 class Task(Protocol):
-    """What is trained.
+    """A loss over parameters to train.
 
     Attributes:
         name: of the stage, as progress shows it.
@@ -187,7 +185,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that came to its end.
+    """A finished training.
 
     Attributes:
         losses: of every step.
@@ -213,7 +211,7 @@ def find_device(name: str) -> torch.device:
         DeviceError: CUDA is asked for and not there.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("There is no CUDA device, or this torch is without CUDA.", "Use --device cpu, or auto.")
+        raise DeviceError("There is no CUDA device, or torch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -252,7 +250,7 @@ class Trainer:
         )
         self._losses: list[float] = []
         self._configuration = {"task": task.name} | dict(task.configuration) | options.decisive
-        kept = None if folder is None else load_kept(folder, self._configuration)
+        kept = None if folder is None else load_state(folder, self._configuration)
         if kept is not None:
             self._restore(kept)
         self._resumed_at = len(self._losses)
@@ -289,14 +287,14 @@ class Trainer:
         return Trained(tuple(self._losses), self._resumed_at, self._clock() - started)
 
     def save(self) -> None:
-        """Keeps the state; errors as `save_kept`."""
+        """Keeps the state; errors as `save_state`."""
         if self._folder is None:
             return
         tensors = {f"weight.{name}": p.detach().cpu().contiguous() for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
             state = self._optimizer.state.get(parameter, {})
             tensors |= {f"{part}.{name}": state[part].cpu().contiguous() for part in _STATES if state}
-        save_kept(self._folder, Kept(self.step, self._losses, tensors), self._configuration)
+        save_state(self._folder, TrainingState(self.step, self._losses, tensors), self._configuration)
 
     def _one(self, step: int) -> float:
         for group in self._optimizer.param_groups:
@@ -318,7 +316,7 @@ class Trainer:
         tail = self._losses[-50:]
         return sum(tail) / len(tail)
 
-    def _restore(self, kept: Kept) -> None:
+    def _restore(self, kept: TrainingState) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(kept.tensors[f"weight.{name}"])

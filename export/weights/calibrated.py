@@ -1,4 +1,4 @@
-"""Writes the weights of a model while it runs over texts: each matrix is quantized for what will enter it.
+"""Writes the weights of a model while it runs over texts: each matrix is quantized for its own inputs.
 
 Layer by layer, so that memory holds one of them and the hidden states.
 """
@@ -16,17 +16,33 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.weights.folding import fold_head, fold_layer
+from edgeinfer.export.weights.planning import WeightPlan
 from edgeinfer.export.weights.writer import quantized_rows, stored_rows, write_floats, write_quantized
 from edgeinfer.quant import METHODS, InputStatistics, dequantized, quantize
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate, default_streams
 from edgeinfer.quant.plan import QuantPlan
 
-__all__ = ["Progress", "write_calibrated", "write_plain"]
+__all__ = ["Progress", "write_calibrated", "write_plain", "write_weights"]
 
 Floats = NDArray[np.float32]
 Progress = Callable[[str, int, int], None]
 
 _log = logging.getLogger("edgeinfer")
+
+
+def write_weights(
+    file: BinaryIO,
+    spec: DecoderSpec,
+    tensors: PlannedTensors,
+    entries: Sequence[TensorEntry],
+    plan: WeightPlan,
+    progress: Progress | None = None,
+) -> None:
+    """Writes all tensors as planned; errors as `write_plain` and `write_calibrated`."""
+    if plan.text is not None and plan.is_calibrated:
+        write_calibrated(file, spec, tensors, entries, plan.quant, plan.text.texts, progress)
+    else:
+        write_plain(file, tensors, entries, plan.quant, progress)
 
 
 def write_plain(
@@ -36,7 +52,7 @@ def write_plain(
     plan: QuantPlan,
     progress: Progress | None = None,
 ) -> None:
-    """Writes all tensors without knowing what will enter them, a few MB at a time.
+    """Writes all tensors without looking at their inputs, a few MB at a time.
 
     Raises:
         CheckpointError: a file of the checkpoint ended early, or a tensor holds a value that is not finite.
@@ -55,7 +71,7 @@ def write_calibrated(
     texts: Sequence[NDArray[np.int64]],
     progress: Progress | None = None,
 ) -> Calibration:
-    """Writes all tensors, matrices quantized by the plan's method for what enters them when the model reads the texts.
+    """Writes all tensors; matrices are quantized by the plan's method for their inputs when the model reads the texts.
 
     Args:
         texts: token ids of each.
@@ -125,7 +141,7 @@ class _Writer:
         return weight
 
     def write_rest(self, statistics: dict[str, InputStatistics]) -> None:
-        """Writes all that was not."""
+        """Writes the tensors that are left."""
         for name in tuple(self._left):
             self.write(name, statistics.get(name))
 
@@ -136,7 +152,7 @@ class _Writer:
 
 
 class _Visitor:
-    """Quantizes and writes what calibration shows; see `quant.calibration.Visitor`."""
+    """Quantizes and writes the matrices that calibration visits; see `quant.calibration.Visitor`."""
 
     def __init__(self, spec: DecoderSpec, writer: _Writer) -> None:
         self._spec, self._writer = spec, writer

@@ -3,7 +3,6 @@
 A matrix whose columns are multiplied by s, behind something that divides by s, computes the same; but its large inputs
 have become smaller, and the errors of their weights with them. What can divide: the norm before queries, keys and
 values, and before gate and up; the rows of the values, before the attention's output; the rows of up, before down.
-Knows nothing of how scales are found.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def fold_layer(
     experts = [f"{prefix}.mlp.experts.{e}" for e in range(moe.experts)]
     shared = [f"{prefix}.mlp.shared"] if moe.shared_size else []
     readers = [f"{e}.{'gate_up' if moe.gated else 'up'}" for e in experts] + [f"{s}.gate_up" for s in shared]
-    choosers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
-    folder.into_norm(f"{prefix}.mlp_norm", readers, [name for name in choosers if name in tensors])
+    routers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
+    folder.into_norm(f"{prefix}.mlp_norm", readers, [name for name in routers if name in tensors])
     for name in (experts if moe.gated else []) + shared:
         folder.into_up(name)
 
@@ -63,7 +62,7 @@ class _Folder:
         self._tensors, self._plan, self._statistics = tensors, plan, statistics
 
     def into_norm(self, norm: str, readers: Sequence[str], others: Sequence[str] = ()) -> Floats | None:  # (D,)
-        """The norm divides for the matrices that read it, quantized or not; None where none is or is reached."""
+        """Makes the norm divide for the matrices that read it; None where none is quantized and seen."""
         quantized = [name for name in readers if self._plan.scheme(name) is not None and name in self._statistics]
         if not quantized:
             return None
@@ -74,7 +73,7 @@ class _Folder:
         return scale
 
     def into_values(self, spec: DecoderSpec, qkv: str, out: str) -> None:
-        """The rows of the values divide for the output; heads that share values share scales."""
+        """Makes the rows of the values divide for the output; heads that share values share scales."""
         statistics = self._statistics.get(out)
         if statistics is None or self._plan.scheme(out) is None:
             return
@@ -86,7 +85,7 @@ class _Folder:
         self._tensors.of(out).multiply(scale[None])
 
     def into_up(self, prefix: str) -> None:
-        """The rows of up, behind those of gate, divide for down."""
+        """Makes the rows of up, which follow those of gate, divide for down."""
         gate_up, down = f"{prefix}.gate_up", f"{prefix}.down"
         statistics = self._statistics.get(down)
         if statistics is None or self._plan.scheme(down) is None:
@@ -115,7 +114,7 @@ class _Folder:
 
 
 def _joined(parts: Sequence[InputStatistics]) -> InputStatistics:
-    """The statistics of all tokens that several have seen."""
+    """Joins statistics that were collected over different tokens."""
     count = sum(part.count for part in parts)
     shares = [np.float32(part.count / count) for part in parts]
     hessians = [share * part.hessian for share, part in zip(shares, parts, strict=True) if part.hessian is not None]

@@ -1,16 +1,16 @@
-"""What an export asks for, made definite for one checkpoint: the bits of every matrix, the text to calibrate with."""
+"""Plans the weights of one checkpoint: the bits of every matrix, and the text to calibrate with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.tables import Outline
 from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
@@ -22,17 +22,38 @@ from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 
-__all__ = ["make_plan", "resolve", "text_of"]
+__all__ = ["WeightPlan", "plan_weights", "resolve"]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """What every matrix is quantized to, and the text that it is calibrated with.
+
+    Attributes:
+        text: None where nothing is calibrated.
+    """
+
+    quant: QuantPlan
+    text: CalibrationText | None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether matrices are quantized for their inputs on the text."""
+        return self.text is not None and any(self.quant.schemes.values())
+
+    def record(self) -> PlanRecord:
+        """The plan as a manifest holds it."""
+        return self.quant.record(*(() if self.text is None else (self.text.sha256, self.text.tokens)))
 
 
 def resolve(config: ExportConfig, plans: Iterable[TensorPlan]) -> ExportConfig:
-    """The configuration with everything decided that depends on the model's size."""
+    """Decides everything in the configuration that depends on the model's size."""
     sizes = {plan.name: math.prod(plan.shape) for plan in plans}
     return config.resolve(sum(sizes.values()), sizes["embed"])
 
 
-def text_of(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
-    """The text to calibrate with, in the model's tokens; None where none is given. Of a resolved configuration only."""
+def _read_text(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> CalibrationText | None:
+    """Reads the calibration text of a resolved configuration in the model's tokens; None where there is none."""
     if config.calibration is None:
         return None
     assert config.calibration_tokens is not None, "resolve first"
@@ -40,26 +61,38 @@ def text_of(config: ExportConfig, sidecar: Sidecar, spec: DecoderSpec) -> Calibr
     return read_calibration_text(config.calibration, tokenizer, config.calibration_tokens, spec.max_positions)
 
 
-def make_plan(
+def plan_weights(
     config: ExportConfig,
-    spec: DecoderSpec,
-    plans: Sequence[TensorPlan],
+    sidecar: Sidecar,
+    described: Described,
     tensors: PlannedTensors,
     parameters: int,
-    texts: Sequence[NDArray[np.int64]] | None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> QuantPlan:
-    """The plan of a resolved configuration; where it has a budget, the model is probed for what it loses least by.
+) -> WeightPlan:
+    """Plans the weights of a resolved configuration; where it has a budget, the model is probed for the smallest loss.
 
     Args:
-        parameters: of the model.
-        texts: token ids of a calibration text, where there is one.
+        sidecar: with the tokenizer, for the calibration text.
+        parameters: of the checkpoint.
 
     Raises:
-        UsageError: a pattern matches no matrix that can be quantized.
+        UsageError: a pattern matches no matrix that can be quantized, or the calibration text is too short.
         BudgetError: no plan fits the budget.
         CheckpointError: a weight is not finite.
     """
+    text = _read_text(config, sidecar, described.spec)
+    return WeightPlan(_plan(config, described, tensors, parameters, text, progress), text)
+
+
+def _plan(
+    config: ExportConfig,
+    described: Described,
+    tensors: PlannedTensors,
+    parameters: int,
+    text: CalibrationText | None,
+    progress: Callable[[str, int, int], None] | None,
+) -> QuantPlan:
+    spec, plans = described.spec, described.plans
     shapes, method = {plan.name: plan.shape for plan in plans}, config.method or "rtn"
     budget = config.budget_bytes(parameters)
     if budget is None:
@@ -73,6 +106,6 @@ def make_plan(
     # An impossible budget is refused before the model is probed, which takes a while.
     unknown = {name: [Candidate(scheme, 0.0) for scheme in schemes] for name, schemes in candidates.items()}
     plan_within(budget, unknown, shapes, draw, config.layout)
-    chosen = choose_texts(texts, probe_tokens(spec, parameters), spec.vocab_size)
+    chosen = choose_texts(None if text is None else text.texts, probe_tokens(spec, parameters), spec.vocab_size)
     costs = measure_costs(spec, tensors.tensor, chosen, candidates, progress)
     return plan_within(budget, costs, shapes, draw, config.layout, method)

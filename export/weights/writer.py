@@ -1,4 +1,4 @@
-"""Writes tensors into `weights.bin`, quantized or not, each to its place."""
+"""Writes tensors into `weights.bin`, quantized or not, each at its offset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgeinfer.quant.blocks import packed
 
 __all__ = ["FloatRows", "outline", "quantized_rows", "stored_rows", "write_floats", "write_quantized"]
 
-# Values of a float32 tensor held at a time, 32 MB: exporting needs little memory whatever the tensor's size.
+# Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.
 _SLAB_VALUES = 1 << 23
 _PAIRED = ".gate_up"
 

@@ -16,6 +16,7 @@ from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import KVCache
+from edgeinfer.runtime.backends.visibility import Visibility, check_visibility
 
 __all__ = [
     "Backend",
@@ -23,10 +24,7 @@ __all__ = [
     "ForwardInput",
     "ForwardOutput",
     "PassCancelledError",
-    "Visibility",
-    "ancestors",
     "check_pass",
-    "in_window",
     "require",
 ]
 
@@ -47,20 +45,6 @@ class ExpertChoice:
 
     count: int
     bias: Floats | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Visibility:
-    """Which rows of the cache the new rows of a pass see, where texts that share a beginning lie in it side by side.
-
-    Attributes:
-        sees: of the T = length + S cached and new rows, those that each new row may attend to: itself, and earlier ones
-            only. (S, T)
-        places: the position that every row was or is fed with, for sliding windows. (T,)
-    """
-
-    sees: NDArray[np.bool_]
-    places: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,8 +186,8 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     if size == 0 or len(batch.positions) != size:
         raise BackendError(f"A pass of {size} tokens has {len(batch.positions)} positions.")
     if backend.cache.length + size > backend.cache.capacity:
-        held = f"the cache holds {backend.cache.length} of {backend.cache.capacity}"
-        raise BackendError(f"A pass of {size} tokens does not fit: {held}.")
+        rows = f"the cache holds {backend.cache.length} of {backend.cache.capacity}"
+        raise BackendError(f"A pass of {size} tokens does not fit: {rows}.")
     # Python's own min and max: on the few numbers of a decoding step they take a tenth of numpy's time.
     wanted, ids = batch.rows.tolist(), tokens.tolist()
     if wanted and not 0 <= min(wanted) <= max(wanted) < size:
@@ -223,42 +207,4 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
     if sees is not None:
-        _check_visibility(sees, backend.cache.length, size, tree)
-
-
-def _check_visibility(visibility: Visibility, length: int, size: int, tree: Ints | None) -> None:
-    total, sees = length + size, visibility.sees
-    if tree is not None:
-        raise BackendError("A pass takes a tree or what its rows see, not both.")
-    if length == 0:
-        raise BackendError("Rows of several texts need at least one token in the cache.")
-    if sees.shape != (size, total) or visibility.places.shape != (total,):
-        shapes = f"{sees.shape} and {visibility.places.shape}"
-        raise BackendError(f"What rows see has shapes {shapes}, not ({size}, {total}) and ({total},).")
-    new = sees[:, length:]
-    if not new.diagonal().all() or np.triu(new, 1).any():
-        raise BackendError("A row must see itself, and no row of its pass behind it.")
-
-
-def in_window(
-    positions: Ints, total: int, window: int, places: Ints | None = None
-) -> NDArray[np.bool_]:  # (S,), (T',) -> (S, T)
-    """Which of the T rows lie less than `window` positions before each of the S new tokens, the last of the rows.
-
-    Args:
-        places: positions of the first T' rows, at least of all but the new ones; None where they count up.
-    """
-    held = total - len(positions)
-    rows = np.concatenate([np.arange(held) if places is None else places[:held], positions])
-    near: NDArray[np.bool_] = positions[:, None] - rows < window
-    return near
-
-
-def ancestors(tree: Ints) -> NDArray[np.bool_]:  # (S,) -> (S, S)
-    """Which rows each row of a draft tree may attend to: itself and its ancestors."""
-    size = len(tree)
-    sees = np.eye(size, dtype=np.bool_)
-    for row, parent in enumerate(tree):
-        if parent >= 0:
-            sees[row] |= sees[parent]
-    return sees
+        check_visibility(sees, backend.cache.length, size, tree)

@@ -1,4 +1,4 @@
-"""What the registry knows of a backend before it is made; knows no backend."""
+"""How a backend is made and what is known of it before: one factory for each, which the registry lists."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from edgeinfer.bundle import Bundle, Layout
+from edgeinfer.bundle import Bundle, KVScales, Layout
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
-from edgeinfer.runtime.devices.selection import choose_device
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
 
-__all__ = ["BackendKind", "Order", "thread_count"]
+__all__ = ["BackendFactory", "BackendOrder", "counting_experts", "kv_types_with_scales", "scales_for", "thread_count"]
 
 
 @dataclass(frozen=True)
-class Order:
+class BackendOrder:
     """A backend that is wanted.
 
     Attributes:
@@ -52,7 +56,7 @@ class Order:
         return self.settings.affinity
 
 
-class BackendKind(ABC):
+class BackendFactory(ABC):
     """How a backend is made and what it can do.
 
     Attributes:
@@ -66,12 +70,8 @@ class BackendKind(ABC):
     tunes: ClassVar[tuple[str, ...]] = ()
     graphs: ClassVar[Graphs] = "none"
 
-    def device(self, config: LoadConfig) -> Device:
-        """The device that a bundle will run on; errors as `choose_device`."""
-        return choose_device(config, self.graphs)
-
-    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
-        """The layout of a bundle's weights that it will run.
+    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+        """The layout of a bundle's weights that it will run on a device.
 
         Raises:
             UsageError, BundleError: it cannot run the bundle, or not as asked.
@@ -95,10 +95,10 @@ class BackendKind(ABC):
         """What multiplies, as `Backend.kernel` will say."""
 
     @abstractmethod
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """What a bundle takes."""
 
-    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
         return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
 
@@ -107,10 +107,27 @@ class BackendKind(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def make(self, order: Order) -> Backend:
-        """The backend, running a bundle as planned; errors as `backends.make_backend`."""
+    def make(self, order: BackendOrder) -> Backend:
+        """The backend, running a bundle as planned; errors as `registry.make_backend`."""
 
 
 def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
     """Threads of the linear algebra: as the caller said, else as tuned, else one on each core."""
     return config.threads or settings.threads or physical_cores()
+
+
+def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
+    """Kinds of cache that a bundle has graphs for, and scales where they need them."""
+    kinds = bundle.kv_types(layout)
+    return kinds if len(kinds) == 1 or kv_scales(bundle) is not None else (FLOAT32,)
+
+
+def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
+    """The scales of the cache that was planned, where it needs any."""
+    return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
+
+
+def counting_experts(bundle: Bundle, backend: Backend, buffers: KVBuffers) -> Backend:
+    """A backend with these buffers, its experts counted where it has any."""
+    decoder = bundle.manifest.decoder
+    return backend if decoder is None or decoder.moe is None else ExpertCountingBackend(backend, buffers, decoder)

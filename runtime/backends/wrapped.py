@@ -1,52 +1,33 @@
-"""What backends that run another one in some way share: what they leave to it, and passes cut into windows of layers.
-
-Knows nothing of what they add.
-"""
+"""Backends around another one: what they leave to it, and the one that counts the experts that its passes use."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import dataclasses
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
-from edgeinfer.runtime.arrays import Ints
+from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.results import ExpertUse
 from edgeinfer.runtime.backends.cache import KVCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
     ForwardInput,
     ForwardOutput,
-    PassCancelledError,
-    check_pass,
 )
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.runtime.experts.statistics import ExpertCounter, ExpertCounts
 
-__all__ = ["Window", "WindowedBackend", "WrappedBackend"]
+__all__ = ["ExpertCountingBackend", "WrappedBackend"]
 
 B = TypeVar("B", bound=Backend)
 _NO_ROWS = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
-class Window:
-    """Layers of a pass that run together.
-
-    Attributes:
-        layers: attention and MLP of each layer, true where they are in the window. (2 L,)
-        before: called before it runs.
-        after: called with what came of it.
-    """
-
-    layers: NDArray[np.bool_]
-    before: Callable[[], None]
-    after: Callable[[ForwardOutput], None]
-
-
 class WrappedBackend(Generic[B]):
-    """Implements `contracts.Backend` but for `forward`, which takes a turn of its own.
+    """Implements `contract.Backend` but for `forward`, which takes a turn of its own.
 
     Args:
         inner: that runs the passes; this closes it.
@@ -106,59 +87,53 @@ class WrappedBackend(Generic[B]):
         self._inner.close()
 
 
-class WindowedBackend(WrappedBackend[B]):
-    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
-    states of one enter the next. Every row of the result is the same bits as without."""
+class ExpertCountingBackend(WrappedBackend[Backend]):
+    """Implements `contract.Backend` around another one; its passes are the same.
 
-    def __init__(self, inner: B) -> None:
+    Args:
+        inner: of a model with experts; this closes it.
+        buffers: its cache, which tells which rows were kept.
+        decoder: of the model.
+        expert_cache: of its experts, where not all stay in memory.
+
+    Attributes:
+        expert_cache: as given.
+    """
+
+    def __init__(
+        self, inner: Backend, buffers: KVBuffers, decoder: DecoderSpec, expert_cache: ExpertCache | None = None
+    ) -> None:
         super().__init__(inner)
-        self._cancelled = False
-        self._run_ns = 0
+        self._counter = ExpertCounter(decoder)
+        self.expert_cache = expert_cache
+        buffers.observe_keep = self._counter.kept
 
     @property
-    def run_ns(self) -> int:
-        """Nanoseconds of the last pass inside the execution engine, which fetches the weights there."""
-        return self._run_ns
+    def counts(self) -> ExpertCounts:
+        """How the tokens so far used experts, those of drafts that were rejected left out."""
+        return self._counter.counts(self.cache.length)
 
-    @abstractmethod
-    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
-        """The windows of a pass, at least one, which together run its layers in order."""
+    def use(self, since: ExpertCounts | None = None) -> ExpertUse:
+        """What people want to know of it.
 
-    def cancel(self) -> None:
-        """Ends the running pass from another thread, between two windows or in one."""
-        self._cancelled = True
-        self._inner.cancel()
+        Args:
+            since: count only what came after this.
+        """
+        counts = self.counts if since is None else self.counts - since
+        found = counts.summary()
+        cache = self.expert_cache
+        if cache is None:
+            return found
+        return dataclasses.replace(
+            found, expert_bytes=cache.expert_bytes, resident_bytes=cache.cached_bytes, hit_rate=cache.hit_rate
+        )
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
-        check_pass(self, batch)
-        self._cancelled = False
-        start, run_ns = self.cache.length, 0
-        windows, hidden = self._windows(batch), batch.hidden
-        used: Ints | None = None  # (L, S, k)
-        try:
-            for window in windows:
-                if self._cancelled:
-                    raise PassCancelledError("The pass was cancelled.")
-                # Each window writes the same rows of the cache, in its own layers.
-                self.cache.trim(start)
-                window.before()
-                mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
-                wanted = batch.rows if window is windows[-1] else _NO_ROWS
-                output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
-                used = _merged(used, output.experts)
-                window.after(output)
-                hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
-        except BaseException:
-            self.cache.trim(start)
-            raise
-        self._run_ns = run_ns
-        return replace(output, experts=used)
-
-
-def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, k) each
-    """The experts that the windows of a pass used so far: -1 but in the layers that ran in one of them."""
-    if before is None or window is None:
-        return None if window is None else window.copy()
-    merged: Ints = np.maximum(before, window, out=before)
-    return merged
+        start = self.cache.length
+        output = self._inner.forward(batch)
+        # Drafts of cheaper passes are not what the model's tokens use, and passes that go on after one know not all.
+        whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None and batch.hidden is None
+        if whole and output.experts is not None:
+            self._counter.passed(start, output.experts)
+        return output

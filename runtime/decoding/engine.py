@@ -14,7 +14,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, OverflowPolicy
+from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
 
@@ -23,7 +23,7 @@ __all__ = ["Engine", "Prefill", "Step"]
 
 @dataclass(frozen=True)
 class Prefill:
-    """How a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
+    """Tells how a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
 
     cached: int
     evaluated: int
@@ -48,12 +48,12 @@ _FEW = 16
 
 
 class Engine:
-    """One conversation's worth of state over a backend.
+    """Keeps one conversation in a backend's cache and makes its replies.
 
     Args:
         backend: evaluates passes; its cache belongs to this engine alone.
         chunk: prompt tokens per pass.
-        overflow: makes room where a text outgrows the cache; None is not at all, the text ends there.
+        context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
         prefix_bytes: kept at most of other conversations, to go back to them cheaply.
 
     Raises:
@@ -61,13 +61,13 @@ class Engine:
     """
 
     def __init__(
-        self, backend: Backend, chunk: int, overflow: OverflowPolicy | None = None, prefix_bytes: int = 0
+        self, backend: Backend, chunk: int, context_shift: ContextShiftPolicy | None = None, prefix_bytes: int = 0
     ) -> None:
         if prefix_bytes and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
             raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend = backend
-        self.overflow = overflow
+        self.context_shift = context_shift
         self.prefill = Prefill(0, 0, 0.0)
         self.lost = Lost()
         self.chunk = chunk
@@ -96,7 +96,7 @@ class Engine:
     ) -> Generator[Step]:
         """Yields tokens until `max_tokens`, a stop id (which is yielded), a full context or `cancel`.
 
-        Where an overflow policy makes room, no context is ever full; a reply without `max_tokens` then ends after as
+        Where an context shift makes room, no context is ever full; a reply without `max_tokens` then ends after as
         many tokens as the context holds.
 
         Args:
@@ -114,17 +114,17 @@ class Engine:
         return self._steps(prompt, left, stop_ids, strategy or DecodingStrategy(self.backend, sampler))
 
     def allowance(self, prompt: int, max_tokens: int | None) -> int:
-        """Tokens that the reply to a prompt of so many tokens may have."""
-        room = self.backend.cache.capacity - prompt + 1 if self.overflow is None else self.backend.cache.capacity
-        return room if max_tokens is None else max_tokens if self.overflow is not None else min(max_tokens, room)
+        """Counts the tokens that the reply to a prompt of so many tokens may have."""
+        room = self.backend.cache.capacity - prompt + 1 if self.context_shift is None else self.backend.cache.capacity
+        return room if max_tokens is None else max_tokens if self.context_shift is not None else min(max_tokens, room)
 
     @property
     def keeps(self) -> bool:
         """Whether what the cache holds can be put aside for another text and come back."""
-        return self._prefixes.cap > 0 and self.overflow is None
+        return self._prefixes.cap > 0 and self.context_shift is None
 
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
-        """Evaluates up to so many tokens of a prompt that will be continued; whether only its last one is left.
+        """Evaluates up to so many tokens of a prompt that will be continued; tells whether only its last one is left.
 
         Raises:
             PromptError, ContextLengthError: as `generate`.
@@ -172,15 +172,15 @@ class Engine:
             raise
         finally:
             strategy.leave()
-            # A stop id inside a round, or a reader who left: rows of tokens that nobody was given.
+            # A stop id inside a round, or a reader who left: rows of tokens that were never yielded.
             self._truncate(min(self.backend.cache.length + self.lost.tokens, len(self._tokens)))
 
     def forget(self) -> None:
         """Empties the cache."""
         self._tokens.clear()
         self.lost = Lost()
-        if self.overflow is not None:
-            self.overflow.forget()
+        if self.context_shift is not None:
+            self.context_shift.forget()
         self.backend.cache.trim(0)
 
     def check(self, prompt: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class Engine:
         """
         if not prompt:
             raise PromptError("The prompt is empty.", "Give at least one token of text.")
-        if len(prompt) > self.backend.cache.capacity and self.overflow is None:
+        if len(prompt) > self.backend.cache.capacity and self.context_shift is None:
             message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.cache.capacity}."
             hint = "Shorten it, load the model with a larger context (-c), or let it forget (--overflow window)."
             raise ContextLengthError(message, hint)
@@ -225,7 +225,7 @@ class Engine:
         return logits
 
     def room(self) -> int:
-        """Tokens that can be fed before the context is full; where it is, after the overflow policy has made room."""
+        """Counts the tokens that can be fed before the context is full; a context shift makes room where it is."""
         self._make_room()
         return self.backend.cache.capacity - self.backend.cache.length
 
@@ -244,11 +244,11 @@ class Engine:
         return logits
 
     def _make_room(self) -> None:
-        """Has the overflow policy shorten a full cache."""
-        if self.overflow is None or self.backend.cache.length < self.backend.cache.capacity:
+        """Lets the context shift shorten a full cache."""
+        if self.context_shift is None or self.backend.cache.length < self.backend.cache.capacity:
             return
         try:
-            removed = self.overflow.make_room(self._tokens)
+            removed = self.context_shift.make_room(self._tokens)
         except PassCancelledError:
             del self._tokens[self.backend.cache.length + self.lost.tokens :]
             raise
@@ -259,12 +259,12 @@ class Engine:
         self.lost = self.lost.after(removed, len(self._tokens))
 
     @property
-    def held(self) -> tuple[int, ...]:
-        """The tokens whose rows the cache holds, one for one; none where an overflow policy has changed the rows."""
+    def cached_tokens(self) -> tuple[int, ...]:
+        """Tokens whose rows the cache holds, one for one; none where a context shift has changed the rows."""
         return () if self.lost.tokens else tuple(self._tokens)
 
     def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
-        """Takes rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
+        """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
 
         Raises:
             BackendError: they are another model's, or too many; the cache is then empty.
@@ -287,7 +287,7 @@ class Engine:
         self._prefixes.evict(keep_bytes)
 
     def _reuse(self, prompt: Sequence[int]) -> int:
-        """Cuts the cache to what the prompt shares with it, or puts back more that was kept; the tokens that remain."""
+        """Cuts the cache to what it shares with the prompt, or puts back more that was kept; counts what remains."""
         most = min(len(prompt) - 1, self.backend.cache.capacity)
         cached = min(self.shared(prompt), len(prompt) - 1)
         if cached < self.lost.since:
@@ -303,18 +303,18 @@ class Engine:
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
         """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
-        held = self.held
-        if len(held) - cached > _FEW and self.backend.cache.copyable:
-            self._prefixes.offer(held, self.backend.cache.snapshot, wanted=prompt)
+        cached_tokens = self.cached_tokens
+        if len(cached_tokens) - cached > _FEW and self.backend.cache.copyable:
+            self._prefixes.offer(cached_tokens, self.backend.cache.snapshot, wanted=prompt)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
-        """Adds rows of the tokens that follow those held."""
+        """Adds rows of the tokens that follow the cached ones."""
         for piece in pieces:
             self.backend.cache.append(piece)
             self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many of the first tokens are those that were fed."""
+        """Counts the first tokens that are those that were fed."""
         shared = 0
         for mine, theirs in zip(self._tokens, tokens, strict=False):
             if mine != theirs:
@@ -328,7 +328,7 @@ class Engine:
 
 
 def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
-    """The tokens up to and with the first stop id."""
+    """Cuts tokens behind the first stop id."""
     for place, token in enumerate(tokens):
         if token in stop_ids:
             return tokens[: place + 1]

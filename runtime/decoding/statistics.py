@@ -9,12 +9,12 @@ from itertools import zip_longest
 
 from edgeinfer.results import DrafterUse
 
-__all__ = ["DecodingStatistics", "RoundTimes", "SearchStatistics", "SpeculationStatistics"]
+__all__ = ["DecodingStatistics", "ReducedStatistics", "RoundTimes", "SearchStatistics", "SpeculationStatistics"]
 
 
 @dataclass
 class DecodingStatistics:
-    """What every strategy may count.
+    """Counts what every strategy may count.
 
     Attributes:
         passes: of the target.
@@ -27,15 +27,36 @@ class DecodingStatistics:
 
 @dataclass
 class SearchStatistics(DecodingStatistics):
-    """What searching took.
+    """Counts what a search took.
 
     Attributes:
-        branches: texts that were begun side by side.
+        branches: texts decoded side by side.
         trials: as `SearchUse` has it.
     """
 
     branches: int = 0
     trials: int = 0
+
+
+@dataclass
+class ReducedStatistics(DecodingStatistics):
+    """What reduced compute made of a reply's tokens after the first.
+
+    Attributes:
+        tokens: made in all.
+        reduced: of them, made with less than the whole model.
+        caught_up: of those, evaluated by the whole model later.
+        blocks_skipped: attention and MLP blocks, over all tokens.
+        decide_ms: milliseconds of deciding what is left out.
+        ms: milliseconds of all tokens.
+    """
+
+    tokens: int = 0
+    reduced: int = 0
+    caught_up: int = 0
+    blocks_skipped: int = 0
+    decide_ms: float = 0.0
+    ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +70,7 @@ class RoundTimes:
 
 @dataclass
 class SpeculationStatistics(DecodingStatistics):
-    """What the rounds of one generation came to; fields as in `results.Speculation`.
+    """Counts what the rounds of one generation came to; fields as in `results.Speculation`.
 
     Attributes:
         committed: tokens.

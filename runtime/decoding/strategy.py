@@ -51,7 +51,7 @@ class DecodingStrategy:
         return self._accept(self._sampler.sample(logits, len(prompt)), logits)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
-        """One to `room` further tokens, accepted by the sampler. Of all tokens the last, at least, is not fed then.
+        """Makes one to `room` further tokens, accepted by the sampler; at least the last of them is not fed yet.
 
         Args:
             lost: tokens of the text less rows that the cache needs to hold it, the last token included.
@@ -59,26 +59,26 @@ class DecodingStrategy:
         return self._plain_step(lost)
 
     def leave(self) -> None:
-        """The generation pauses or ends: what was fed for it alone is dropped."""
+        """Drops what was fed for the generation alone, which pauses or ends."""
 
     def finish(self) -> None:
-        """The reply is over: statistics are complete afterwards, and nothing of the request is referred to."""
+        """Ends the reply: statistics are complete afterwards, and nothing of the request is referred to."""
 
     def compute_use(self) -> ComputeUse | None:
-        """What computing less did so far; None where everything is computed."""
+        """Tells what computing less did so far; None where everything is computed."""
         return None
 
     def search_use(self) -> SearchUse | None:
-        """What searching did so far; None where nothing is searched."""
+        """Tells what searching did so far; None where nothing is searched."""
         return None
 
     def _plain_step(self, lost: int = 0) -> tuple[int]:
-        """One token as plain decoding makes it: forward one row, sample, accept."""
+        """Makes one token as plain decoding does: forward one row, sample, accept."""
         logits = self._forward(self._root)
         return self._accept(self._sampler.sample(logits, self._backend.cache.length + lost), logits)
 
     def _forward(self, token: int) -> Floats:  # (V,)
-        """The logits after one more token of the text; a view that the next pass overwrites."""
+        """Feeds one more token of the text and gives its logits; a view that the next pass overwrites."""
         self._tokens_fed[0], self._position[0] = token, self._backend.cache.length
         output = self._backend.forward(ForwardInput(self._tokens_fed, self._position, _ONE_ROW))
         self._plain_hidden = output.hidden
@@ -86,7 +86,7 @@ class DecodingStrategy:
         return logits
 
     def _accept(self, token: int, logits: Floats) -> tuple[int]:  # (V,)
-        """The token joins the reply."""
+        """Adds a token to the reply."""
         self._sampler.accept(token, logits)
         self._root = token
         return (token,)

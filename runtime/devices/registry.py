@@ -1,27 +1,134 @@
-"""Which devices there are, by name; knows nothing of models.
+"""The table of devices: what each is on onnxruntime, and what was tried of it.
 
-The order is the one in which "auto" looks for a device: what computes most comes first, the CPU last.
+The order of the entries is the one in which "auto" looks for a device: what computes most comes first, the CPU last.
 """
 
 from __future__ import annotations
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.devices import coreml, cpu, cuda, directml, openvino, qnn, webgpu, xnnpack
-from edgeinfer.runtime.devices.contract import Device, DeviceEntry
-from edgeinfer.runtime.devices.providers import is_installed
+from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, STATIC_ONLY, Device, DeviceEntry, Traits
+from edgeinfer.runtime.devices.providers import is_installed, plugin_devices
 
 __all__ = ["ENTRIES", "find_device"]
 
-ENTRIES: tuple[DeviceEntry, ...] = (
-    cuda.ENTRY,
-    directml.ENTRY,
-    webgpu.ENTRY,
-    qnn.ENTRY,
-    coreml.ENTRY,
-    openvino.ENTRY,
-    xnnpack.ENTRY,
-    cpu.ENTRY,
+# NVIDIA's processors through CUDA.
+# Our graphs compute in float32. The provider's GroupQueryAttention takes float16 and bfloat16 alone (onnxruntime,
+# docs/OperatorKernels.md), and refuses attention_bias, which our graphs always give (onnxruntime,
+# contrib_ops/cuda/bert/group_query_attention.cc): attention would run on the CPU, and the cache cross over twice in
+# every layer. All operators of the static graphs are there in float32.
+_CUDA = DeviceEntry(
+    (Device("cuda", "CUDAExecutionProvider", {}, STATIC_ONLY, "cuda"),),
+    "onnxruntime-gpu[cuda,cudnn]",
+    False,
+    "not run: no such hardware; its static graphs on the CPU",
 )
+
+# Graphics processors of Windows through DirectML.
+# There is no `If` among the provider's operators, and it compiles a graph as a whole where shapes are known
+# (onnxruntime, docs/OperatorKernels.md and docs/execution-providers/DirectML-ExecutionProvider.md). Past and present
+# of a static graph are rows that the host holds.
+_DIRECTML = DeviceEntry(
+    (Device("directml", "DmlExecutionProvider", {}, STATIC_ONLY, "dml"),),
+    "onnxruntime-directml",
+    False,
+    "not run: Windows alone; its static graphs on the CPU",
+)
+
+# Graphics processors of any make through WebGPU.
+# Run with onnxruntime-ep-webgpu 0.4.0 on onnxruntime 1.31.1: the ordinary graphs give the CPU's tokens; `If` is
+# decided on the CPU, which costs a copy of a truth value, and what is inside runs on the device.
+# GroupQueryAttention there takes no notice of position_ids (onnxruntime, contrib_ops/webgpu/bert/
+# group_query_attention.cc), so siblings in a draft tree would be rotated as if they followed each other; its quantized
+# caches are of another layout than ours (onnxruntime, pull requests 28059 and 32284).
+_WEBGPU_TRAITS = Traits(
+    dynamic_shapes=True, in_place_kv=True, quantized_kv=False, branches=False, tree_bias=False, custom_ops=False
+)
+
+
+def _webgpu_seen(device: Device) -> bool:
+    """Whether the provider found a graphics processor; one in software it lists only where its environment says so."""
+    return bool(plugin_devices(device))
+
+
+_WEBGPU = DeviceEntry(
+    (Device("webgpu", "WebGpuExecutionProvider", {}, _WEBGPU_TRAITS, "webgpu", plugin="onnxruntime_ep_webgpu"),),
+    "onnxruntime-ep-webgpu",
+    True,
+    "run with onnxruntime-ep-webgpu 0.4.0 on a graphics processor in software (SwiftShader)",
+    _webgpu_seen,
+)
+
+
+# Qualcomm's neural processor through QNN.
+def _qnn_seen(device: Device) -> bool:
+    """Whether there is a neural processor: the provider would run on others too, no better than theirs."""
+    return any(found.device.type.name == "NPU" for found in plugin_devices(device))
+
+
+# Dynamic shapes are not supported (onnxruntime, docs/execution-providers/QNN-ExecutionProvider.md). Since 2.0 the
+# package is a plugin beside onnxruntime (onnxruntime-qnn, README.md); older ones came in its place.
+_QNN = DeviceEntry(
+    (Device("qnn", "QNNExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY, plugin="onnxruntime_qnn"),),
+    "onnxruntime-qnn>=2",
+    True,
+    "not run: no such hardware; its static graphs on the CPU",
+    _qnn_seen,
+)
+
+# Apple's neural engine, graphics and CPU through Core ML.
+# Without static shapes the provider leaves nodes to the CPU or runs them slower, and it knows none of the operators
+# outside the ONNX standard; ML programs, unlike the older networks, multiply matrices of activations (onnxruntime,
+# docs/execution-providers/CoreML-ExecutionProvider.md).
+_COREML_OPTIONS = {"ModelFormat": "MLProgram", "RequireStaticInputShapes": "1"}
+_COREML = DeviceEntry(
+    (Device("coreml", "CoreMLExecutionProvider", _COREML_OPTIONS, STATIC_ONLY, CPU_MEMORY),),
+    "onnxruntime for macOS",
+    True,
+    "not run: macOS alone; its static graphs on the CPU",
+)
+
+# Intel's neural, graphics and central processors through OpenVINO.
+_OPENVINO_PROVIDER = "OpenVINOExecutionProvider"
+
+
+def _openvino_device(kind: str) -> Device:
+    # Tried on onnxruntime-openvino 1.24.1: the provider takes the ordinary graphs whole and then cannot read them
+    # ("Exception while Reading network"), so no session is made of them.
+    return Device(f"openvino:{kind}", _OPENVINO_PROVIDER, {"device_type": kind}, STATIC_ONLY, CPU_MEMORY)
+
+
+def _openvino_seen(device: Device) -> bool:
+    """Whether OpenVINO lists such a processor; two of a kind are GPU.0 and GPU.1."""
+    from onnxruntime.capi import _pybind_state as state
+
+    kind = device.options["device_type"]
+    return any(seen.partition(".")[0] == kind for seen in state.get_available_openvino_openvino_device_ids())
+
+
+_OPENVINO = DeviceEntry(
+    tuple(map(_openvino_device, ("NPU", "GPU", "CPU"))),
+    "onnxruntime-openvino",
+    False,
+    "CPU: run with onnxruntime-openvino 1.24.1; NPU and GPU not run: no such hardware",
+    _openvino_seen,
+)
+
+# The CPU through XNNPACK's kernels.
+# A few operators with static shapes (onnxruntime, docs/execution-providers/Xnnpack-ExecutionProvider.md); no package
+# for Python has it, so whoever wants it builds onnxruntime with --use_xnnpack. Never chosen by itself: nothing says
+# that it is faster than onnxruntime's own kernels on the same processor.
+_XNNPACK = DeviceEntry(
+    (Device("xnnpack", "XnnpackExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY),),
+    "onnxruntime built with --use_xnnpack",
+    False,
+    "not run: no package for Python; its static graphs on the CPU",
+    automatic=False,
+)
+
+# The CPU, on onnxruntime's own provider and our kernel.
+_CPU = DeviceEntry((CPU,), "onnxruntime", True, "all tests")
+
+ENTRIES: tuple[DeviceEntry, ...] = (_CUDA, _DIRECTML, _WEBGPU, _QNN, _COREML, _OPENVINO, _XNNPACK, _CPU)
 
 
 def find_device(name: str) -> tuple[DeviceEntry, Device]:

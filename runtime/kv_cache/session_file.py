@@ -1,4 +1,4 @@
-"""Session files: the tokens of a conversation, their rows of the KV cache and a text; knows no backend and no chat.
+"""Session files: the tokens of a conversation, their rows of the KV cache and a text.
 
 A safetensors file. Its tensors, in this order: `tokens` I32 (T,); `rows.{start}` (2 L, kv_heads, n, width), keys of
 each layer and then values as the cache stores them, for consecutive runs of n tokens; `text` U8, UTF-8. `__metadata__`
@@ -52,7 +52,7 @@ _MOST_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
 _BLANK = "0" * 64
 _ELSE = "Give a file written by Chat.save or Model.save_session."
-_COPY = "Use another copy of it, or begin the conversation anew."
+_COPY = "Use another copy of it, or start the conversation again."
 
 
 @dataclass(frozen=True)

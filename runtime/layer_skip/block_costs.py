@@ -1,4 +1,4 @@
-"""What passes with some blocks skipped cost, and how much faster drafting with them would be; knows no search."""
+"""What passes with some blocks skipped cost, and how much faster drafting with them would be."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class BlockCosts:
         return self.fixed + float(np.dot(self.blocks, layer_mask))
 
     def gain(self, layer_mask: NDArray[np.bool_], acceptance: float) -> Gain:  # (2 L,)
-        """Of drafting with these blocks and then verifying in a whole pass, where tokens are accepted this often."""
+        """The gain of drafting with these blocks and verifying in a whole pass, at this acceptance rate."""
         return self._best(acceptance, self.ms(layer_mask), 0.0, 1.0)
 
     def exit_gain(self, exit_layer: int, acceptance: float) -> Gain:
-        """Of drafting with the first layers, which see the last token once more, and verifying with the others."""
+        """The gain of drafting with the first layers, which see the last token again, and verifying with the others."""
         first = sum(self.blocks[: 2 * exit_layer])
         return self._best(acceptance, self.fixed + first, first, 1 - first / self.whole[0])
 
@@ -68,7 +68,7 @@ class BlockCosts:
 def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REPEATS, past: int = _PAST) -> BlockCosts:
     """Times whole passes, and passes without any attention or any MLP block; empties the cache.
 
-    Blocks of one kind are taken as equal: the time of a single one is lost in the noise of a small model.
+    Blocks of one kind are each as equal: the time of a single one is lost in the noise of a small model.
 
     Args:
         longest: longest draft to think of.
@@ -101,11 +101,11 @@ def _medians(backend: Backend, passes: Sequence[tuple[NDArray[np.bool_], int]], 
     past = backend.cache.length
     times: list[list[float]] = [[] for _ in passes]
     for repeat in range(repeats + 1):
-        for (mask, size), taken in zip(passes, times, strict=True):
+        for (mask, size), each in zip(passes, times, strict=True):
             rows = np.arange(size)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             backend.forward(ForwardInput(np.zeros(size, np.int64), rows + past, rows, layer_mask=mask))
             if repeat:  # the first round warms up
-                taken.append((time.perf_counter() - begun) * 1e3)
+                each.append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(past)
-    return [median(taken) for taken in times]
+    return [median(each) for each in times]

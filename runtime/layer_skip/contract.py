@@ -1,7 +1,4 @@
-"""What ways of computing less promise: sets of layers decided after the prompt, and models that take turns.
-
-Knows nothing of any one policy.
-"""
+"""What policies of reduced compute promise: sets of layers decided after the prompt, and models that take turns."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 
-__all__ = ["EvaluatedPrompt", "Mask", "SkipPolicy", "SmallModel", "SwitchPolicy", "Wanted", "feed", "whole_pass"]
+__all__ = ["EvaluatedPrompt", "Mask", "SkipPolicy", "SmallModel", "SpeedTarget", "SwitchPolicy", "feed", "whole_pass"]
 
 Mask = NDArray[np.bool_]  # (2 L,), [2i] attention and [2i+1] MLP of layer i
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SpeedTarget:
     """What a set of layers is chosen for.
 
     Attributes:
@@ -41,11 +38,11 @@ class Wanted:
 
 
 class EvaluatedPrompt(Protocol):
-    """A prompt that was taken in by the whole model, as policies may look at it."""
+    """A prompt that the whole model evaluated, as policies may look at it."""
 
     @property
     def layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
 
     def states(self) -> Floats:
         """Hidden states of its last tokens: those entering each layer, then those leaving the last. (L + 1, S, D)"""
@@ -54,8 +51,8 @@ class EvaluatedPrompt(Protocol):
 class SkipPolicy(Protocol):
     """Decides once per reply what runs for its tokens."""
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
-        """The blocks that run."""
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+        """Chooses the blocks that run."""
 
 
 class SmallModel(Protocol):

@@ -11,6 +11,8 @@ from edgeinfer.runtime.arrays import Floats
 __all__ = ["DivergenceLimit", "divergence", "entropy_bits", "likeliest"]
 
 _LN2 = float(np.log(2))
+# Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
+_ENOUGH, _SPREADS = 8, 2.0
 
 
 def entropy_bits(logits: Floats) -> float:  # (V,)
@@ -32,9 +34,9 @@ def likeliest(logits: Floats) -> tuple[int, float]:  # (V,)
 def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
     """Kullback-Leibler divergence of the reduced model's prediction from the whole model's, in nats."""
     ours, theirs = _log_softmax(reduced), _log_softmax(whole)
-    chance = np.exp(theirs)
-    possible = chance > 0
-    return max(0.0, float((chance[possible] * (theirs[possible] - ours[possible])).sum()))
+    probabilities = np.exp(theirs)
+    possible = probabilities > 0
+    return max(0.0, float((probabilities[possible] * (theirs[possible] - ours[possible])).sum()))
 
 
 def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]:  # (V,)
@@ -42,10 +44,6 @@ def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]
     shifted -= shifted.max()
     shifted -= np.log(np.exp(shifted).sum())
     return shifted
-
-
-# Samples from which on a reply's own say how far its tokens diverge at worst, and spreads above the mean that are that.
-_ENOUGH, _SPREADS = 8, 2.0
 
 
 class DivergenceLimit:
@@ -67,7 +65,7 @@ class DivergenceLimit:
 
     @property
     def watching(self) -> bool:
-        """Whether samples may still end anything."""
+        """Whether samples may still stop the reduction."""
         return self.nats is not None and self.stopped_at is None
 
     @property
@@ -76,7 +74,7 @@ class DivergenceLimit:
         return self.stopped_at is not None
 
     def add(self, whole: Floats, reduced: Floats) -> None:  # (V,), (V,)
-        """A sampled token: what the whole model says of it, and what was said without it."""
+        """Adds a sampled token, as the whole model predicts it and as the reduced one did."""
         nats = divergence(whole, reduced)
         self.sampled += 1
         self._sum += nats
@@ -84,7 +82,7 @@ class DivergenceLimit:
 
     @property
     def mean(self) -> float | None:
-        """Of the samples."""
+        """The mean divergence of the samples."""
         return self._sum / self.sampled if self.sampled else None
 
     @property
@@ -144,5 +142,5 @@ class DivergenceLimit:
         return self.nats is not None and self.bound <= self.nats / 2
 
     def refuse(self) -> None:
-        """Nothing is to be left out from the beginning, as the prompt shows."""
+        """Stops from the beginning, as samples of the prompt diverge too far."""
         self.stopped_at = 0

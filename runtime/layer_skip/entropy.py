@@ -1,4 +1,4 @@
-"""Entropy Adaptive Decoding (Simonds 2025): the large model writes where predictions are unsure; knows no models.
+"""Entropy Adaptive Decoding (Simonds 2025): the large model writes where predictions are unsure.
 
 The rolling mean of the active model's entropy is compared with a threshold. Where that is not given, it is a quantile
 of the means seen, those that `edgeinfer tune --entropy` kept among them, at a level that follows the share of tokens
@@ -46,27 +46,27 @@ class Entropies:
         return len(self._means)
 
     def add(self, mean: float) -> None:
-        """One more."""
+        """Adds one rolling mean."""
         if len(self._means) == _MOST:
             del self._sorted[bisect_left(self._sorted, self._means[0])]
         self._means.append(mean)
         insort(self._sorted, mean)
 
     def threshold(self, share: float) -> float:
-        """Bits above which lie as many of the means as are to be the large model's."""
+        """The bits above which as many of the means lie as the large model is to make."""
         level = min(max(1 - share + self._offsets.get(share, 0.0), 0.0), 1.0)
         if level in (0.0, 1.0):
             return math.inf if level else -1.0
         return self._sorted[int(level * len(self._sorted))] if self._sorted else 0.0
 
     def made(self, share: float, large: bool) -> None:
-        """A token was made where this share was wanted."""
+        """Counts a token, by which the level follows the wanted share."""
         offset = self._offsets.get(share, 0.0) + _PULL * (large - share)
         # Beyond the ends of the scale there is nothing to correct.
         self._offsets[share] = min(max(offset, share - 1), share)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
+        """The arrays to keep, by name."""
         return {"means": np.array(self._means, np.float64)}
 
     @classmethod
@@ -80,7 +80,7 @@ class Entropies:
             return cls()
         means = state.get("means")
         if means is None or means.dtype != np.float64 or means.ndim != 1 or not _are_bits(means):
-            raise StorageError("What was kept of entropies is damaged.", "Run edgeinfer tune --entropy again.")
+            raise StorageError("The kept entropies are damaged.", "Run edgeinfer tune --entropy again.")
         return cls(means.tolist())
 
 
@@ -100,7 +100,7 @@ class Stay:
         self._large, self._since = True, least
 
     def choose(self, large: bool) -> bool:
-        """What is wanted, or what still has to stay."""
+        """The wanted model, or the one that still has to stay."""
         if large != self._large and self._since >= self._least:
             self._large, self._since = large, 0
         self._since += 1
@@ -108,7 +108,7 @@ class Stay:
 
 
 class EntropyPolicy:
-    """Implements `contract.SwitchPolicy`.
+    """Lets the large model write where predictions are unsure.
 
     Args:
         entropies: of this pair of models.
@@ -125,7 +125,7 @@ class EntropyPolicy:
         self._stay = Stay(stay)
 
     def seen(self, entropy: float) -> None:
-        """Another token was predicted."""
+        """Adds the entropy of another prediction."""
         self._latest.append(entropy)
         self._entropies.add(self._mean)
 
@@ -143,7 +143,7 @@ class EntropyPolicy:
 
 
 class RandomPolicy:
-    """Implements `contract.SwitchPolicy`: the same share of the tokens, in stretches of the same least length.
+    """Draws at random which model makes a stretch of tokens: the baseline that any policy has to beat.
 
     Args:
         share: of tokens that the large model makes, on average.
@@ -158,10 +158,10 @@ class RandomPolicy:
         self._random = np.random.default_rng(seed)
 
     def seen(self, entropy: float) -> None:
-        """It does not look."""
+        """Ignores the entropy."""
 
     def large(self) -> bool:
-        """A draw for each stretch of the least length."""
+        """Draws once for each stretch of the least length."""
         if self._left == 0:
             self._drawn, self._left = bool(self._random.random() < self._share), self._length
         self._left -= 1

@@ -1,4 +1,4 @@
-"""A reply whose tokens leave the model early where its first layers are sure; knows nothing of where exits pay.
+"""A reply whose tokens leave the model early where its first layers are sure.
 
 CALM's confidence (Schuster et al. 2022) with FREE's synchronised layers (Bae et al. 2023): first layers run for every
 token, and their hidden states are kept. When a token needs depth, or too many have left, the deeper layers run for all
@@ -30,7 +30,7 @@ _MOST_WAITING = 8
 
 
 class EarlyExitDecoding(ReducedDecoding):
-    """A reduced-compute strategy.
+    """A reply whose tokens leave the model after its first layers where these are sure.
 
     Args:
         given: what it works with.
@@ -126,7 +126,7 @@ class EarlyExitDecoding(ReducedDecoding):
         return said
 
     def _chosen(self, logits: Floats) -> None:
-        """What waits goes deeper when a token needs it."""
+        """Leaves what waits until a token needs the deeper layers."""
 
     def leave(self) -> None:
         """Drops rows that lack deeper layers, or rest on others that did."""
@@ -135,7 +135,7 @@ class EarlyExitDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far."""
+        """What reduced compute did so far."""
         return self._predicted(self._first, self._costs)
 
 
@@ -146,16 +146,16 @@ def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tupl
     Raises:
         CapabilityError: the cache is quantized: each layer has scales of its own.
     """
-    held = backend.cache.snapshot(start, stop)
-    if held.kv != FLOAT32:
-        message = f"A cache of {held.kv} cannot be filled from the layer below."
+    copied = backend.cache.snapshot(start, stop)
+    if copied.kv != FLOAT32:
+        message = f"A cache of {copied.kv} cannot be filled from the layer below."
         raise CapabilityError(message, "Leave skip_cache out, or load with kv='float32'.")
     source = 0
-    keys, values = list(held.keys), list(held.values)
+    keys, values = list(copied.keys), list(copied.values)
     for layer in range(len(keys)):
         if missing[2 * layer]:
-            keys[layer], values[layer] = held.keys[source], held.values[source]
+            keys[layer], values[layer] = copied.keys[source], copied.values[source]
         else:
             source = layer
     backend.cache.trim(start)
-    backend.cache.append(CacheSnapshot(held.length, tuple(keys), tuple(values), held.kv, held.scales))
+    backend.cache.append(CacheSnapshot(copied.length, tuple(keys), tuple(values), copied.kv, copied.scales))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SwitchPolicy, Wanted
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SpeedTarget, SwitchPolicy
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
 
 # Name of its arrays in a profile.
 SKIP_LEVELS = "ladder"
+_NEEDED = 0.5
 
 
 def kept_layers(layers: int, speedup: float) -> list[int]:
@@ -61,9 +62,9 @@ def layers_mask(layers: int, kept: list[int]) -> Mask:
 
 
 class UnifiedPolicy:
-    """Implements `contract.SkipPolicy`."""
+    """Unified Layer Skipping (Liu et al. 2024): keeps evenly spaced layers, as many as the wanted speed-up leaves."""
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """The same layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
 
@@ -77,7 +78,7 @@ def importance(states: Floats) -> NDArray[np.float64]:  # (L + 1, S, D) -> (L,)
     return turned
 
 
-def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
+def skip_in_order(order: list[int], layers: int, wanted: SpeedTarget) -> Mask:
     """Skips layers one after the other until passes are as fast as wanted; first and last always stay."""
     kept = list(range(layers))
     for layer in order:
@@ -89,20 +90,17 @@ def skip_in_order(order: list[int], layers: int, wanted: Wanted) -> Mask:
 
 
 class ImportancePolicy:
-    """Implements `contract.SkipPolicy`."""
+    """Skips the layers that change the prompt's states least; nothing is trained."""
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Skips the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
         return skip_in_order(order, prompt.layers, wanted)
 
 
-_NEEDED = 0.5
-
-
 @dataclass(frozen=True)
 class RoutersPolicy:
-    """Implements `contract.SkipPolicy`.
+    """FiRST (Jain et al. 2025): a trained router per layer tells from the prompt whether its reply needs the layer.
 
     Attributes:
         weight, bias: of each layer's router, which takes the mean over the prompt of the states entering the layer.
@@ -129,7 +127,7 @@ class RoutersPolicy:
         scores: NDArray[np.float64] = (means * self.weight).sum(axis=1) + self.bias
         return 1 / (1 + np.exp(-scores))
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Skips what is likely not needed, the least likely first, no more than the wanted speed-up takes."""
         needed = self.needed(prompt)
         order = [int(layer) for layer in np.argsort(needed, kind="stable") if needed[layer] <= _NEEDED]
@@ -149,7 +147,7 @@ class SkipLevels:
     losses: NDArray[np.float64]
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
+        """The arrays to keep, by name."""
         return {"masks": self.masks, "losses": self.losses}
 
     @classmethod
@@ -163,10 +161,10 @@ class SkipLevels:
             return None
         masks, losses = state.get("masks"), state.get("losses")
         if masks is None or losses is None or not _fit(masks, losses, layers):
-            raise StorageError("The calibrated sets are of another model.", "Run edgeinfer tune --skip again.")
+            raise StorageError("The calibrated sets belong to another model.", "Run edgeinfer tune --skip again.")
         return cls(masks, losses)
 
-    def choose(self, wanted: Wanted) -> Mask:
+    def choose(self, wanted: SpeedTarget) -> Mask:
         """The least harmful set that is as fast as wanted; where none is, the fastest."""
         every = range(len(self.masks))
         fast = [row for row in every if wanted.reached(self.masks[row])]
@@ -179,7 +177,7 @@ class SkipLevels:
 
 
 def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
-    """Whether this is a ladder of a model of so many layers."""
+    """Whether these are levels of a model of so many layers."""
     shaped = masks.ndim == 2 and masks.shape[1] == 2 * layers and losses.shape == masks.shape[:1] != (0,)
     typed = masks.dtype == np.bool_ and losses.dtype == np.float64
     return shaped and typed and bool(np.isfinite(losses).all() and masks[0].all())
@@ -187,13 +185,13 @@ def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
 
 @dataclass(frozen=True)
 class CalibratedPolicy:
-    """Implements `contract.SkipPolicy`."""
+    """Skips the blocks that `edgeinfer tune --skip` found least harmful."""
 
-    ladder: SkipLevels
+    levels: SkipLevels
 
-    def mask(self, prompt: EvaluatedPrompt, wanted: Wanted) -> Mask:
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """The same blocks for every prompt."""
-        return self.ladder.choose(wanted)
+        return self.levels.choose(wanted)
 
 
 @dataclass(frozen=True)
@@ -201,21 +199,21 @@ class PolicyParts:
     """What policies are made of.
 
     Attributes:
-        ladder: the sets that `edgeinfer tune --skip` found; None where it did not run.
+        levels: the sets that `edgeinfer tune --skip` found; None where it did not run.
         routers: gives weights and biases that the bundle has; None where it has none.
         entropies: of the model and its draft model.
     """
 
-    ladder: SkipLevels | None
+    levels: SkipLevels | None
     routers: Callable[[], tuple[Floats, Floats] | None]
     entropies: Entropies
 
 
 def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
-    if parts.ladder is None:
-        message = "No sets of blocks to skip are known of this model."
+    if parts.levels is None:
+        message = "This model has no calibrated sets of blocks to skip."
         raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
-    return CalibratedPolicy(parts.ladder)
+    return CalibratedPolicy(parts.levels)
 
 
 def _routers(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:

@@ -1,7 +1,4 @@
-"""Computing less with a loaded model: makes the steps of replies, and keeps what was calibrated; knows no text.
-
-Made once per model, as the `Speculator` is.
-"""
+"""Computing less with a loaded model: makes the strategies of replies, and keeps what was calibrated."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from edgeinfer.runtime.layer_skip.policies import SKIP_LEVELS, SKIPPING, SWITCHI
 from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
-from edgeinfer.runtime.profile.device_profile import Profile
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.sampling import Sampler
 
 __all__ = ["ReducedCompute", "ReducedComputeParts"]
@@ -66,17 +63,17 @@ class ReducedComputeParts:
 
 
 class ReducedCompute:
-    """Makes the steps of replies that take less compute.
+    """Makes the strategies of replies that take less compute. There is one of it per model.
 
     Args:
-        parts: what they are made of.
+        parts: what strategies are made of.
         profile: where what was calibrated is kept.
 
     Attributes:
         engine: of the model.
     """
 
-    def __init__(self, parts: ReducedComputeParts, profile: Profile) -> None:
+    def __init__(self, parts: ReducedComputeParts, profile: DeviceProfile) -> None:
         self.engine = parts.engine
         self._parts = parts
         self._profile = profile

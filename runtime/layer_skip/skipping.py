@@ -1,6 +1,6 @@
 """A reply whose tokens skip the same blocks, chosen after its prompt, and the whole passes that keep watch over it.
 
-Knows nothing of how blocks are chosen. Rows of the cache that were made with blocks left out are `pending`: blocks that
+Rows of the cache that were made with blocks left out are `pending`: blocks that
 ran wrote what no whole model had written, others nothing. A watch runs the whole model over all of them in one pass,
 which gives its predictions for many tokens at once and makes their rows whole.
 """
@@ -15,7 +15,7 @@ from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, Wanted, feed, whole_pass
+from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 
 __all__ = ["LayerSkipDecoding", "PromptStates"]
@@ -23,10 +23,12 @@ __all__ = ["LayerSkipDecoding", "PromptStates"]
 _ONE_ROW = np.zeros(1, np.int64)
 # Tokens between two watches: at first few, as nothing is known yet; where all is well, they grow rare.
 _FIRST, _LONGEST = 8, 64
+# Tokens that are looked at, the last ones: of longer prompts the request itself, which stands at their end.
+_MOST = 128
 
 
 class LayerSkipDecoding(ReducedDecoding):
-    """A reduced-compute strategy.
+    """A reply whose tokens skip the blocks that a policy chose after its prompt.
 
     Args:
         given: what it works with.
@@ -42,7 +44,7 @@ class LayerSkipDecoding(ReducedDecoding):
         require(given.backend.capabilities.layer_skip, given.backend, "skip layers", hint)
         super().__init__(given)
         self._policy = policy
-        self._wanted = Wanted(given.options.compute_speedup, costs)
+        self._wanted = SpeedTarget(given.options.compute_speedup, costs)
         self._mask: Mask | None = None
         self._pending: list[int] = []  # tokens of the cache's last rows
         self._kept: list[tuple[int, Floats]] = []  # of them, index and what was predicted behind it
@@ -108,20 +110,16 @@ class LayerSkipDecoding(ReducedDecoding):
         self._kept.clear()
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far."""
+        """What reduced compute did so far."""
         if self._mask is None:
             return super().compute_use()
         return self._predicted(self._mask, self._wanted.costs)
 
 
-# Tokens that are looked at, the last ones: of longer prompts the request itself, which stands at their end.
-_MOST = 128
-
-
 class PromptStates:
     """Implements `contract.EvaluatedPrompt`.
 
-    The passes write the rows that are there anew, which stay what they are: layer by layer or at once is the same.
+    The passes write the cached rows again, which stay what they are: layer by layer or at once is the same.
 
     Args:
         backend: whose cache holds the prompt and nothing else; must skip layers and resume from hidden states.
@@ -139,11 +137,11 @@ class PromptStates:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """The number of layers, L."""
         return self._backend.geometry.num_layers
 
     def states(self) -> Floats:  # (L + 1, S, D)
-        """Of the last tokens; L + 1 passes over them, without a head."""
+        """Computes the states of the last tokens in L + 1 passes over them, without a head."""
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another way to compute less."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
@@ -158,7 +156,7 @@ class PromptStates:
         return states
 
     def _fill(self, states: Floats, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> None:
-        """One chunk, of which the cache lacks the rows. (L + 1, S, D), (S,)"""
+        """Fills in one chunk, of which the cache lacks the rows. (L + 1, S, D), (S,)"""
         positions, nothing = start + np.arange(len(tokens)), np.zeros(0, np.int64)
         for layer in range(-1, self.layers):
             mask = np.arange(2 * self.layers) // 2 == layer

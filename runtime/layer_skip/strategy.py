@@ -1,4 +1,4 @@
-"""What all ways of computing less do alike: the first token, a reply's books, its floor; knows not what is left out."""
+"""What all strategies of reduced compute share: the first token, a reply's statistics, its limit of divergence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.statistics import ReducedStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
@@ -27,7 +28,7 @@ _TRIED = 32
 
 @dataclass(frozen=True)
 class StrategyArguments:
-    """What the steps of a reply work with.
+    """What the strategy of a reply works with.
 
     Attributes:
         backend: of the whole model.
@@ -44,18 +45,6 @@ class StrategyArguments:
     chunk: int
     rows: int
     plain_ms: float | None
-
-
-@dataclass
-class ReducedStatistics:
-    """What happened to a reply's tokens after the first."""
-
-    tokens: int = 0
-    reduced: int = 0
-    caught_up: int = 0
-    blocks_skipped: int = 0
-    decide_ms: float = 0.0
-    ms: float = 0.0
 
 
 class ReducedDecoding(DecodingStrategy, ABC):
@@ -77,7 +66,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         self._tokens: list[int] = []  # prompt and reply; the last is the root
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
-        """The token after a prompt that the whole model took in."""
+        """Makes the token after a prompt that the whole model evaluated."""
         accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
         self._tokens[:] = [*prompt, *accepted]
         started = time.perf_counter()
@@ -86,7 +75,7 @@ class ReducedDecoding(DecodingStrategy, ABC):
         return accepted
 
     def next(self, room: int, lost: int) -> tuple[int]:
-        """One further token."""
+        """Makes one further token."""
         started = time.perf_counter()
         logits = self._logits(lost)
         accepted = self._accept(self._sampler.sample(logits, len(self._tokens)), logits)
@@ -98,14 +87,14 @@ class ReducedDecoding(DecodingStrategy, ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Rows that the whole model did not make are dropped."""
+        """Drops rows that the whole model did not make."""
 
     @abstractmethod
     def _begin(self, logits: Floats) -> None:  # (V,)
         """Decides what is decided once, after the prompt; from these logits, a view, the first token was chosen."""
 
     def _try(self, share: float) -> None:
-        """Reads the prompt's last tokens in both ways, where a floor is to be kept: if what is left out diverges too
+        """Reads the prompt's last tokens in both ways, where divergence is limited: if what is left out diverges too
         far there already, nothing is left out of the reply.
 
         Args:
@@ -130,25 +119,25 @@ class ReducedDecoding(DecodingStrategy, ABC):
 
     @abstractmethod
     def _reduced(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> dict[int, Floats]:
-        """Copies of what is said behind these of the prompt's last tokens with less; those that would be made in full
-        all the same are left out. The cache holds what is before them, and may be written to."""
+        """Copies of the reduced predictions behind these of the prompt's last tokens; those that would be made in full
+        anyway are left out. The cache holds what is before them, and may be written to."""
 
     @abstractmethod
     def _logits(self, lost: int) -> Floats:  # (V,)
-        """After the text's last token; a view that the next pass overwrites."""
+        """The logits after the text's last token, a view that the next pass overwrites."""
 
     @abstractmethod
     def _chosen(self, logits: Floats) -> None:  # (V,)
-        """A token was chosen from these logits and joined the text, so that passes may run again."""
+        """Called when a token sampled from these logits has joined the text, so that passes may run again."""
 
     def _predicted(self, layer_mask: Mask, costs: BlockCosts) -> ComputeUse:
-        """What happened so far where reduced tokens run these blocks."""
+        """What reduced compute did so far, where reduced tokens run these blocks."""
         ms, whole = costs.ms(layer_mask), costs.ms(np.ones_like(layer_mask))
         use, mask = ReducedDecoding.compute_use(self), tuple(layer_mask.tolist())
         return dataclasses.replace(use, layer_mask=mask, predicted_ms=ms, predicted_speedup=whole / ms)
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far."""
+        """What reduced compute did so far."""
         statistics, blocks = self._statistics, 2 * self._backend.geometry.num_layers
         plain, sampled = self._plain_ms, self._limit.mean
         return ComputeUse(

@@ -1,4 +1,4 @@
-"""A reply that two models write by turns; knows nothing of when which one does.
+"""A reply that two models write by turns.
 
 Each keeps a cache of its own and sees what the other one wrote only when its turn comes, in one pass over all of it.
 The rows of the large model's cache are always its own; there are fewer of them while the small one writes.
@@ -19,13 +19,13 @@ from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArgum
 
 __all__ = ["ModelSwitchDecoding"]
 
-# Tokens that the small model may write before the large one looks at them, where a floor has to be kept: at first few,
+# Tokens that the small model may write before the large one looks at them, where divergence is limited: at first few,
 # as nothing is known yet.
 _FIRST, _LONGEST = 4, 8
 
 
 class ModelSwitchDecoding(ReducedDecoding):
-    """A reduced-compute strategy.
+    """A reply that two models write by turns, one token at a time.
 
     Args:
         given: what it works with; its backend is the large model's.
@@ -59,8 +59,8 @@ class ModelSwitchDecoding(ReducedDecoding):
         return {len(tokens) - len(said) + place: logits for place, logits in enumerate(said)}
 
     def _logits(self, lost: int) -> Floats:  # (V,)
-        held = self._backend.cache.length + lost  # tokens that the large model has seen
-        unseen = len(self._tokens) - held
+        seen = self._backend.cache.length + lost  # tokens that the large model has evaluated
+        unseen = len(self._tokens) - seen
         large = self._policy.large() or self._limit.stopped
         if self._limit.watching:
             # What a run of the small one's tokens may cost must have been earned by the large one's before.
@@ -73,7 +73,7 @@ class ModelSwitchDecoding(ReducedDecoding):
         logits = None if large else self._small.after(self._tokens)
         large = logits is None  # also where the text is too long for the small one
         if logits is None:
-            logits = self._of_large(held, unseen)
+            logits = self._of_large(seen, unseen)
         else:
             self._statistics.reduced += 1
             if self._limit.watching and (unseen - 1) % -(-self._window // self._samples) == 0:
@@ -82,19 +82,19 @@ class ModelSwitchDecoding(ReducedDecoding):
         self._active_large = large
         return logits
 
-    def _of_large(self, held: int, unseen: int) -> Floats:  # (V,)
-        """The large model's turn: it takes in what it has not seen."""
-        begun = time.perf_counter()
-        wanted = [*(index - held for index in sorted(self._kept)), unseen - 1]
+    def _of_large(self, seen: int, unseen: int) -> Floats:  # (V,)
+        """The large model's turn: it evaluates what it has not seen."""
+        started = time.perf_counter()
+        wanted = [*(index - seen for index in sorted(self._kept)), unseen - 1]
         last: Floats | None = None
         run = whole_pass(self._backend)
-        for index, logits in feed(run, self._tokens[held:], self._backend.cache.length, wanted, self._chunk):
+        for index, logits in feed(run, self._tokens[seen:], self._backend.cache.length, wanted, self._chunk):
             if index < unseen - 1:
-                self._limit.add(logits, self._kept[held + index])
+                self._limit.add(logits, self._kept[seen + index])
             last = logits
         assert last is not None, "the root is always unseen"
         if unseen == 1:
-            self._large_ms.append((time.perf_counter() - begun) * 1e3)
+            self._large_ms.append((time.perf_counter() - started) * 1e3)
         self._kept.clear()
         self._statistics.caught_up += unseen - 1
         self._limit.check(self._statistics.reduced, self._statistics.tokens)
@@ -106,10 +106,10 @@ class ModelSwitchDecoding(ReducedDecoding):
         self._policy.seen(entropy_bits(logits))
 
     def leave(self) -> None:
-        """The large model's rows are its own."""
+        """Drops nothing: the large model's rows are its own."""
 
     def compute_use(self) -> ComputeUse:
-        """What happened so far; without another measure, the large model's own passes tell what a plain one takes."""
+        """What reduced compute did so far; without another measure, the large model's own passes time a plain one."""
         if self._plain_ms is None and self._large_ms:
             self._plain_ms = median(self._large_ms)
         tokens = max(self._statistics.tokens, 1)

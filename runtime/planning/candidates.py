@@ -11,7 +11,7 @@ from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, LoadConfig, drafters_in, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
-from edgeinfer.runtime.planning.configuration import Configuration, Keeping
+from edgeinfer.runtime.planning.configuration import Configuration, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 
@@ -25,7 +25,7 @@ _LENGTHS = (MOST_DRAFTED, 7, 3, 1)
 # Drafters with large tables go first, those that need none stay longest.
 _WITHOUT_TABLES = ("forced", "copy")
 _SMALL_TABLES = tuple(name for name in DRAFTERS if name != "recycle")
-# Layers that are resident together while the weights are streamed, and shares of the experts where some are left out.
+# Layers that are in memory together while the weights are streamed, and shares of the experts where some are left out.
 _WINDOWS = (8, 4, 2, 1)
 _EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
 
@@ -43,22 +43,22 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
     return config.context or min(DEFAULT_CONTEXT, longest)
 
 
-def configurations(subject: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
+def configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
     """Every way to run that the caller left open, the one without any concession first.
 
     Raises:
         ContextLengthError: as `wanted_context`.
         UsageError: a kind of cache or of weights is asked for that the model does not have.
     """
-    return _product(_dimensions(subject, config))
+    return _product(_dimensions(plan_input, config))
 
 
-def modest_configurations(subject: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
+def modest_configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
     """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more.
 
     One of them takes the least of all; errors as `configurations`.
     """
-    every = _dimensions(subject, config)
+    every = _dimensions(plan_input, config)
     least = every._replace(
         contexts=every.contexts[-1:], kv_types=every.kv_types[-1:], drafts=every.drafts[-1:], chunks=every.chunks[-1:]
     )
@@ -73,17 +73,17 @@ class _Dimensions(NamedTuple):
     weights: tuple[tuple[str, int, int], ...]
     drafts: tuple[tuple[tuple[str, ...], int], ...]
     chunks: tuple[int, ...]
-    tokenizers: tuple[Keeping, ...]
+    tokenizers: tuple[TokenizerMode, ...]
 
 
-def _dimensions(subject: PlanInput, config: LoadConfig) -> _Dimensions:
+def _dimensions(plan_input: PlanInput, config: LoadConfig) -> _Dimensions:
     return _Dimensions(
-        _contexts(subject.manifest, config),
-        _kv_types(subject, config),
-        _weights(subject, config),
+        _contexts(plan_input.manifest, config),
+        _kv_types(plan_input, config),
+        _weights(plan_input, config),
         _drafts(config),
-        (config.prefill_chunk,) if config.prefill_chunk else _chunks(subject),
-        subject.tokenizers,
+        (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
+        plan_input.tokenizers,
     )
 
 
@@ -118,61 +118,63 @@ def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
     return (context, *(size for size in (1024, 512, _SMALLEST_CONTEXT) if size < context))
 
 
-def _kv_types(subject: PlanInput, config: LoadConfig) -> tuple[str, ...]:
+def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
     if config.kv is not None:
-        if config.kv not in subject.kv_types:
-            known = ", ".join(subject.kv_types)
-            message = f"{subject.manifest.name} cannot keep its cache in {config.kv} here, only in {known}."
+        if config.kv not in plan_input.kv_types:
+            known = ", ".join(plan_input.kv_types)
+            message = f"{plan_input.manifest.name} cannot keep its cache in {config.kv} here, only in {known}."
             hint = "Run edgeinfer tune on it once for the scales, or export it again with this version of edgeinfer."
             raise UsageError(message, hint)
         return (config.kv,)
     # Four bits change texts visibly on some models, and more than usual are for comparisons: only who asks gets them.
-    most = find_kv_type(subject.kv_types[0]).bits
-    return tuple(kv for kv in subject.kv_types if 8 <= find_kv_type(kv).bits <= most)
+    most = find_kv_type(plan_input.kv_types[0]).bits
+    return tuple(kv for kv in plan_input.kv_types if 8 <= find_kv_type(kv).bits <= most)
 
 
-def _chunks(subject: PlanInput) -> tuple[int, ...]:
+def _chunks(plan_input: PlanInput) -> tuple[int, ...]:
     """What was tuned, or is usual, first; less of it takes less memory."""
-    tuned = subject.settings.prefill_chunk
+    tuned = plan_input.settings.prefill_chunk
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
 
-def _weights(subject: PlanInput, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
+def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
     """Modes, each with its layers in a window and its bytes of experts."""
-    modes = subject.weights_modes
+    modes = plan_input.weights_modes
     if config.weights is not None:
         if config.weights not in modes:
-            message = f"{subject.manifest.name} cannot run with {config.weights} weights here."
+            message = f"{plan_input.manifest.name} cannot run with {config.weights} weights here."
             in_place = modes[0] == "mapped" and config.weights == "packed"
             why = "They are used in place, as mapped weights." if in_place else ""
             raise UsageError(message, f"{why} Choose one of {', '.join(modes)}.".strip())
         modes = (config.weights,)
     elif config.expert_memory is not None:
         if "experts" not in modes:
-            message = f"The experts of {subject.manifest.name} cannot be left out of memory here."
+            message = f"The experts of {plan_input.manifest.name} cannot be left out of memory here."
             raise UsageError(message, "Leave --expert-memory out.")
         modes = ("experts",)
-    elif subject.settings.weights in modes:
-        modes = (subject.settings.weights, *(mode for mode in modes if mode != subject.settings.weights))
-    layers = subject.manifest.geometry.num_layers
+    elif plan_input.settings.weights in modes:
+        modes = (plan_input.settings.weights, *(mode for mode in modes if mode != plan_input.settings.weights))
+    layers = plan_input.manifest.geometry.num_layers
     found: list[tuple[str, int, int]] = []
     for mode in modes:
         if mode == "streamed":
             windows = [window for window in _WINDOWS if window < layers] or [1]
             found += [(mode, window, 0) for window in windows]
         elif mode == "experts":
-            found += [(mode, 0, size) for size in _expert_bytes(subject, config)]
+            found += [(mode, 0, size) for size in _expert_bytes(plan_input, config)]
         else:
             found.append((mode, 0, 0))
     return tuple(found)
 
 
-def _expert_bytes(subject: PlanInput, config: LoadConfig) -> tuple[int, ...]:
+def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
     """How much of the experts may stay in memory, from most to least."""
-    takes = ExpertBytes.of(subject.manifest.decoder, tensors_in(subject.manifest, subject.layout))
+    takes = ExpertBytes.of(plan_input.manifest.decoder, tensors_in(plan_input.manifest, plan_input.layout))
     if config.expert_memory is not None:
         if config.expert_memory < takes.least:
-            message = f"{format_size(config.expert_memory)} hold too few experts for {subject.manifest.name} to run."
+            message = (
+                f"{plan_input.manifest.name} cannot run with so few experts in {format_size(config.expert_memory)}."
+            )
             raise UsageError(message, f"Give at least {format_size(takes.least)} (--expert-memory).")
         return (config.expert_memory,)
     sizes = [round(takes.total * share) for share in _EXPERT_SHARES]

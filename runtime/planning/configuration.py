@@ -1,4 +1,4 @@
-"""One way to run a model, what it takes in memory by term, and what a backend tells a plan of it."""
+"""One way to run a model, the bytes it takes by term, and what each backend tells a plan about them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["TOKENIZER", "Configuration", "Footprint", "Keeping", "ModelMemory"]
+__all__ = ["TOKENIZER", "Configuration", "Footprint", "ModelMemory", "TokenizerMode"]
 
 TOKENIZER = "tokenizer.json"
-# Of the tokenizer: in memory as the library has it, made anew for every prompt, or part of the model's own file.
-Keeping = Literal["kept", "transient", "model"]
+# The tokenizer stays in memory as the library has it, is loaded again for every prompt, or is part of the model's file.
+TokenizerMode = Literal["kept", "transient", "model"]
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Configuration:
         prefill_chunk: prompt tokens per pass.
         kv: how the cache stores numbers, one of KV_TYPES.
         weights: where the weights are, one of WEIGHTS_MODES.
-        window_layers: layers resident together where the weights are streamed; 0 where all are.
+        window_layers: layers in memory together where the weights are streamed; 0 where all are.
         drafters: names of those that may draft.
         draft_max: tokens in a draft at most; 0 is no speculation.
-        tokenizer: one of `Keeping`.
-        expert_bytes: of experts that are resident at once; 0 where all are, or the weights are streamed.
+        tokenizer: one of `TokenizerMode`.
+        expert_bytes: of experts that are in memory at once; 0 where all are, or the weights are streamed.
         expert_count: of experts that every token uses; None leaves it to the model.
     """
 
@@ -37,7 +37,7 @@ class Configuration:
     window_layers: int
     drafters: tuple[str, ...]
     draft_max: int
-    tokenizer: Keeping
+    tokenizer: TokenizerMode
     expert_bytes: int = 0
     expert_count: int | None = None
 
@@ -48,7 +48,7 @@ class Footprint:
 
     Attributes:
         anonymous: bytes without a file behind them.
-        file: resident bytes of mapped files, which the system can take back and read again.
+        file: bytes of mapped files that are in memory, which the system can take back and read again.
         device: bytes in memory of a device's own, which no budget of the process counts.
     """
 
@@ -88,7 +88,7 @@ class ModelMemory(Protocol):
     def running(self, configuration: Configuration) -> Footprint:
         """Session, cache and the largest pass; "code" is of files that a second model on the backend shares."""
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
+    def tokenizer(self, mode: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of the tokenizer: all, or what decoding needs.
 
         Args:

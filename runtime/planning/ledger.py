@@ -1,6 +1,6 @@
 """What a loaded model really takes, watched while it works: gives up what it can spare before the budget is exceeded.
 
-Knows the plan and who can give memory back; knows nothing of what they hold.
+It knows the plan and what can give memory back, not what that memory holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 
-__all__ = ["Ledger", "Relief"]
+__all__ = ["Ledger", "MemoryRelief"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -27,18 +27,18 @@ _AMPLE = 0.1
 
 
 @dataclass(frozen=True)
-class Relief:
-    """A way to take less.
+class MemoryRelief:
+    """A way to free memory.
 
     Attributes:
-        name: what is given up, for people; "" where nobody will miss it.
-        give: gives some of it up; false where there was nothing left to give, sooner or later.
-        take: takes it again at the beginning of a turn with ample room; None where nothing has to be undone.
+        name: what is given up, for people; "" where its loss is not noticed.
+        release: gives some of it up; false where nothing was left.
+        restore: undoes that at the beginning of a turn with ample room; None where nothing has to be undone.
     """
 
     name: str
-    give: Callable[[], bool]
-    take: Callable[[], None] | None = None
+    release: Callable[[], bool]
+    restore: Callable[[], None] | None = None
 
 
 class Ledger:
@@ -46,14 +46,14 @@ class Ledger:
 
     Args:
         plan: in force when the model was loaded; without a budget nothing is ever given up.
-        terms: bytes that the model's parts hold now, by the plan's terms.
+        terms: bytes that the model's parts take now, by the plan's terms.
         reliefs: in the order in which they are tried.
-        replan: makes another plan of the one in force, the process and the terms held.
+        replan: makes another plan of the one in force, the process and the bytes in use.
         apply: has the model work by a plan.
 
     Attributes:
         plan: in force.
-        given: names of what was given up and not taken again, in order.
+        given_up: names of what was given up and not taken again, in order.
         peak: the largest total of counted pages that was seen.
     """
 
@@ -61,7 +61,7 @@ class Ledger:
         self,
         plan: MemoryPlan,
         terms: Callable[[], Mapping[str, int]],
-        reliefs: Sequence[Relief],
+        reliefs: Sequence[MemoryRelief],
         replan: Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan],
         apply: Callable[[MemoryPlan], None],
     ) -> None:
@@ -71,11 +71,11 @@ class Ledger:
         self._replan = replan
         self._apply = apply
         self._looked = 0.0
-        self.given: list[str] = []
+        self.given_up: list[str] = []
         self.peak = 0
 
     def terms(self) -> dict[str, int]:
-        """Bytes held now, by term; the process in all is "process"."""
+        """Bytes in use now, by term; "process" is the whole process."""
         return dict(self._terms()) | {"process": self.counted(process_memory())}
 
     def counted(self, memory: ProcessMemory) -> int:
@@ -98,11 +98,11 @@ class Ledger:
             _log.info("Planned again: %s.", "; ".join(plan.given_up) or "nothing given up")
             self._apply(plan)
         self.plan = plan
-        if self.given and self.counted(memory) < (1 - _AMPLE) * budget:
+        if self.given_up and self.counted(memory) < (1 - _AMPLE) * budget:
             for relief in self._reliefs:
-                if relief.name in self.given and relief.take is not None:
-                    relief.take()
-            self.given.clear()
+                if relief.name in self.given_up and relief.restore is not None:
+                    relief.restore()
+            self.given_up.clear()
         self.check(now=True)
 
     def check(self, *, now: bool = False) -> None:
@@ -121,10 +121,10 @@ class Ledger:
         self._looked = clock
         used = self._look()
         for relief in self._reliefs:
-            while used > budget - _MARGIN_BYTES and relief.give():
+            while used > budget - _MARGIN_BYTES and relief.release():
                 used = self._look()
-                if relief.name and relief.name not in self.given:
-                    self.given.append(relief.name)
+                if relief.name and relief.name not in self.given_up:
+                    self.given_up.append(relief.name)
                     _log.info("Memory is short: gave up %s.", relief.name)
         if used > budget:
             raise BudgetError(

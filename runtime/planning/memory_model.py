@@ -1,4 +1,4 @@
-"""Bytes of every term as a formula of bundle, configuration and device; knows nothing of choosing among configurations.
+"""Bytes of every term of a plan as a formula of bundle, configuration and device.
 
 All terms are upper bounds, as a plan that fits has to be kept. What a model takes on its backend, `model_memory` says;
 this adds the process around it. Constants were fitted to measured processes (docs/LOG.md, 2026-11-21); `edgeinfer bench
@@ -18,7 +18,7 @@ __all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
 # Terms of the process around the model.
 OUTSIDE = ("interpreter", "libraries")
 
-# Of the pages of libraries that are resident when a model is loaded, those that come back while it runs.
+# Of the pages of libraries that are in memory when a model is loaded, those that come back while it runs.
 NEEDED_SHARE = 0.72
 # What importing and planning itself add to the process between two plans, and Python's objects while replies are made.
 GROWTH_BYTES = 4_000_000
@@ -26,15 +26,15 @@ _OBJECTS_BYTES = 2_000_000
 
 
 class MemoryModel:
-    """What configurations of one subject take.
+    """What the configurations of one model take.
 
     Args:
         config: what the caller asked for.
         process: memory of this process now, with the libraries that loading will import.
     """
 
-    def __init__(self, subject: PlanInput, config: LoadConfig, process: ProcessMemory) -> None:
-        self._subject = subject
+    def __init__(self, plan_input: PlanInput, config: LoadConfig, process: ProcessMemory) -> None:
+        self._input = plan_input
         self._config = config
         self.process = process
         self._weights: dict[tuple[str, int, int], Footprint] = {}
@@ -42,28 +42,28 @@ class MemoryModel:
 
     def footprint(self, configuration: Configuration) -> Footprint:
         """The largest this process will be from loading on."""
-        config, subject, manifest = self._config, self._subject, self._subject.manifest
-        options = subject.option_bytes
+        config, plan_input, manifest = self._config, self._input, self._input.manifest
+        options = plan_input.option_bytes
         assert options is not None, "whoever plans a target says what options take"
         key = configuration.weights, configuration.window_layers, configuration.expert_bytes
         if key not in self._weights:
-            self._weights[key] = subject.memory.weights(configuration)
+            self._weights[key] = plan_input.memory.weights(configuration)
         running = (
             self._outside(running=True)
             + self._weights[key]
-            + subject.memory.running(configuration)
-            + subject.memory.tokenizer(configuration.tokenizer, used=True)
+            + plan_input.memory.running(configuration)
+            + plan_input.memory.tokenizer(configuration.tokenizer, used=True)
         )
         if configuration.draft_max:
-            running += Footprint({"drafting": options.drafting(subject.bundle, configuration)}, {})
-        if subject.drafter is not None:
+            running += Footprint({"drafting": options.drafting(plan_input.bundle, configuration)}, {})
+        if plan_input.drafter is not None:
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
-            running += self._drafter(subject.drafter, configuration)
+            running += self._drafter(plan_input.drafter, configuration)
         if config.prefix_cache:
             size = options.prefix_cache(config.prefix_cache, manifest.geometry.num_layers)
             running += Footprint({"prefix_cache": size}, {})
-        if overflow := options.context_shift(config.overflow, manifest.decoder, configuration.context):
-            running += Footprint({"overflow": overflow}, {})
+        if shifting := options.context_shift(config.overflow, manifest.decoder, configuration.context):
+            running += Footprint({"overflow": shifting}, {})
         return running + self._loading(running, configuration)
 
     def _drafter(self, drafter: PlanInput, target: Configuration) -> Footprint:
@@ -72,7 +72,7 @@ class MemoryModel:
         own = draft_configuration(drafter, target)
         if own not in self._drafters:
             whole = drafter.memory.weights(own) + drafter.memory.running(own)
-            code = whole.file["code"] if drafter.backend == self._subject.backend else 0
+            code = whole.file["code"] if drafter.backend == self._input.backend else 0
             file = {"draft_model": sum(whole.file.values()) - code}
             self._drafters[own] = Footprint({"draft_model": sum(whole.anonymous.values())}, file)
         return self._drafters[own]
@@ -86,6 +86,6 @@ class MemoryModel:
     def _loading(self, running: Footprint, configuration: Configuration) -> Footprint:
         """What loading, or parsing the tokenizer again, takes at its worst beyond all that is there afterwards."""
         counted = self._config.counted
-        phases = self._subject.memory.phases(self._outside(running=False), running, configuration)
+        phases = self._input.memory.phases(self._outside(running=False), running, configuration)
         worst = max(phase.total(counted) for phase in phases)
         return Footprint({"loading": max(0, worst - running.total(counted))}, {})

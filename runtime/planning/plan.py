@@ -1,4 +1,4 @@
-"""The memory plan: what will run, what every part of it takes, what was given up; knows nothing of how it is found."""
+"""The memory plan: what will run, what every part of it takes, what was given up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Alternative:
     speed: Speed
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Converts it to JSON's types."""
         return {
             "name": self.name,
             "planned_bytes": self.planned_bytes,

@@ -14,10 +14,10 @@ from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, Keeping, ModelMemory
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
-__all__ = ["OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
+__all__ = ["BackendChoice", "OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,24 @@ class OptionBytes:
 
 
 @dataclass(frozen=True)
+class BackendChoice:
+    """What runs a bundle, chosen once for a load.
+
+    Attributes:
+        name: of the backend.
+        layout: of the weights, as it will run.
+        device: that the model runs on.
+    """
+
+    name: str
+    bundle: Bundle
+    layout: Layout
+    device: Device = CPU
+
+
+@dataclass(frozen=True)
 class PlanInput:
-    """What is planned for.
+    """A model to plan for, and what there is to choose from.
 
     Attributes:
         backend: name of the backend that runs the model.
@@ -62,7 +78,7 @@ class PlanInput:
     drafter: PlanInput | None
     kv_types: tuple[str, ...]
     weights_modes: tuple[str, ...]
-    tokenizers: tuple[Keeping, ...]
+    tokenizers: tuple[TokenizerMode, ...]
     threads: int
     memory: ModelMemory
     modes_differ: bool = False
@@ -71,6 +87,11 @@ class PlanInput:
     device: Device = CPU
     device_note: str = ""
     option_bytes: OptionBytes | None = None
+
+    @property
+    def choice(self) -> BackendChoice:
+        """What runs the target."""
+        return BackendChoice(self.backend, self.bundle, self.layout, self.device)
 
     @property
     def manifest(self) -> Manifest:
@@ -89,12 +110,12 @@ class PlanInput:
 
 
 def kv_types_on(device: Device, kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the kinds of cache those that the device has kernels for."""
+    """Those of these types of cache that the device has kernels for."""
     return tuple(kv for kv in kinds if device.traits.quantized_kv or not find_kv_type(kv).quantized)
 
 
 def weights_modes_on(device: Device, modes: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the places of the weights the usual one alone, but on the CPU: a provider takes weights as it likes."""
+    """All modes on the CPU, elsewhere the usual one alone: a provider places weights as it likes."""
     return modes if device.on_cpu else modes[:1]
 
 
@@ -120,7 +141,7 @@ class _OwnMemory:
         self.memory.import_libraries()
 
     def weights(self, configuration: Configuration) -> Footprint:
-        """On the device; in the process the pages of the file that they are copied from, which may stay resident."""
+        """Weights lie on the device; pages of the file that they are copied from may stay in memory."""
         whole = self.memory.weights(configuration)
         size = sum(whole.anonymous.values()) + sum(whole.file.values())
         return Footprint({"weights_packed": 0}, {"weights_mapped": size}, {"weights": size})
@@ -133,10 +154,10 @@ class _OwnMemory:
         anonymous = dict(whole.anonymous)
         return Footprint(anonymous | {"kv": 0}, whole.file, {"kv": anonymous["kv"]})
 
-    def tokenizer(self, keeping: Keeping, *, used: bool) -> Footprint:
-        """As on the CPU."""
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
+        """Takes what it takes on the CPU."""
         return self.memory.tokenizer(keeping, used=used)
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """As on the CPU: weights are read from their file there too."""
+        """Passes through the phases of the CPU: weights are read from their file too."""
         return self.memory.phases(outside, running, configuration)

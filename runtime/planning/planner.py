@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.profile.device_profile import Profile
-from edgeinfer.runtime.profile.drafting import REACH, reach_of
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.profile.drafting import ACCEPTANCE, acceptance_by_position
 from edgeinfer.runtime.system.machine import machine_memory
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
@@ -27,16 +27,22 @@ from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_ms
 
 __all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
-Profiles = Callable[[str], Profile]
+Profiles = Callable[[str], DeviceProfile]
 
 # Of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
 _PARSING_MS_PER_BYTE = 6e-5
 # Bytes per second at which dropped pages come back from the system's cache of the file.
 _RELEASED_PER_S = 1e10
+Replan = Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan]
+# Terms that grow while the model is used, and which are not alive between two turns.
+_KNOWN = ("kv", "prefix_cache")
+_TRANSIENT = ("activations", "loading")
+# Less than this is what the allocator keeps now and then.
+_NOTICED_BYTES = 8_000_000
 
 
 def make_plan(
-    subject: PlanInput,
+    plan_input: PlanInput,
     config: LoadConfig,
     speed: SpeedModel,
     *,
@@ -46,7 +52,7 @@ def make_plan(
     """Plans for a process that has nothing of the model loaded yet.
 
     Args:
-        speed: of the subject.
+        speed: of the same input.
         all_ways: list alternatives.
         process: as `process_before_loading` gave it, where something was loaded since; None asks now.
 
@@ -58,11 +64,11 @@ def make_plan(
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
         raise UsageError(message, "Give a smaller one, or none.")
-    memory = MemoryModel(subject, config, process or process_before_loading(subject))
-    return search(subject, config, memory, speed, all_ways=all_ways)
+    memory = MemoryModel(plan_input, config, process or process_before_loading(plan_input))
+    return search(plan_input, config, memory, speed, all_ways=all_ways)
 
 
-def speed_model(subject: PlanInput, profiles: Profiles) -> SpeedModel:
+def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     """Predicts the pace of a model from what is known of it on this device.
 
     Args:
@@ -71,10 +77,10 @@ def speed_model(subject: PlanInput, profiles: Profiles) -> SpeedModel:
     A variant that never ran here is taken to run as the usual one, and what streaming adds by the bytes it reads again.
     Of experts those are the share that is not in memory, as if every expert were chosen alike.
     """
-    tensors = tensors_in(subject.manifest, subject.layout)
-    experts = ExpertBytes.of(subject.manifest.decoder, tensors)
-    usual = _pace(subject, profiles(""), experts)
-    layers, pages = subject.manifest.geometry.num_layers, pass_bytes(tensors)
+    tensors = tensors_in(plan_input.manifest, plan_input.layout)
+    experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
+    usual = _pace(plan_input, profiles(""), experts)
+    layers, pages = plan_input.manifest.geometry.num_layers, pass_bytes(tensors)
     known: dict[str, Pace] = {"": usual}
 
     def again_ms(configuration: Configuration, rows: int) -> float:
@@ -86,9 +92,9 @@ def speed_model(subject: PlanInput, profiles: Profiles) -> SpeedModel:
         return streamed_ms(0.0, round((1 - kept / experts.total) * needed), _RELEASED_PER_S, 0) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
-        variant = subject.variant(configuration)
+        variant = plan_input.variant(configuration)
         if variant not in known:
-            own = _pace(subject, profiles(variant), experts)
+            own = _pace(plan_input, profiles(variant), experts)
             if own.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
                 own = _beside(own, usual, rereads=rereads)
@@ -114,40 +120,32 @@ def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
     return dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
 
 
-def process_before_loading(subject: PlanInput) -> ProcessMemory:
+def process_before_loading(plan_input: PlanInput) -> ProcessMemory:
     """Memory of the process with the libraries that loading will import."""
-    for each in (subject, subject.drafter):
+    for each in (plan_input, plan_input.drafter):
         if each is not None:
             each.memory.import_libraries()
     return process_memory()
 
 
-def _pace(subject: PlanInput, profile: Profile, experts: ExpertBytes) -> Pace:
+def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -> Pace:
     costs = profile.costs()
-    tokenizer = subject.manifest.files.get("tokenizer.json")
+    tokenizer = plan_input.manifest.files.get(TOKENIZER)
+    always_read = plan_input.manifest.weight_bytes - experts.total
     return Pace(
-        passes=costs.passes if costs else guessed_passes(subject.manifest.weight_bytes - experts.total, experts.needed),
+        passes=costs.passes if costs else guessed_passes(always_read, experts.needed),
         measured=costs is not None,
         round_ms=costs.round_ms if costs else ROUND_MS,
-        reach=reach_of(profile.arrays(REACH)),
+        acceptance=acceptance_by_position(profile.arrays(ACCEPTANCE)),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
     )
 
 
-Replan = Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan]
-
-# Terms that grow while the model is used, and which are not alive between two turns.
-_KNOWN = ("kv", "prefix_cache")
-_TRANSIENT = ("activations", "loading")
-# Less than this is what the allocator keeps now and then.
-_NOTICED_BYTES = 8_000_000
-
-
-def make_replanner(subject: PlanInput, config: LoadConfig, speed: SpeedModel) -> Replan:
+def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel) -> Replan:
     """A function of the plan in force, the process now and the bytes its parts hold: the plan from now on."""
 
-    def replan(plan: MemoryPlan, process: ProcessMemory, held: Mapping[str, int]) -> MemoryPlan:
-        outside = _outside(plan, process, held)
+    def replan(plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int]) -> MemoryPlan:
+        outside = _outside(plan, process, used)
         mine, planned = plan.configuration, _planned_outside(plan)
         if abs(outside.anonymous - planned.anonymous) + abs(outside.file - planned.file) < _NOTICED_BYTES:
             return plan
@@ -158,8 +156,8 @@ def make_replanner(subject: PlanInput, config: LoadConfig, speed: SpeedModel) ->
             return fixed == (mine.window_layers, mine.expert_bytes, mine.tokenizer)
 
         # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
-        memory = MemoryModel(subject, fixed, dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE)))
-        found = search(subject, fixed, memory, speed, all_ways=False, among=changeable)
+        memory = MemoryModel(plan_input, fixed, dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE)))
+        found = search(plan_input, fixed, memory, speed, all_ways=False, among=changeable)
         # Where nothing fits, what is really taken decides, not what may be.
         return found if found.fits else plan
 
@@ -171,11 +169,11 @@ def _planned_outside(plan: MemoryPlan) -> ProcessMemory:
     return ProcessMemory(anonymous + file, anonymous + file, anonymous, file)
 
 
-def _outside(plan: MemoryPlan, process: ProcessMemory, held: Mapping[str, int]) -> ProcessMemory:
+def _outside(plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int]) -> ProcessMemory:
     """The process less the model: known terms as they are, the others as planned, so never too much is taken off."""
     anonymous, file = (
         sum(
-            min(held.get(name, 0), size) if name in _KNOWN else size
+            min(used.get(name, 0), size) if name in _KNOWN else size
             for name, size in pages.items()
             if name not in OUTSIDE and name not in _TRANSIENT
         )

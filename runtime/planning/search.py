@@ -1,8 +1,7 @@
-"""Finds the best way to run a model within a budget; knows nothing of how bytes and speeds come about.
+"""Finds the best way to run a model within a budget.
 
-The best is what a caller would choose who saw all: the fastest turn of a chat, where half of the context is worth as
-much as a third of the speed and a lossless cache as much as a sixth. What the caller fixed is never
-changed; a plan that cannot fit says what would.
+The best way has the fastest turn of a chat, where half of the context is worth as much as a third of the speed, and a
+lossless cache as much as a sixth. What the caller fixed is never changed; a plan that cannot fit says what would.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ __all__ = ["search"]
 # What half of the context is worth, and a cache of 8 or 4 bits instead of floats, as a share of the speed.
 _HALF_CONTEXT = 0.7
 _KV_WORTH = {8: 0.85, 4: 0.7}
+_Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Candidate:
 
 
 def search(
-    subject: PlanInput,
+    plan_input: PlanInput,
     config: LoadConfig,
     memory: MemoryModel,
     speed: SpeedModel,
@@ -54,7 +54,7 @@ def search(
         ContextLengthError, UsageError: as `configurations`.
     """
     budget = config.memory
-    open_ways = (each for each in configurations(subject, config) if among is None or among(each))
+    open_ways = (each for each in configurations(plan_input, config) if among is None or among(each))
     first = next(open_ways)
     ways = [first] if budget is None and not all_ways else [first, *open_ways]
     worth = _worth(speed, first)
@@ -66,12 +66,12 @@ def search(
     if chosen is None or all_ways or among is not None:
         every = [_candidate(each, memory, config) for each in ways]
     else:
-        every = [chosen, *(_candidate(each, memory, config) for each in modest_configurations(subject, config))]
+        every = [chosen, *(_candidate(each, memory, config) for each in modest_configurations(plan_input, config))]
     smallest = min(reversed(every), key=lambda each: each.bytes)
     chosen = chosen or smallest
     plan = MemoryPlan(
         configuration=chosen.configuration,
-        layout=subject.layout,
+        layout=plan_input.layout,
         overflow=config.overflow,
         prefix_cache=config.prefix_cache,
         budget_bytes=budget,
@@ -80,13 +80,13 @@ def search(
         speed=speed.speed(chosen.configuration),
         smallest_bytes=smallest.bytes,
         given_up=_given_up(first, chosen.configuration, speed),
-        threads=subject.threads,
-        tuned=_tuned(subject, chosen.configuration),
-        device=subject.device.name,
-        device_note=subject.device_note,
+        threads=plan_input.threads,
+        tuned=_tuned(plan_input, chosen.configuration),
+        device=plan_input.device.name,
+        device_note=plan_input.device_note,
     )
     if not plan.fits:
-        plan = dataclasses.replace(plan, hints=tuple(_hints(subject, config, memory, plan)))
+        plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, plan)))
     if all_ways:
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, budget, speed, worth)))
     return plan
@@ -108,9 +108,9 @@ def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration]
     return worth
 
 
-def _tuned(subject: PlanInput, chosen: Configuration) -> tuple[str, ...]:
+def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
     """The tuned settings that the plan has; those of a pass may have given way to the budget."""
-    settings = subject.settings
+    settings = plan_input.settings
     # A chunk is never longer than the context.
     cut = settings.prefill_chunk is not None and chosen.prefill_chunk < min(settings.prefill_chunk, chosen.context)
     given_way = {"prefill_chunk"} if cut else set()
@@ -130,7 +130,7 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
         some = f", {format_size(chosen.expert_bytes)} of them in memory," if chosen.expert_bytes else ""
         lost.append(f"weights {chosen.weights}{windows}{some} instead of {wanted.weights}")
     if chosen.tokenizer != wanted.tokenizer:
-        lost.append("tokenizer made anew for every prompt")
+        lost.append("tokenizer loaded again for every prompt")
     if not chosen.draft_max and wanted.draft_max:
         lost.append("no drafting")
     elif chosen.drafters != wanted.drafters:
@@ -145,7 +145,6 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
     return tuple(lost)
 
 
-_Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 # What the caller may have fixed: the option to leave open, and whether it was given.
 _FREED: tuple[_Freed, ...] = (
     ("a smaller context (-c)", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
@@ -160,15 +159,15 @@ _FREED: tuple[_Freed, ...] = (
 )
 
 
-def _hints(subject: PlanInput, config: LoadConfig, memory: MemoryModel, plan: MemoryPlan) -> Iterable[str]:
+def _hints(plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, plan: MemoryPlan) -> Iterable[str]:
     """Options that, left open, would let the same request fit in less; with how much that would be."""
     for name, free, given in _FREED:
         if not given(config):
             continue
         freed = free(config)
-        open_subject = subject if freed.draft_model else dataclasses.replace(subject, drafter=None)
-        model = MemoryModel(open_subject, freed, memory.process)
-        least = min(_candidate(each, model, freed).bytes for each in modest_configurations(open_subject, freed))
+        open_input = plan_input if freed.draft_model else dataclasses.replace(plan_input, drafter=None)
+        model = MemoryModel(open_input, freed, memory.process)
+        least = min(_candidate(each, model, freed).bytes for each in modest_configurations(open_input, freed))
         if least < plan.smallest_bytes:
             yield f"{name} with {format_size(least + GROWTH_BYTES)}"
 

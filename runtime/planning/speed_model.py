@@ -1,4 +1,4 @@
-"""How fast a configuration decodes, by costs measured on this device or a stated guess; knows nothing of memory."""
+"""How fast a configuration decodes, by costs measured on this device or a stated guess."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _READ_PER_MS = 12_000_000
 _ROW_SHARE = 0.12
 # Milliseconds that nothing takes less than.
 _LEAST_MS = 0.2
-# Chance that a draft's tokens are accepted up to a place, until replies have told: the mean over 17 texts.
-_REACH_FIRST, _REACH_NEXT = 0.30, 0.75
+# Rate at which a draft's first token is accepted, and each further one after it, until replies were measured: means
+# over 17 texts.
+_FIRST_ACCEPTED, _NEXT_ACCEPTED = 0.30, 0.75
 # Share of the gain of all drafters that remains without the largest table, and with copying alone: by the gains of
 # each drafter in docs/LOG.md, 2026-11-21.
 _WITHOUT_RECYCLE, _COPY_ALONE = 0.97, 0.63
@@ -29,7 +30,7 @@ _WITHOUT_RECYCLE, _COPY_ALONE = 0.97, 0.63
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted pace.
+    """A predicted pace.
 
     Attributes:
         tokens_per_second: of a reply.
@@ -50,14 +51,14 @@ class Pace:
         passes: c(m).
         measured: whether they were timed here, or guessed from the size of the weights.
         round_ms: of a round that drafts, besides its pass.
-        reach: chance that a draft's token is accepted, by its place; () where no reply has told.
+        acceptance: rate at which a draft's token is accepted, by its position; () where no reply was measured.
         tokenizer_ms: making the tokenizer.
     """
 
     passes: PassCosts
     measured: bool
     round_ms: float
-    reach: Sequence[float]
+    acceptance: Sequence[float]
     tokenizer_ms: float
 
 
@@ -96,25 +97,25 @@ class SpeedModel:
 
 
 def _token_ms(pace: Pace, configuration: Configuration) -> float:
-    """By the governor's rule: the length of draft with the least time per token, none among them."""
+    """Milliseconds per token at the best length of draft, as the governor chooses it; 0 is one of them."""
     best = pace.passes.ms(1)
     share, tokens = _share(configuration.drafters), 1.0
     for length in range(1, configuration.draft_max + 1):
-        tokens += share * _reach(pace, length)
+        tokens += share * _accepted(pace, length)
         best = min(best, (pace.round_ms + pace.passes.ms(length + 1)) / tokens)
     return best
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:
-    """One chunk of a prompt: beyond the passes that were measured a row costs what it does in the largest of them."""
+    """Milliseconds of a chunk of a prompt; beyond the measured passes a row costs what it does in the largest."""
     largest = pace.passes.largest
     return pace.passes.ms(chunk) if chunk <= largest else pace.passes.ms(largest) * chunk / largest
 
 
-def _reach(pace: Pace, place: int) -> float:
-    if pace.reach:
-        return pace.reach[place - 1] if place <= len(pace.reach) else 0.0
-    return _REACH_FIRST * _REACH_NEXT ** (place - 1)
+def _accepted(pace: Pace, place: int) -> float:
+    if pace.acceptance:
+        return pace.acceptance[place - 1] if place <= len(pace.acceptance) else 0.0
+    return _FIRST_ACCEPTED * _NEXT_ACCEPTED ** (place - 1)
 
 
 def _share(drafters: Sequence[str]) -> float:

@@ -49,7 +49,7 @@ def _fields(data: object, names: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Measured c(m).
+    """c(m) as it was measured.
 
     Attributes:
         points: rows of a pass and its milliseconds, by ascending rows.
@@ -131,7 +131,7 @@ class PassCosts:
         return (self._table[-1] - self._table[halves[-1]]) / (self.largest - halves[-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Converts it to JSON's types."""
         return {"points": [list(point) for point in self.points], "step": self.step}
 
     @classmethod
@@ -169,7 +169,7 @@ class DraftCosts:
         _require(_is_time(self.round_ms), f"a round of {self.round_ms} ms")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Converts it to JSON's types."""
         return {"guess_ms": dict(self.guess_ms), "round_ms": self.round_ms}
 
     @classmethod
@@ -199,11 +199,11 @@ class Costs:
         _require(all(isinstance(text, str) for text in texts), "processor and measured must be texts")
 
     def pass_ms(self, rows: int) -> float:
-        """One pass of the target over so many new tokens with all their logits."""
+        """Milliseconds of a pass of the target over so many new tokens with all their logits."""
         return self.passes.ms(rows)
 
     def guess_ms(self, drafter: str) -> float:
-        """One guess; KeyError for a drafter that was not measured."""
+        """Milliseconds of one guess; KeyError for a drafter that was not measured."""
         return self.drafts.guess_ms[drafter]
 
     @property
@@ -212,7 +212,7 @@ class Costs:
         return self.drafts.round_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Converts it to JSON's types."""
         parts = {"passes": self.passes.to_dict(), "drafts": self.drafts.to_dict()}
         return parts | {"processor": self.processor, "measured": self.measured}
 

@@ -1,8 +1,8 @@
-"""What speculation keeps between sessions per device, bundle and kernel: costs and arrays; knows not what they mean.
+"""What was measured and learned between sessions, kept for each device, bundle and kernel as costs and arrays.
 
-A folder of the user's cache for each combination, named by its digest. What lies there was made from private
-conversations (n-grams of tokens), so nobody else may read it, and it may be damaged or forged, so nothing read from it
-is trusted: arrays are plain numbers of bounded size, never pickles, and what cannot be read is dropped and made again.
+There is a folder of the user's cache for each combination, named by its digest. What lies there was made from private
+conversations (n-grams of tokens), so no other user may read it. It may be damaged or forged, so nothing read from it is
+trusted: arrays are plain numbers of bounded size, never pickles, and what cannot be read is dropped and made again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from edgeinfer.runtime.system.machine import processor_name
 from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
 from edgeinfer.version import VERSION
 
-__all__ = ["Profile", "forget", "profile_folder", "stamped"]
+__all__ = ["DeviceProfile", "forget", "profile_folder", "stamped"]
 
 T = TypeVar("T")
 
@@ -123,8 +123,8 @@ def stamped(passes: PassCosts, drafts: DraftCosts) -> Costs:
     return Costs(passes, drafts, processor_name(), now)
 
 
-class Profile:
-    """One folder of what is kept. Nothing that is wrong with it raises: it is then as if nothing had been kept.
+class DeviceProfile:
+    """A folder of measured costs and learned arrays. One that is damaged or unusable counts as empty and never raises.
 
     Args:
         folder: made when something is first saved; None keeps nothing.
@@ -154,7 +154,7 @@ class Profile:
         return None
 
     def save_costs(self, costs: Costs) -> None:
-        """Keeps costs."""
+        """Writes costs to the folder."""
         data = json.dumps(costs.to_dict(), indent=1) + "\n"
         self._guarded(lambda folder: _keep(folder, _COSTS, data.encode(), _MOST_COSTS_BYTES))
 
@@ -183,7 +183,7 @@ class Profile:
             self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Forgets the arrays of a name, as whoever they were made for does not understand them."""
+        """Removes the arrays of a name, which their reader could not use."""
         file_name = _file_name(name)
         self._guarded(lambda folder: (folder / file_name).unlink(missing_ok=True))
 
@@ -285,5 +285,5 @@ def _read_array(data: bytes) -> NDArray[Any]:
         raise StorageError("an array is not of plain numbers")
     array: NDArray[Any] = np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape).copy()
     if dtype.kind == "b" and (array.view(np.uint8) > 1).any():
-        raise StorageError("an array of truths holds other values")
+        raise StorageError("a boolean array holds other values")
     return array

@@ -11,14 +11,20 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 
-__all__ = ["REACH", "TUNING", "Reach", "Tuning", "reach_of"]
+__all__ = ["ACCEPTANCE", "LAYER_DRAFTING", "LayerDrafting", "PositionAcceptance", "acceptance_by_position"]
 
 # Name of its arrays in a profile.
-TUNING = "tuning"
+LAYER_DRAFTING = "tuning"
+ACCEPTANCE = "reach"
+# Rounds after which what was seen counts half.
+_HALF_LIFE = 2000.0
+# Rounds that tell anything, and places that are counted.
+_ENOUGH = 50
+_PLACES = 63
 
 
 @dataclass(frozen=True)
-class Tuning:
+class LayerDrafting:
     """Self-drafting that pays on this device.
 
     Attributes:
@@ -30,7 +36,7 @@ class Tuning:
     layer_mask: NDArray[np.bool_] | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """As arrays."""
+        """The arrays to keep, by name."""
         arrays: dict[str, NDArray[Any]] = {}
         if self.exit_layer is not None:
             arrays["exit_layer"] = np.array([self.exit_layer])
@@ -39,7 +45,7 @@ class Tuning:
         return arrays
 
     @classmethod
-    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> Tuning:
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> LayerDrafting:
         """Takes back what `state` gave, for a model of so many layers.
 
         Raises:
@@ -50,19 +56,11 @@ class Tuning:
         if exits is not None:
             fits = fits and exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers
         if not fits:
-            raise StorageError("What was tuned is of another model.", "Run edgeinfer tune again.")
+            raise StorageError("The tuned layers belong to another model.", "Run edgeinfer tune again.")
         return cls(None if exits is None else int(exits[0]), mask)
 
 
-REACH = "reach"
-# Rounds after which what was seen counts half.
-_HALF_LIFE = 2000.0
-# Rounds that tell anything, and places that are counted.
-_ENOUGH = 50
-_PLACES = 63
-
-
-class Reach:
+class PositionAcceptance:
     """Counts, of the rounds seen, how many had the token at each place of a draft accepted.
 
     Args:
@@ -82,12 +80,12 @@ class Reach:
         self._counts[1 : 1 + len(places)] += places
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """What is to be kept."""
+        """The arrays to keep, by name."""
         return {"counts": self._counts.copy()}
 
 
-def reach_of(kept: Mapping[str, NDArray[Any]] | None) -> tuple[float, ...]:
-    """Chance that a draft's token at each place is accepted; () where too little was seen to tell."""
+def acceptance_by_position(kept: Mapping[str, NDArray[Any]] | None) -> tuple[float, ...]:
+    """Acceptance rate of a draft's token at each position; () where too few rounds were seen."""
     if kept is None or not _is_sound(kept) or kept["counts"][0] < _ENOUGH:
         return ()
     rounds, accepted = float(kept["counts"][0]), np.trim_zeros(kept["counts"][1:], "b")

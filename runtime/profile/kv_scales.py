@@ -1,6 +1,6 @@
 """The scales of a bundle's quantized caches, wherever they are: in the bundle, or kept for this user by tuning.
 
-Knows nothing of how they are found. A bundle that is read-only, or a hub's, stays as it is: what is found for it later
+A bundle that is read-only, or a hub's, stays as it is: what is found for it later
 is kept in the user's cache, by the digest of its weights, and read as strictly as a bundle's own.
 """
 

@@ -25,6 +25,17 @@ _MOST_THREADS, _FEWEST_CHUNK, _MOST_CHUNK = 1024, 8, 4096
 # onnxruntime's own form: lists of processors, counted from 1, for every thread but the one that calls.
 _AFFINITY = re.compile(r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*(;[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*)*")
 _MOST_AFFINITY = 16_384
+_MOST_TEXT = 256
+# What a user would call that in which two fingerprints differ.
+_WORDS = {
+    "processor": "processor",
+    "cores": "number of cores",
+    "processors": "number of processors",
+    "system": "system",
+    "edgeinfer": "version of edgeinfer",
+    "engine": "version of the engine",
+    "kernel": "kernel",
+}
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -71,14 +82,14 @@ class TunedSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the settings that differ from the usual ones."""
+        """Names of the settings that differ from the usual ones."""
         return tuple(name for name, value in self.to_dict().items() if value not in (None, ""))
 
     def beside(self, config: LoadConfig, proved_with: int) -> TunedSettings:
         """Those that hold beside what the caller set himself, which is never overridden.
 
         Args:
-            proved_with: threads that the settings were proved with; with others nobody knows what they do.
+            proved_with: threads that the settings were proved with; with another number they were not measured.
         """
         if (config.threads or self.threads or physical_cores()) != proved_with:
             return UNTUNED
@@ -91,7 +102,7 @@ class TunedSettings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Converts it to JSON's types."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -111,21 +122,8 @@ class TunedSettings:
 UNTUNED = TunedSettings()
 
 
-_MOST_TEXT = 256
-# What a user would call that in which two fingerprints differ.
-_WORDS = {
-    "processor": "processor",
-    "cores": "number of cores",
-    "processors": "number of processors",
-    "system": "system",
-    "edgeinfer": "version of edgeinfer",
-    "engine": "version of the engine",
-    "kernel": "kernel",
-}
-
-
 def model_digest(bundle: Bundle, layout: Layout, backend: str, device: str, exact: bool) -> str:
-    """Of a model as it runs: settings are kept under it, and are no other's."""
+    """A digest of a model and of how it runs, under which its settings are kept."""
     files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
     key = json.dumps([files, layout, backend, device, exact], sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()
@@ -168,7 +166,7 @@ class Fingerprint:
 
     @classmethod
     def here(cls, engine: str, kernel: str) -> Self:
-        """Of this machine."""
+        """Describes this machine."""
         return cls(
             processor=processor_name()[:_MOST_TEXT],
             cores=physical_cores(),
@@ -180,7 +178,7 @@ class Fingerprint:
         )
 
     def difference(self, other: Fingerprint) -> str:
-        """In what the other differs, in words: `another processor (A, not B)`; "" if in nothing."""
+        """Says in words what differs: `another processor (A, not B)`; "" where nothing does."""
         for name, word in _WORDS.items():
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

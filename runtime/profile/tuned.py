@@ -42,6 +42,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1 << 16
 _MOST_KEPT = 256
 _MOST_TEXT = 256
+_log = logging.getLogger("edgeinfer")
+# What LoadConfig.profile says to take none.
+OFF = "off"
+_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
+_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
 
 
 @dataclass(frozen=True)
@@ -175,10 +180,10 @@ def read_profile(path: Path) -> TunedProfile:
     except UsageError as error:
         if str(path) in error.message:
             raise
-        raise UsageError(f"{path} is no profile of edgeinfer: {error.message}") from error
+        raise UsageError(f"{path} is not a profile of edgeinfer: {error.message}") from error
     # What damage makes json raise; RecursionError of a deeply nested file.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no profile of edgeinfer.") from error
+        raise UsageError(f"{path} is not a profile of edgeinfer.") from error
 
 
 def _make_room(path: Path) -> None:
@@ -187,14 +192,6 @@ def _make_room(path: Path) -> None:
     for old in sorted(others, key=written)[: max(0, len(others) + 1 - _MOST_KEPT)]:
         with contextlib.suppress(OSError):
             old.unlink()
-
-
-_log = logging.getLogger("edgeinfer")
-
-# What LoadConfig.profile says to take none.
-OFF = "off"
-_KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
-_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
 
 
 def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[], Fingerprint]) -> TunedSettings:
@@ -214,7 +211,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
         if not given and not os.path.lexists(path):
             return UNTUNED
     except StorageError:
-        # Nobody who has no home folder tuned anything.
+        # Without a home folder nothing was tuned.
         return UNTUNED
     try:
         profile = read_profile(path)
@@ -227,7 +224,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
     if settings is UNTUNED and profile.settings != UNTUNED:
         # Whoever gave both a file and threads wonders.
         level = logging.WARNING if given else logging.INFO
-        text = "The settings in %s were measured with %d threads and are left out with others."
+        text = "The settings in %s were measured with %d threads and do not apply to another number of threads."
         _log.log(level, text, path, profile.threads)
     return settings
 
@@ -235,7 +232,9 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
 def _check(profile: TunedProfile, path: Path, model: str, here: Fingerprint) -> None:
     """Refuses a profile that is not of this model on this machine, or cannot be."""
     if profile.model != model:
-        raise UsageError(f"The settings in {path} are of another model ({profile.name}), or of another way to run it.")
+        raise UsageError(
+            f"The settings in {path} belong to another model ({profile.name}), or to another way to run it."
+        )
     difference = here.difference(profile.machine)
     if difference:
         raise UsageError(f"The settings in {path} were measured with {difference}.")

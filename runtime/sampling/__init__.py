@@ -1,14 +1,14 @@
-"""From logits to a token: penalties, constraints, truncation, position-keyed draw; knows nothing of models or text."""
+"""From logits to a token: penalties, constraints, truncation, position-keyed draw."""
 
 from __future__ import annotations
 
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
+from edgeinfer.runtime.sampling.distributions import TokenLogprobs, uniform
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint, GrammarCosts, check_grammar
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, json_rule
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
-from edgeinfer.runtime.sampling.logits import LogitsProcessor, TokenLogprobs, uniform
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
-from edgeinfer.runtime.sampling.sampler import Sampler
+from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 
 __all__ = [
     "ChoiceConstraint",

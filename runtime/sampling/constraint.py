@@ -1,4 +1,4 @@
-"""Hard constraints on what tokens may follow; the one of a closed list of replies; knows nothing of logits or text."""
+"""Hard constraints on what tokens may follow; the one of a closed list of replies."""
 
 from __future__ import annotations
 

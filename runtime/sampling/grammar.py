@@ -1,4 +1,4 @@
-"""The constraint that a reply follows a grammar, by llguidance; knows nothing of logits."""
+"""The constraint that a reply follows a grammar, by llguidance."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GrammarConstraint:
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str, end_ids: Collection[int]) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         if not end_ids:
             raise UsageError("A reply by a grammar needs a token to end it.", "Give at least one stop token.")
         self._size = vocabulary.size
@@ -69,7 +69,7 @@ class GrammarConstraint:
         self._known: NDArray[np.int64] | None = None  # what may follow now, where it was asked for
         if not len(self._mask()):
             raise _unusable("this model has no token that a text of it begins with")
-        self.costs = GrammarCosts((time.perf_counter() - begun) * 1e3)
+        self.costs = GrammarCosts((time.perf_counter() - started) * 1e3)
 
     def allowed(self) -> NDArray[np.int64]:  # (A,)
         """Token ids that may follow now, ascending, at least one. Not to be written to.
@@ -80,9 +80,9 @@ class GrammarConstraint:
         if self._beyond:
             return self._end_ids
         if self._known is None:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             self._known = self._mask()
-            self.costs.mask_ms.append((time.perf_counter() - begun) * 1e3)
+            self.costs.mask_ms.append((time.perf_counter() - started) * 1e3)
         return self._known
 
     def forced(self) -> list[int]:

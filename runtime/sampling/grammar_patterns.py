@@ -1,4 +1,4 @@
-"""Regular expressions of JSON Schema, which are ECMAScript's, as the grammar engine writes them; knows no schemas.
+"""Regular expressions of JSON Schema, which are ECMAScript's, as the grammar engine writes them.
 
 What the engine takes for something else than ECMAScript does is spelled out, so that nothing of its own notation gets
 through, and what it cannot follow is refused.

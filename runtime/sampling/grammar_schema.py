@@ -1,5 +1,5 @@
 """JSON Schemas made such that the grammar engine follows them to the letter, or refused by the keyword that it would
-not; knows nothing of grammars.
+not.
 
 What the engine gets wrong was found by the official tests of JSON Schema (`tests/tools/json_schema_suite.py`).
 """

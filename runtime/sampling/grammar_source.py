@@ -1,7 +1,4 @@
-"""What a caller may ask of the form of a reply, as source for the grammar engine, and what is wrong with it in words.
-
-Knows nothing of tokens.
-"""
+"""What a caller may ask of the form of a reply, as source for the grammar engine, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -110,7 +107,7 @@ def in_words(message: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _check_size(name: str, text: str, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as a grammar engine needs it: the bytes that each token adds; knows nothing of grammars."""
+"""A tokenizer's vocabulary as a grammar engine needs it: the bytes that each token adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles a grammar that may be hostile in a process of its own, with limits; knows nothing of models.
+"""Compiles a grammar that may be hostile in a process of its own, with limits.
 
 Run as a program it is that process: it imports nothing of edgeinfer, reads a grammar from its input and writes what is
 wrong with it, or nothing.

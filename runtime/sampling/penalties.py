@@ -1,4 +1,4 @@
-"""Logit bias and the penalties on tokens already present, with counts that can be undone; knows nothing of sampling."""
+"""Logit bias and the penalties on tokens already present, with counts that can be undone."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ class Beam(SearchStrategy):
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The whole reply."""
-        options, begun = self._config, logits.copy()
+        options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
-        self._settled = self._backend.cache.length
+        self._reply_rows = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
         for group in groups:
-            group.behind = [log_probabilities(begun)]
+            group.behind = [log_probabilities(first_logits)]
         for length in range(1, limit + 1):
             chosen: Counter[int] = Counter()
             for group in groups:
@@ -60,12 +60,12 @@ class Beam(SearchStrategy):
                 break
             self._feed(groups, branches)
         branches.end()
-        self._settled = None
+        self._reply_rows = None
         found = [beginning for group in groups for beginning in (*group.ended, *group.live)]
         ranked = sorted(found, key=self._score, reverse=True)[: options.beams]
         self._tell(prompt, ranked)
         self._statistics.trials = len(found)
-        return self._take(ranked[0].tokens, begun)
+        return self._take(ranked[0].tokens, first_logits)
 
     def next(self, room: int, lost: int) -> tuple[int]:
         """Where the context had no room for as much of all of them: the reply goes on alone."""
@@ -131,8 +131,8 @@ class Beam(SearchStrategy):
     def _tell(self, prompt: Sequence[int], ranked: Sequence[_Beginning]) -> None:
         texts = []
         for beginning in ranked:
-            reader = self._parts.reader(prompt)
+            text = self._parts.reply_text(prompt)
             for token in beginning.tokens:
-                reader.push(token)
-            texts.append(self._told(reader, beginning.total))
+                text.push(token)
+            texts.append(self._searched_text(text, beginning.total))
         self._texts = tuple(texts)

@@ -58,11 +58,11 @@ class Cautious(SearchStrategy):
         return self._piece(self._passes.feed(self._root), room)
 
     def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        sampler, begun = self._parts.sampler, logits.copy()
-        probabilities = sampler.probabilities(begun)
+        sampler, first_logits = self._parts.sampler, logits.copy()
+        probabilities = sampler.probabilities(first_logits)
         count = trials_for(entropy(probabilities))
         longest = min(room, _LONGEST, 1 + (self._backend.cache.capacity - self._backend.cache.length) // count)
-        self._settled = self._backend.cache.length
+        self._reply_rows = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
@@ -75,11 +75,11 @@ class Cautious(SearchStrategy):
             for (stream, trial), row in zip(live, rows, strict=True):
                 self._draw(trial, sampler.probabilities(row, trial.tokens), stream)
         branches.end()
-        self._settled = None
+        self._reply_rows = None
         best = min(trials, key=lambda trial: trial.perplexity)
         self._statistics.trials += count
         self._length += len(best.tokens)
-        return self._take(best.tokens, begun)
+        return self._take(best.tokens, first_logits)
 
     def _draw(self, trial: _Trial, probabilities: np.typing.NDArray[np.float64], stream: int) -> None:  # (V,)
         token = self._parts.sampler.sample_from(probabilities, self._length + len(trial.tokens), stream)

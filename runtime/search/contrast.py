@@ -60,7 +60,7 @@ class Contrast(SearchStrategy):
         if self._backend.cache.length + wanted > self._backend.cache.capacity:
             message = "The context has no room for the lame prompt and the reply behind either prompt."
             raise UsageError(message, "Ask for a shorter reply, or load the model with a larger context (-c).")
-        self._settled = self._prompt = self._backend.cache.length
+        self._reply_rows = self._prompt = self._backend.cache.length
         own = logits.copy()
         self._branches = Branches(self._parts, self._statistics)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
@@ -74,7 +74,7 @@ class Contrast(SearchStrategy):
             return self._plain_step()
         if self._branches.room < 2:
             self._branches.end()
-            self._branches = self._pair = self._settled = None
+            self._branches = self._pair = self._reply_rows = None
             # What follows rests on passes of the reply's own text.
             for _ in self._passes.chain(self._tokens[:-1]):
                 pass

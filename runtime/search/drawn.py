@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import Reader, SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchStrategy, logprob
+from edgeinfer.runtime.text import ReplyText
 
 __all__ = ["FirstFinish", "Vote", "answer_of", "elect"]
 
@@ -20,27 +21,27 @@ _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 @dataclass
 class Drawn:
-    """One of the replies.
+    """A reply that is drawn.
 
     Attributes:
         score: sum of its tokens' log-probabilities.
     """
 
     sampler: Sampler
-    reader: Reader
+    text: ReplyText
     score: float = 0.0
 
     @property
     def mean(self) -> float:
         """Mean log-probability of its tokens."""
-        return self.score / len(self.reader.tokens)
+        return self.score / len(self.text.tokens)
 
     def draw(self, logits: Floats, place: int) -> None:  # (V,)
-        """Its next token."""
+        """Draws its next token."""
         token = self.sampler.sample(logits, place)
         self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
-        self.reader.push(token)
+        self.text.push(token)
 
 
 class DrawnSearch(SearchStrategy):
@@ -52,26 +53,26 @@ class DrawnSearch(SearchStrategy):
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The whole reply."""
         limit = self._share(self._config.samples, room)
-        begun, replies = logits.copy(), self._begin(prompt)
-        self._settled = self._backend.cache.length
+        first_logits, replies = logits.copy(), self._begin(prompt)
+        self._reply_rows = self._backend.cache.length
         branches = Branches(self._parts, self._statistics)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:
-            reply.draw(begun, len(prompt))
+            reply.draw(first_logits, len(prompt))
             live.append((branches.begin(), reply))
         for length in range(1, limit):
             live = [(branch, reply) for branch, reply in live if self._goes_on(branches, branch, reply)]
             if not live or self._enough(replies):
                 break
-            rows = branches.feed([(branch, reply.reader.tokens[-1:]) for branch, reply in live])
+            rows = branches.feed([(branch, reply.text.tokens[-1:]) for branch, reply in live])
             for (_, reply), row in zip(live, rows, strict=True):
                 reply.draw(row, len(prompt) + length)
         branches.end()
-        self._settled = None
-        self._texts = tuple(self._told(reply.reader, reply.score) for reply in replies)
+        self._reply_rows = None
+        self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in replies)
         self._statistics.trials = len(replies)
         self._chosen = self._choose(replies)
-        return self._take(replies[self._chosen].reader.tokens, begun)
+        return self._take(replies[self._chosen].text.tokens, first_logits)
 
     def next(self, room: int, lost: int) -> tuple[int]:
         """Where the context had no room for as much of all of them: the reply goes on alone."""
@@ -80,13 +81,13 @@ class DrawnSearch(SearchStrategy):
     def _begin(self, prompt: Sequence[int]) -> list[Drawn]:
         # The reply's own sampler is told only of the one that is chosen.
         count = range(self._config.samples)
-        return [Drawn(self._parts.another_sampler(prompt, index), self._parts.reader(prompt)) for index in count]
+        return [Drawn(self._parts.another_sampler(prompt, index), self._parts.reply_text(prompt)) for index in count]
 
     @staticmethod
     def _goes_on(branches: Branches, branch: Branch, reply: Drawn) -> bool:
-        if reply.reader.ended:
+        if reply.text.ended:
             branches.drop(branch)
-        return not reply.reader.ended
+        return not reply.text.ended
 
     @abstractmethod
     def _enough(self, replies: Sequence[Drawn]) -> bool:
@@ -101,10 +102,10 @@ class FirstFinish(DrawnSearch):
     """The first to end; of several that end together, and where none does, that of the likeliest tokens."""
 
     def _enough(self, replies: Sequence[Drawn]) -> bool:
-        return any(reply.reader.ended for reply in replies)
+        return any(reply.text.ended for reply in replies)
 
     def _choose(self, replies: Sequence[Drawn]) -> int:
-        return max(range(len(replies)), key=lambda index: (replies[index].reader.ended, replies[index].mean))
+        return max(range(len(replies)), key=lambda index: (replies[index].text.ended, replies[index].mean))
 
 
 def answer_of(text: str, kind: str) -> str:

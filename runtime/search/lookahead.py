@@ -46,7 +46,7 @@ class Lookahead(SearchStrategy):
 
     def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
-        self._settled, stop_ids = self._backend.cache.length, self._parts.stop_ids
+        self._reply_rows, stop_ids = self._backend.cache.length, self._parts.stop_ids
         branches, found = Branches(self._parts, self._statistics), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
@@ -64,5 +64,5 @@ class Lookahead(SearchStrategy):
                     longer.append((index, branch, token))
             live = longer
         branches.end()
-        self._settled = None
+        self._reply_rows = None
         return found

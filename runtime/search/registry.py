@@ -1,4 +1,4 @@
-"""Which way of searching a name stands for, and what it goes together with; knows nothing of how any of them works."""
+"""Searches by name, and the options that each goes together with."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from edgeinfer.runtime.search.contrast import Contrast
 from edgeinfer.runtime.search.drawn import FirstFinish, Vote
 from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
-from edgeinfer.runtime.search.samples import Samples
+from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 
 __all__ = ["SEARCH_KINDS", "make_search"]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How a way is made.
+class SearchKind:
+    """Tells how a search is made and what it goes together with.
 
     Attributes:
         draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
@@ -37,23 +37,23 @@ class Kind:
     constrained: bool = False
 
 
-SEARCH_KINDS: Mapping[str, Kind] = {
-    "samples": Kind(Samples, "always"),
-    "first-finish": Kind(FirstFinish, "always"),
-    "vote": Kind(Vote, "always"),
-    "cautious": Kind(Cautious, "always", constrained=True),
-    "lookahead": Kind(Lookahead, "never"),
-    "contrast": Kind(Contrast, "either", constrained=True),
-    "momentum": Kind(Momentum, "never", branches=False),
-    "beam": Kind(Beam, "never"),
+SEARCH_KINDS: Mapping[str, SearchKind] = {
+    "samples": SearchKind(ParallelSamples, "always"),
+    "first-finish": SearchKind(FirstFinish, "always"),
+    "vote": SearchKind(Vote, "always"),
+    "cautious": SearchKind(Cautious, "always", constrained=True),
+    "lookahead": SearchKind(Lookahead, "never"),
+    "contrast": SearchKind(Contrast, "either", constrained=True),
+    "momentum": SearchKind(Momentum, "never", branches=False),
+    "beam": SearchKind(Beam, "never"),
 }
 
 
 def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
-    """The way that the options ask for.
+    """Makes the search that the options ask for.
 
     Args:
-        forgets: the context is made to hold more than it has room for, by an overflow policy.
+        forgets: the context is made to hold more than it has room for, by a context shift.
 
     Raises:
         UsageError: it does not go together with another option.
@@ -64,7 +64,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     _check_sampling(name, kind, parts.config)
     if parts.sampler.constrained and not kind.constrained:
         others = ", ".join(other for other, k in SEARCH_KINDS.items() if k.constrained)
-        message = f"search={name!r} follows no grammar, schema or list of choices."
+        message = f"search={name!r} cannot follow a grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
@@ -76,7 +76,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     return kind.make(parts)
 
 
-def _check_sampling(name: str, kind: Kind, config: GenerationConfig) -> None:
+def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> None:
     if kind.draws == "always" and config.greedy:
         message = f"search={name!r} draws several texts, and without sampling all are the same."
         raise UsageError(message, "Set a temperature above 0 (--temp 0.7), and leave out top_k=1.")

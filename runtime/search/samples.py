@@ -15,10 +15,11 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branches
-from edgeinfer.runtime.search.strategy import Reader, SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.text import ReplyText
 from edgeinfer.searching import SearchUse
 
-__all__ = ["Samples"]
+__all__ = ["ParallelSamples"]
 
 # Tokens of a stretch, at first few as somebody waits for them, then more as every stretch copies all rows.
 _FIRST, _LONGEST = 8, 64
@@ -36,7 +37,7 @@ class _Reply:
     """
 
     sampler: Sampler
-    reader: Reader
+    text: ReplyText
     most: int
     rows: list[CacheSnapshot] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
@@ -44,23 +45,23 @@ class _Reply:
 
     @property
     def tokens(self) -> list[int]:
-        return self.reader.tokens
+        return self.text.tokens
 
     @property
     def over(self) -> bool:
-        return self.reader.ended or len(self.tokens) >= self.most
+        return self.text.ended or len(self.tokens) >= self.most
 
     def draw(self, logits: Floats, prompt: int) -> int:  # (V,)
         """Its next token."""
         token = self.sampler.sample(logits, prompt + len(self.tokens))
         self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
-        self.reader.push(token)
+        self.text.push(token)
         return token
 
 
-class Samples(SearchStrategy):
-    """Answers with reply 0; the others are told at the end."""
+class ParallelSamples(SearchStrategy):
+    """Answers with reply 0; the others stand in the result."""
 
     lossless = True
 
@@ -77,7 +78,7 @@ class Samples(SearchStrategy):
         share = self._share(count, room)
         self._prompt = self._backend.cache.length
         samplers = [parts.sampler, *(parts.another_sampler(prompt, index) for index in range(1, count))]
-        self._replies = [_Reply(sampler, parts.reader(prompt), share) for sampler in samplers]
+        self._replies = [_Reply(sampler, parts.reply_text(prompt), share) for sampler in samplers]
         self._statistics.trials = count
         for reply in self._replies:
             reply.draw(logits, self._prompt)
@@ -89,7 +90,7 @@ class Samples(SearchStrategy):
 
     def search_use(self) -> SearchUse:
         """What was done so far; replies that were cut off are told as far as they came."""
-        self._texts = tuple(self._told(reply.reader, reply.score) for reply in self._replies)
+        self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in self._replies)
         return super().search_use()
 
     def _give(self, most: int) -> Sequence[int]:
@@ -100,7 +101,7 @@ class Samples(SearchStrategy):
         """
         reply, others = self._replies[0], self._replies[1:]
         while True:
-            fresh, ended = reply.tokens[self._given :], reply.reader.ended or len(reply.tokens) >= most
+            fresh, ended = reply.tokens[self._given :], reply.text.ended or len(reply.tokens) >= most
             waits = ended and not all(other.over for other in others)
             if fresh and waits:
                 fresh = fresh[:-1]
@@ -108,20 +109,20 @@ class Samples(SearchStrategy):
                 self._given += len(fresh)
                 self._restore(self._given - 1)
                 return fresh
-            self._settled = self._prompt
+            self._reply_rows = self._prompt
             if all(other.over for other in others):
                 reply.most = most
             self._advance([r for r in self._replies if not r.over])
 
     def _advance(self, live: Sequence[_Reply]) -> None:
         """Draws a stretch of each of these replies."""
-        held = sum(len(reply.tokens) - 1 for reply in live)
-        size = min(self._stretch, (self._backend.cache.capacity - self._prompt - held) // len(live))
+        drawn = sum(len(reply.tokens) - 1 for reply in live)
+        size = min(self._stretch, (self._backend.cache.capacity - self._prompt - drawn) // len(live))
         self._stretch = min(2 * self._stretch, _LONGEST)
         if len(live) > 1 and size > 1:
             self._guess(live, size)
         for reply in live:
-            self._settle(reply, size)
+            self._confirm(reply, size)
 
     def _guess(self, live: Sequence[_Reply], size: int) -> None:
         """Draws tokens of these replies side by side, none of them for certain."""
@@ -142,7 +143,7 @@ class Samples(SearchStrategy):
         ended = reply.guessed[-1] in self._parts.stop_ids
         return not ended and len(reply.tokens) + len(reply.guessed) < reply.most
 
-    def _settle(self, reply: _Reply, size: int) -> None:
+    def _confirm(self, reply: _Reply, size: int) -> None:
         """Draws a stretch of one reply as it is drawn alone, in passes over what was guessed."""
         self._load(reply)
         start = self._backend.cache.length
@@ -170,4 +171,4 @@ class Samples(SearchStrategy):
         """Leaves so many rows of reply 0 behind the prompt's."""
         self._load(self._replies[0])
         self._backend.cache.trim(self._prompt + rows)
-        self._settled = None
+        self._reply_rows = None

@@ -1,4 +1,4 @@
-"""What searches share: their build arguments, passes that are counted, texts that are read, and going on plainly.
+"""The base of searches: their build arguments, counted passes, and falling back to plain decoding.
 
 Between two of a search's answers the rows of the cache are those of the reply alone, each computed in a pass of the
 reply's own text, so that the next turn rests on the same bits as without.
@@ -22,13 +22,12 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCance
 from edgeinfer.runtime.decoding.statistics import SearchStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
-from edgeinfer.runtime.text import StopMatcher, StreamDecoder, TokenizerLike
+from edgeinfer.runtime.text import ReplyText, TokenizerLike
 from edgeinfer.searching import SearchedText, SearchUse
 
 __all__ = [
     "MOST_ROWS",
     "Passes",
-    "Reader",
     "SearchParts",
     "SearchStrategy",
     "entropy",
@@ -44,7 +43,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class SearchParts:
-    """What a way is made of.
+    """Holds what a search is made of.
 
     Attributes:
         sampler: of the reply's tokens.
@@ -62,53 +61,21 @@ class SearchParts:
     continues: bool
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
-        """Chooses for one of several replies, by the seed that follows the reply's own by its index."""
+        """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""
         processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
         return Sampler(processor, prompt)
 
-    def reader(self, prompt: Sequence[int]) -> Reader:
-        """Reads one of several replies."""
-        return Reader(self, prompt)
-
-
-class Reader:
-    """Turns the tokens of a reply into its text and tells when it ends by itself.
-
-    Attributes:
-        ended: by a stop token or a stop string.
-        tokens: so far, a stop token included.
-    """
-
-    def __init__(self, parts: SearchParts, prompt: Sequence[int]) -> None:
-        self._stop_ids = parts.stop_ids
-        self._decoder = StreamDecoder(parts.tokenizer, context_ids=prompt if parts.continues else ())
-        self._stops = StopMatcher(parts.config.stop)
-        self._text = ""
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def push(self, token: int) -> None:
-        """The reply's next token."""
-        self.tokens.append(token)
-        if token in self._stop_ids:
-            self.ended = True
-            return
-        text, matched = self._stops.push(self._decoder.push(token))
-        self._text += text
-        self.ended = matched
-
-    def text(self) -> str:
-        """The whole text; nothing is pushed afterwards."""
-        text, matched = self._stops.push(self._decoder.flush())
-        self._text += text if matched else text + self._stops.flush()
-        return self._text
+    def reply_text(self, prompt: Sequence[int]) -> ReplyText:
+        """The text of one of several replies."""
+        context_ids = prompt if self.continues else ()
+        return ReplyText(self.tokenizer, self.config.stop, self.stop_ids, context_ids)
 
 
 class Passes:
-    """Passes over one text at a time, counted.
+    """Runs passes over one text at a time, and counts them.
 
     Args:
-        parts: of the way.
+        parts: of the search.
         statistics: counts them.
     """
 
@@ -144,7 +111,7 @@ class Passes:
 
 
 class SearchStrategy(DecodingStrategy):
-    """What all searches share; where the context has no room for several texts, they go on plainly.
+    """Does what all searches share; where the context has no room for several texts, they go on plainly.
 
     Attributes:
         lossless: as `SearchUse` has it.
@@ -158,7 +125,7 @@ class SearchStrategy(DecodingStrategy):
         self._parts, self._config = parts, parts.config
         self._statistics = SearchStatistics()
         self._passes = Passes(parts, self._statistics)
-        self._settled: int | None = None  # rows of the cache that are the reply's, while others are behind them
+        self._reply_rows: int | None = None  # rows of the cache that are the reply's, while others are behind them
         self._chosen = 0
         self._texts: tuple[SearchedText, ...] = ()
 
@@ -168,9 +135,9 @@ class SearchStrategy(DecodingStrategy):
 
     def leave(self) -> None:
         """Drops the rows of what was looked at."""
-        if self._settled is not None:
-            self._backend.cache.trim(min(self._settled, self._backend.cache.length))
-            self._settled = None
+        if self._reply_rows is not None:
+            self._backend.cache.trim(min(self._reply_rows, self._backend.cache.length))
+            self._reply_rows = None
 
     def search_use(self) -> SearchUse:
         """What was done so far."""
@@ -217,14 +184,15 @@ class SearchStrategy(DecodingStrategy):
         return min(free, room)
 
     @staticmethod
-    def _told(reader: Reader, score: float) -> SearchedText:
+    def _searched_text(reply: ReplyText, score: float) -> SearchedText:
         """A reply that was looked at to the end.
 
         Args:
             score: the sum of its tokens' log-probabilities.
         """
-        reason = "stop" if reader.ended else "length"
-        return SearchedText(reader.text(), tuple(reader.tokens), score / len(reader.tokens), reason)
+        reply.finish()
+        reason = "stop" if reply.ended else "length"
+        return SearchedText(reply.text, tuple(reply.tokens), score / len(reply.tokens), reason)
 
 
 def log_probabilities(logits: Floats) -> NDArray[np.float64]:  # (V,) -> (V,)

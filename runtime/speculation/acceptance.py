@@ -1,4 +1,4 @@
-"""How often guesses come true, learnt for each drafter, sign and agreement as text is made; knows nothing of costs.
+"""How often guesses come true, learnt for each drafter, sign and agreement as text is made.
 
 A guess's estimate is its cell's share of successes, drawn towards the drafter's prior while there is little evidence,
 times a factor for its place in the draft: behind guesses that are themselves uncertain the shares of single cells
@@ -81,7 +81,7 @@ class Acceptance:
         return min(estimate * (came + _TAKEN_WEIGHT) / (expected + _TAKEN_WEIGHT), _SUREST)
 
     def observe_taken(self, drafter: str, estimate: float, came: bool) -> None:
-        """Takes in what became of the guess of highest estimate at a place that was reached."""
+        """Learns what became of the guess of highest estimate at a place that was reached."""
         cell, kept = self._records[drafter].taken[bisect_right(_EDGES, estimate)], 1 - 1 / _TAKEN_MEMORY
         cell[0], cell[1] = cell[0] * kept + came, cell[1] * kept + estimate
 
@@ -90,7 +90,7 @@ class Acceptance:
         return self._records[drafter].mean
 
     def observe(self, drafter: str, sign: int, agreement: int, depth: int, came: bool) -> None:
-        """Takes in what became of a guess whose predecessors were accepted."""
+        """Learns what became of a guess whose predecessors were accepted."""
         record, cell, place = self._records[drafter], (sign, agreement), min(depth, _DEPTHS - 1)
         kept = 1 - 1 / _MEMORY
         record.came[place] = record.came[place] * kept + came
@@ -122,7 +122,7 @@ class Acceptance:
         accepted, seen = accepted.astype(np.float64), seen.astype(np.float64)
         # NaN compares false with everything.
         if not bool(np.all((accepted >= 0) & (accepted <= seen + 1e-6) & (seen <= _MEMORY + 1))):
-            raise StorageError(f"The kept acceptance of {drafter} is damaged.", "Delete it; it is learnt anew.")
+            raise StorageError(f"The kept acceptance of {drafter} is damaged.", "Delete it; it is learned again.")
         record.accepted, record.seen = accepted, seen
         for sign, agreement in np.ndindex(record.priors.shape):
             record.refresh(sign, agreement)

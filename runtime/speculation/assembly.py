@@ -1,4 +1,4 @@
-"""Puts together a loaded model's speculation: draft model, profile, self-check; knows nothing of rounds."""
+"""Puts together a loaded model's speculation: draft model, profile, self-check."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from edgeinfer.bundle.nesting import trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
-from edgeinfer.runtime.backends.registry import make_backend
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.loading.registry import make_backend
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.profile.device_profile import Profile
-from edgeinfer.runtime.profile.drafting import TUNING, Tuning
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.profile.drafting import LAYER_DRAFTING, LayerDrafting
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
 
@@ -27,7 +27,7 @@ def make_speculator(
     target: Backend,
     config: LoadConfig,
     plan: MemoryPlan,
-    profile: Profile,
+    profile: DeviceProfile,
     drafter: PlanInput | None,
     bundle: Bundle | None = None,
 ) -> Speculator:
@@ -45,11 +45,11 @@ def make_speculator(
         CapabilityError: the backend cannot do what a drafter that is asked for needs.
         ModelError: the draft model cannot be loaded.
     """
-    # Where nobody drafts, it takes turns with its target (runtime/layer_skip).
+    # Where nothing is drafted, it takes turns with its target (runtime/layer_skip).
     model = None if drafter is None else _draft_backend(drafter, config, plan)
-    resident = None
-    if isinstance(target, WatchedBackend) and target.residency is not None:
-        resident = target.residency.bias
+    cached_experts = None
+    if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
+        cached_experts = target.expert_cache.bias
     tuning = _tuning(profile, target)
     acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
     parts = DrafterParts(
@@ -58,7 +58,7 @@ def make_speculator(
         plan.prefill_chunk,
         tuning,
         config.draft_experts,
-        resident,
+        cached_experts,
         bundle,
         acceptance,
         () if drafter is None else trained_depths(drafter.bundle.manifest),
@@ -72,12 +72,12 @@ def _draft_backend(drafter: PlanInput, config: LoadConfig, plan: MemoryPlan) -> 
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)
-    return make_backend(drafter.bundle, drafter.layout, own, configuration, settings=drafter.settings)
+    return make_backend(drafter.choice, own, configuration, settings=drafter.settings)
 
 
-def _tuning(profile: Profile, target: Backend) -> Tuning:
+def _tuning(profile: DeviceProfile, target: Backend) -> LayerDrafting:
     try:
-        return Tuning.from_state(profile.arrays(TUNING) or {}, target.geometry.num_layers)
+        return LayerDrafting.from_state(profile.arrays(LAYER_DRAFTING) or {}, target.geometry.num_layers)
     except StorageError:
-        profile.drop(TUNING)
-        return Tuning()
+        profile.drop(LAYER_DRAFTING)
+        return LayerDrafting()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter_ns
 from typing import NoReturn
 
 import numpy as np
@@ -15,7 +15,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.statistics import RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.speculation.contracts import (
+from edgeinfer.runtime.speculation.drafters.contract import (
     Context,
     Draft,
     Drafter,
@@ -29,7 +29,7 @@ from edgeinfer.runtime.speculation.contracts import (
     main_branch_first,
 )
 from edgeinfer.runtime.speculation.governor import Governor
-from edgeinfer.runtime.speculation.verification import RoundView, Verification
+from edgeinfer.runtime.speculation.verification import RoundView, VerificationRule
 
 __all__ = ["SpeculativeDecoding"]
 
@@ -81,7 +81,7 @@ class SpeculativeDecoding(DecodingStrategy):
         sampler: Sampler,
         drafters: Sequence[Drafter],
         governor: Governor,
-        verification: Verification,
+        verification: VerificationRule,
         *,
         main_branch_only: bool = False,
         noise: float = 0.0,
@@ -128,11 +128,11 @@ class SpeculativeDecoding(DecodingStrategy):
             self._count_plain_steps()
             self._plain_left = self._governor.rest if self._drafters else _UNASKED
         if not self._drafters or (self._plain_left and not self._sampler.forced(())):
-            started = perf_counter_ns()
+            started = time.perf_counter_ns()
             tokens = self._plain_step(lost)
             self._context.tokens.extend(tokens)
             self._plain_left -= 1
-            self._other_ns += perf_counter_ns() - started - self._pass_ns[-1]
+            self._other_ns += time.perf_counter_ns() - started - self._pass_ns[-1]
             return tokens
         try:
             return self._round(base, room)
@@ -147,18 +147,18 @@ class SpeculativeDecoding(DecodingStrategy):
         Args:
             base: rows of the cache, which holds all of the text but the root.
         """
-        started = perf_counter_ns()
+        started = time.perf_counter_ns()
         self._catch_up()
 
         # Propose: a tree of tokens that may follow the root. The root and the token after the draft need room too.
         most = min(room - 1, self._backend.cache.capacity - base - 1, self._most)
         draft = main_branch_first(self._governor.draft(self._context, most))
-        drafted = perf_counter_ns()
+        drafted = time.perf_counter_ns()
 
         # Verify: one pass of the target gives the logits after the root and after every token of the draft. The rule
         # accepts a path of the draft while it agrees with them, and takes one further token from the last of them.
         passed = self._evaluate(draft, base)
-        verified = perf_counter_ns()
+        verified = time.perf_counter_ns()
         target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens))
         verdict = self._verification.verify(draft, target)
         if self._main_branch_only:
@@ -189,7 +189,7 @@ class SpeculativeDecoding(DecodingStrategy):
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resume(draft, base)
         states = None if resumption is not None else self._probe_states(draft, fed, base)
-        started = perf_counter_ns()
+        started = time.perf_counter_ns()
         size = len(fed)
         rows = np.arange(size if states is None else len(states))
         if resumption is not None:
@@ -263,9 +263,9 @@ class SpeculativeDecoding(DecodingStrategy):
         return Round(draft, verdict, committed, passed.fed, logits, hidden=hidden, probes=probes, probed=probed)
 
     def _forward(self, token: int) -> Floats:  # (V,)
-        started = perf_counter_ns()
+        started = time.perf_counter_ns()
         logits = super()._forward(token)
-        self._pass_ns.append(perf_counter_ns() - started)
+        self._pass_ns.append(time.perf_counter_ns() - started)
         return logits
 
     def _catch_up(self) -> None:
@@ -296,7 +296,7 @@ class SpeculativeDecoding(DecodingStrategy):
             self._unobserved += steps
 
     def _count_round(self, round: Round, passed: _Evaluated, times: tuple[int, int, int]) -> None:
-        (started, drafted, verified), ended = times, perf_counter_ns()
+        (started, drafted, verified), ended = times, time.perf_counter_ns()
         draft, verdict, rows = round.draft, round.verdict, len(passed.fed) + round.probes
         spent = RoundTimes((drafted - started) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
         self.statistics.add_round(

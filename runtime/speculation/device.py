@@ -1,4 +1,4 @@
-"""What rounds cost on this device, taken from its profile or measured when first needed; knows no policy.
+"""What rounds cost on this device, taken from its profile or measured when first needed.
 
 The costs of passes are measured once per device, bundle and kernel, under a second; those of a drafter when it first
 drafts. Whether passes of different sizes agree bit for bit is checked with them.
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.statistics import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import Profile, stamped
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Round, Verdict
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
+from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
 
@@ -58,7 +58,7 @@ class DeviceCosts:
     """
 
     def __init__(
-        self, backend: Backend, profile: Profile, check: bool, most: int, stand_in: Callable[[str], Drafter]
+        self, backend: Backend, profile: DeviceProfile, check: bool, most: int, stand_in: Callable[[str], Drafter]
     ) -> None:
         self._backend = backend
         self._most = most
@@ -92,7 +92,7 @@ class DeviceCosts:
             self._backend.cache.clear()
             self._save()
         if self.exact is not None and not self.exact.bit_identical:
-            # Where nobody promised more, this is nothing to warn of.
+            # Where no more was promised, this is nothing to warn of.
             level = logging.WARNING if self._backend.capabilities.exact else logging.INFO
             _log.log(
                 level,
@@ -153,9 +153,9 @@ class DeviceCosts:
         place, row = np.array([start]), np.zeros(1, np.int64)
         for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
             token = filler_tokens(backend, 1, skip)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             backend.forward(ForwardInput(token, place, row))
-            times.append((time.perf_counter() - begun) * 1e3)
+            times.append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(start)
         return times[1:]
 
@@ -181,8 +181,8 @@ class DeviceCosts:
         hidden = np.zeros((1, size), np.float32) if self._backend.capabilities.hidden else None
         # Zeros of no memory, as many as any drafter lets ride along.
         probed = np.broadcast_to(np.float32(0), (_MOST_PROBES, vocabulary))
-        nothing, nobody = np.zeros((0, vocabulary), np.float32), np.zeros(0, np.int64)
-        return Round(Draft(), Verdict((), root, True), (), nobody, nothing, hidden, _MOST_PROBES, probed)
+        no_logits, no_tokens = np.zeros((0, vocabulary), np.float32), np.zeros(0, np.int64)
+        return Round(Draft(), Verdict((), root, True), (), no_tokens, no_logits, hidden, _MOST_PROBES, probed)
 
     def _save(self) -> None:
         assert self._passes is not None

@@ -1,4 +1,4 @@
-"""Decides, round by round, what to draft: which drafter's token next, and where to stop; knows no model and no text.
+"""Decides, round by round, what to draft: which drafter's token next, and where to stop.
 
 The rules are the renewal-reward ones (algorithms.md A4): of all lengths of a draft, none included, the one of most
 expected tokens per millisecond is verified; and a drafter is asked for one more token while that is worth more than R
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
 
 __all__ = ["Asked", "Governor", "RoundCosts"]
 
@@ -33,14 +33,14 @@ _SURE = 0.995
 # A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.
 _CHEAP = 0.02
 # Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
-# nobody is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
+# no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
 _TRIAL = 24
 _FIRST_REST, _LONGEST_REST = 16, 1024
 # What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
 # have taken so far. Beyond that a draft may only risk what earlier ones saved, so that no reply ends up slower.
-_STAKE = 0.01
+_LOSS_BUDGET = 0.01
 # What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
-_FIRST_STAKE = 0.05
+_FIRST_LOSS_BUDGET = 0.05
 # Plain steps at most that are saved up for a draft that would have paid, had there been anything to risk.
 _LONGEST_SAVING = 64
 # Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
@@ -49,12 +49,12 @@ _UNPAID = (8, 32)
 # Guesses of drafters that cost a good part of a pass that are not paid for yet, in each reply: without any, the first
 # would have to wait for dozens of tokens.
 _TRIES = 2
-# How fast the hope in a costly drafter that is no longer asked comes back: some seventy rounds to half.
+# How fast the estimate of a costly drafter that is no longer asked recovers: some seventy rounds to half.
 _RECOVERY = 0.01
 
 
 class RoundCosts(Protocol):
-    """What a round costs on this device."""
+    """Tells what a round costs on this device."""
 
     def pass_ms(self, rows: int) -> float:
         """One pass of the target over so many new tokens with all their logits."""
@@ -149,8 +149,8 @@ class Governor:
         self._pass_ms_of = costs.pass_ms
         self._round_ms = costs.round_ms
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
-        self._hopes = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
-        self._first_hopes = dict(self._hopes)
+        self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
+        self._first_estimates = dict(self._estimates)
         self._asked: dict[tuple[int, ...], list[Asked]] = {}
         self._at_work: Drafter | None = None
         self._spent = 0.0
@@ -158,7 +158,7 @@ class Governor:
         self._rest, self._next_rest = 0, _FIRST_REST
         cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
         self._asking_ms = self._round_ms + sum(cheap)
-        self._saved = _FIRST_STAKE * self._pass_ms[0]
+        self._saved = _FIRST_LOSS_BUDGET * self._pass_ms[0]
         self._tries = _TRIES
         self._probe_tries = _TRIES
         self._reach = 1.0  # how likely all of the last draft's first path is accepted
@@ -167,15 +167,15 @@ class Governor:
 
     @property
     def rest(self) -> int:
-        """Plain steps before anybody is asked: plain decoding has been faster, or asking is not paid for yet.
+        """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet.
 
         Where a draft promised something that could not be risked, asking again at once would only spend what is to pay
         for it.
         """
-        stake = _STAKE * self._pass_ms[0]
+        budget = _LOSS_BUDGET * self._pass_ms[0]
         saved = max(self._saved, 0.0)
-        unpaid = math.ceil((self._asking_ms - stake - saved) / stake)
-        unpaid = max(unpaid, min(math.ceil((self._needs - saved) / stake), _LONGEST_SAVING))
+        unpaid = math.ceil((self._asking_ms - budget - saved) / budget)
+        unpaid = max(unpaid, min(math.ceil((self._needs - saved) / budget), _LONGEST_SAVING))
         if self._unpaid:
             unpaid = min(unpaid, self._unpaid[0] - self._said)
         return max(self._rest, unpaid, 0)
@@ -186,10 +186,10 @@ class Governor:
         return self._spent
 
     def rested(self, steps: int) -> None:
-        """So many plain steps were taken."""
+        """Learns that so many plain steps were taken."""
         ms, kept = self._pass_ms[0] * steps, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
-        self._saved += ms * _STAKE
+        self._saved += ms * _LOSS_BUDGET
         self._said += steps
         self._rest = max(0, self._rest - steps)
 
@@ -199,7 +199,7 @@ class Governor:
         return self._tokens / self._ms
 
     def draft(self, context: Context, room: int) -> Draft:
-        """What to verify next; empty where nothing pays.
+        """Builds the draft to verify next; empty where nothing pays.
 
         Args:
             room: tokens that the cache and the reply have room for.
@@ -236,7 +236,7 @@ class Governor:
         They must promise more tokens than their milliseconds could decode otherwise, and be paid for like any draft.
         """
         ms = self._pass_ms_of(1 + len(draft) + probes) - self._pass_ms[len(draft)]
-        if self._reach * self._hopes[name] <= self.rate * ms:
+        if self._reach * self._estimates[name] <= self.rate * ms:
             return False
         if ms > max(self._saved, 0.0):
             if not self._probe_tries:
@@ -255,15 +255,15 @@ class Governor:
                 top = max(here, key=lambda asked: asked.estimate)
                 self._acceptance.observe_taken(top.drafter, top.raw, top.guess.token == token)
         asked_now = {asked.drafter for every in self._asked.values() for asked in every}
-        for name, hope in self._hopes.items():
-            target = self._acceptance.mean(name) if name in asked_now else self._first_hopes[name]
-            self._hopes[name] = target if name in asked_now else hope + (target - hope) * _RECOVERY
+        for name, estimate in self._estimates.items():
+            target = self._acceptance.mean(name) if name in asked_now else self._first_estimates[name]
+            self._estimates[name] = target if name in asked_now else estimate + (target - estimate) * _RECOVERY
         kept = 1 - 1 / _ROUNDS
         size, probes = len(round.draft), round.probes
         pass_ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
         ms = pass_ms + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
-        self._saved += len(committed) * self._pass_ms[0] * (1 + _STAKE) - ms
+        self._saved += len(committed) * self._pass_ms[0] * (1 + _LOSS_BUDGET) - ms
         self._said += len(committed)
         self._try(len(committed), ms)
 
@@ -290,7 +290,7 @@ class Governor:
 
     def _risk(self, ms: float, sure: int) -> float:
         """What a reply would lose by a round that takes so long and gives no more than these tokens."""
-        return ms - sure * self._pass_ms[0] * (1 + _STAKE)
+        return ms - sure * self._pass_ms[0] * (1 + _LOSS_BUDGET)
 
     def _worth(self, tree: _Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
@@ -334,7 +334,7 @@ class Governor:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)
-                if barred or not main_branch or self._ahead(likely, self._hopes[name], size, ms) <= without:
+                if barred or not main_branch or self._ahead(likely, self._estimates[name], size, ms) <= without:
                     continue
                 if not self._affords(self._pass_ms[0] + self._spent + ms):
                     if not self._tries:

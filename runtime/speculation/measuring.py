@@ -16,7 +16,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.speculation.contracts import Context, Drafter
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter
 
 __all__ = ["filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]
 
@@ -90,9 +90,9 @@ def measure_passes(
 
 def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
     tokens, rows = filler_tokens(backend, size, skip), np.arange(size)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     backend.forward(ForwardInput(tokens, rows + past, rows))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     backend.cache.trim(past)
     return seconds
 
@@ -116,12 +116,12 @@ def _blank(backend: Backend, length: int) -> CacheSnapshot:
 def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:
     """Milliseconds of one guess: the median over chains of guesses after different first tokens.
 
-    The first chain is not counted: it takes in the context. Where the drafter works on the target's cache, its rows are
+    The first chain is not counted: it evaluates the context. If the drafter works on the target's cache, its rows are
     left there.
 
     Args:
-        drafter: which has begun with this context.
-        budget_s: seconds, beyond which no further chain is begun.
+        drafter: which has started with this context.
+        budget_s: seconds, beyond which no further chain is started.
     """
     deadline = time.perf_counter() + budget_s
     # Different tokens, so that no chain finds what the one before it left in a cache.
@@ -138,9 +138,9 @@ def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) 
 def _chain_ms(drafter: Drafter, context: Context, drafted: Sequence[int]) -> float:
     """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
     path, given = list(drafted), 0
-    begun = time.perf_counter()
+    started = time.perf_counter()
     while given < _CHAIN and (guesses := drafter.guesses(context, path, 1)):
         given += 1
         path.append(guesses[0].token)
     # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
-    return (time.perf_counter() - begun) * 1e3 / max(1, given)
+    return (time.perf_counter() - started) * 1e3 / max(1, given)

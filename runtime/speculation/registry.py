@@ -1,17 +1,21 @@
-"""Which drafter a name stands for: how it is made, and whether `auto` counts on it."""
+"""Which drafter a name stands for: how it is made, whether `auto` asks it, and what it takes in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, Geometry
-from edgeinfer.bundle.heads import Heads, has_heads, read_heads
+from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.profile.drafting import Tuning
-from edgeinfer.runtime.speculation.contracts import Drafter
+from edgeinfer.runtime.kv_cache import prefix_cache
+from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
+from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.plan_input import OptionBytes
+from edgeinfer.runtime.profile.drafting import LayerDrafting
+from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
@@ -21,19 +25,19 @@ from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     BitsDrafter,
+    CachedExpertsDrafter,
     EarlyExitDrafter,
     ExpertsDrafter,
-    ResidentDrafter,
     SkipDrafter,
 )
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 
-__all__ = ["KINDS", "DrafterParts", "make_drafter"]
+__all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "drafting_bytes", "heads_taken", "make_drafter"]
 
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What drafters are made of.
+    """Holds what drafters are made of.
 
     Attributes:
         target: the backend whose text is drafted.
@@ -44,15 +48,15 @@ class DrafterParts:
         bundle: the target's, whose heads draft; None has none.
         acceptance: the small model's own judge of its tokens; None where it has none.
         depths: of the small model that were trained to guess, fewer than all of its layers.
-        resident: tells which experts are in memory, as `ExpertChoice.bias` has it; None where all are. () -> (L, E)
+        cached_experts: tells which experts are in memory, as `ExpertChoice.bias`; None where all are. () -> (L, E)
     """
 
     target: Backend
     model: Backend | None
     chunk: int
-    tuning: Tuning
+    tuning: LayerDrafting
     experts: int | None = None
-    resident: Callable[[], Floats] | None = None
+    cached_experts: Callable[[], Floats] | None = None
     bundle: Bundle | None = None
     acceptance: Heads | None = None
     depths: tuple[int, ...] = ()
@@ -76,8 +80,8 @@ class DrafterParts:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How a drafter is made.
+class DrafterKind:
+    """Tells how a drafter is made.
 
     Attributes:
         make: of its parts.
@@ -114,11 +118,11 @@ def _skip(parts: DrafterParts) -> SkipDrafter:
     return SkipDrafter(parts.target, parts.tuning.layer_mask)
 
 
-def _resident(parts: DrafterParts) -> ResidentDrafter:
-    if parts.resident is None:
+def _cached_experts(parts: DrafterParts) -> CachedExpertsDrafter:
+    if parts.cached_experts is None:
         message = "All experts of this model are in memory."
         raise UsageError(message, "Draft with experts, or leave some out of memory (--weights experts).")
-    return ResidentDrafter(parts.target, parts.resident, parts.experts)
+    return CachedExpertsDrafter(parts.target, parts.cached_experts, parts.experts)
 
 
 def _always(parts: DrafterParts) -> bool:
@@ -129,46 +133,93 @@ def _never(parts: DrafterParts) -> bool:
     return False
 
 
-KINDS: dict[str, Kind] = {
-    "forced": Kind(lambda parts: ForcedDrafter(), _always),
-    "copy": Kind(lambda parts: CopyDrafter(), _always, lambda geometry, context: CopyDrafter.planned_bytes(context)),
-    "ngram": Kind(
+KINDS: dict[str, DrafterKind] = {
+    "forced": DrafterKind(lambda parts: ForcedDrafter(), _always),
+    "copy": DrafterKind(
+        lambda parts: CopyDrafter(), _always, lambda geometry, context: CopyDrafter.planned_bytes(context)
+    ),
+    "ngram": DrafterKind(
         lambda parts: NgramDrafter(parts.target.geometry.vocab_size),
         _always,
         lambda geometry, context: NgramDrafter.planned_bytes(),
     ),
-    "recycle": Kind(
+    "recycle": DrafterKind(
         lambda parts: RecycleDrafter(parts.target.geometry.vocab_size),
         _always,
         lambda geometry, context: RecycleDrafter.planned_bytes(geometry.vocab_size),
     ),
-    "model": Kind(_model, lambda parts: parts.model is not None),
+    "model": DrafterKind(_model, lambda parts: parts.model is not None),
     # In "auto" the governor itself makes cascades.
-    "hierarchical": Kind(
+    "hierarchical": DrafterKind(
         _hierarchical,
         _never,
         lambda geometry, context: CopyDrafter.planned_bytes(context) + NgramDrafter.planned_bytes(),
     ),
-    "exit": Kind(_exit, lambda parts: parts.tuning.exit_layer is not None),
-    "skip": Kind(_skip, lambda parts: parts.tuning.layer_mask is not None),
-    "bits": Kind(lambda parts: BitsDrafter(parts.target), lambda parts: parts.target.capabilities.elastic),
-    "experts": Kind(
+    "exit": DrafterKind(_exit, lambda parts: parts.tuning.exit_layer is not None),
+    "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None),
+    "bits": DrafterKind(lambda parts: BitsDrafter(parts.target), lambda parts: parts.target.capabilities.elastic),
+    "experts": DrafterKind(
         lambda parts: ExpertsDrafter(parts.target, parts.experts),
         lambda parts: len(parts.target.capabilities.expert_counts) > 1,
     ),
-    "resident": Kind(_resident, lambda parts: parts.resident is not None),
+    "resident": DrafterKind(_cached_experts, lambda parts: parts.cached_experts is not None),
     # What heads take is in their file's size: `heads_bytes`.
-    "medusa": Kind(lambda parts: MedusaDrafter(parts.target, parts.heads("medusa")), lambda parts: parts.has("medusa")),
-    "hydra": Kind(lambda parts: HydraDrafter(parts.target, parts.heads("hydra")), lambda parts: parts.has("hydra")),
-    "prompt": Kind(lambda parts: PromptDrafter(parts.target, parts.heads("prompt")), lambda parts: parts.has("prompt")),
+    "medusa": DrafterKind(
+        lambda parts: MedusaDrafter(parts.target, parts.heads("medusa")), lambda parts: parts.has("medusa")
+    ),
+    "hydra": DrafterKind(
+        lambda parts: HydraDrafter(parts.target, parts.heads("hydra")), lambda parts: parts.has("hydra")
+    ),
+    "prompt": DrafterKind(
+        lambda parts: PromptDrafter(parts.target, parts.heads("prompt")), lambda parts: parts.has("prompt")
+    ),
 }
 
 
 def make_drafter(name: str, parts: DrafterParts) -> Drafter:
-    """The drafter of this name, a key of KINDS.
+    """Makes the drafter of this name, a key of KINDS.
 
     Raises:
         UsageError: it needs something that is not there.
         CapabilityError: the target's backend cannot do what it needs.
     """
     return KINDS[name].make(parts)
+
+
+# The governor's and the drafters' own objects, besides their tables.
+_BOOKKEEPING_BYTES = 1_000_000
+_FLOAT_BYTES = 4
+
+
+def drafting_bytes(
+    drafters: Sequence[str], geometry: Geometry, context: int, draft_max: int, heads: Mapping[str, int] | None = None
+) -> int:
+    """Bytes of these drafters' tables and of what the largest verification pass gives out.
+
+    Args:
+        heads: what drafters with heads take, as `heads_taken`.
+    """
+    tables = sum(KINDS[name].table_bytes(geometry, context) + (heads or {}).get(name, 0) for name in drafters)
+    rows = (1 + draft_max) * (geometry.vocab_size + 2 * geometry.hidden_size) * _FLOAT_BYTES
+    return _BOOKKEEPING_BYTES + tables + rows
+
+
+def heads_taken(bundle: Bundle) -> dict[str, int]:
+    """Bytes that drafters with heads in a bundle take, by their names: the heads, and what they work with."""
+    geometry, taken = bundle.manifest.geometry, dict[str, int]()
+    for name in ("medusa", "hydra", "prompt"):
+        if stored := heads_bytes(bundle, name):
+            taken[name] = stored + 2 * _FLOAT_BYTES * geometry.vocab_size
+    if "prompt" in taken:
+        # Prompt tokens are also probe rows of passes, each with a row of logits.
+        probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
+        taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, 2 * probes)
+    return taken
+
+
+def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
+    drafters, most = configuration.drafters, configuration.draft_max
+    return drafting_bytes(drafters, bundle.manifest.geometry, configuration.context, most, heads_taken(bundle))
+
+
+OPTION_BYTES = OptionBytes(_configured_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes)

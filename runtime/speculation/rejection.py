@@ -32,8 +32,8 @@ from functools import partial
 
 import numpy as np
 
-from edgeinfer.runtime.sampling.logits import draw_from
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Probabilities, TargetView, Verdict
+from edgeinfer.runtime.sampling.distributions import draw_from
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, TargetView, Verdict
 
 __all__ = ["ratio", "residual", "solve_rho", "verify_kseq", "verify_rejection", "without"]
 

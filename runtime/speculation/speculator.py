@@ -1,4 +1,4 @@
-"""Speculation of a loaded model: its drafters, what they have learnt, what they cost; knows nothing of text.
+"""Speculation of a loaded model: its drafters, what they have learnt, what they cost.
 
 Made once per model. Each generation takes its `strategy`, and its `summary` when it is over.
 """
@@ -17,17 +17,17 @@ from edgeinfer.config import GenerationConfig, drafters_in
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import Speculation
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.profile.device_profile import Profile
-from edgeinfer.runtime.profile.drafting import REACH, TUNING, Reach, Tuning
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.profile.drafting import ACCEPTANCE, LAYER_DRAFTING, LayerDrafting, PositionAcceptance
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import Drafter, State
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
-from edgeinfer.runtime.speculation.verification import Verification, find_verification
+from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
 __all__ = ["Speculator"]
 
@@ -63,7 +63,7 @@ class Speculator:
         loaded: str,
         drafters: tuple[str, ...],
         most: int,
-        profile: Profile,
+        profile: DeviceProfile,
         check: bool,
     ) -> None:
         self._parts = parts
@@ -78,7 +78,7 @@ class Speculator:
         self._acceptance = Acceptance()
         self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
         self._plain_ms: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._reach = Reach(profile.arrays(REACH))
+        self._position_acceptance = PositionAcceptance(profile.arrays(ACCEPTANCE))
         # Of replies that run or are paused.
         self._live: WeakSet[SpeculativeDecoding] = WeakSet()
         self._saved = time.monotonic()
@@ -102,7 +102,7 @@ class Speculator:
         return median(self._plain_ms) if self._plain_ms else None
 
     def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
-        """How a generation decodes: speculatively, or plainly.
+        """Makes the strategy of a generation: speculative, or plain decoding.
 
         Raises:
             UsageError: it asks for drafters that the model was not loaded with, or that need what is not there.
@@ -159,7 +159,7 @@ class Speculator:
         return True
 
     def plan_for(self, drafters: tuple[str, ...], most: int) -> None:
-        """Drafts by these of the drafters it was loaded with, and so far at most, from the next reply on."""
+        """Sets the drafters, of those it was loaded with, and how far they draft, from the next reply on."""
         self._planned = drafters
         self._most = self._limit = most
         self._close(self._drafters.keys() - set(drafters))
@@ -189,8 +189,8 @@ class Speculator:
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
-                whom = ", ".join(self._allowed) or "nobody"
-                message = f"The model was loaded to draft by {whom}, not by {name}."
+                allowed = f"only with {', '.join(self._allowed)}" if self._allowed else "without drafters"
+                message = f"{name} cannot draft: the model was loaded {allowed}."
                 raise UsageError(message, f"Load it with speculation='auto', or with {name} among the drafters.")
         return names
 
@@ -203,7 +203,7 @@ class Speculator:
                 drafter.restore(self._profile.arrays(name) or {})
                 self._acceptance.restore(name, self._kept)
             except StorageError as error:
-                _log.warning("%s It begins anew.", error.message)
+                _log.warning("%s It starts again from nothing.", error.message)
                 self._profile.drop(name)
             self._drafters[name] = drafter
         return self._drafters[name]
@@ -211,7 +211,7 @@ class Speculator:
     def _made(self, name: str) -> Drafter:
         return make_drafter(name, self._parts)
 
-    def _width(self, config: GenerationConfig, verification: Verification) -> int:
+    def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
         if verification.iid_chains:
             return max(_CHAINS, config.draft_width)
         if config.draft_width > 1 and not self._parts.target.capabilities.tree:
@@ -220,7 +220,7 @@ class Speculator:
         return config.draft_width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> Speculation:
-        """What drafting did in a reply.
+        """Tells what drafting did in a reply.
 
         Args:
             per_token_ms: mean milliseconds of the reply's tokens after the first.
@@ -260,14 +260,14 @@ class Speculator:
         exact = self._costs.exact
         return None if exact is None else exact.bit_identical
 
-    def tuned(self, tuning: Tuning) -> None:
+    def tuned(self, tuning: LayerDrafting) -> None:
         """Drafts with the model's own layers as this says from now on, and keeps it and what that costs."""
         self._parts = replace(self._parts, tuning=tuning)
         stale = self._drafters.keys() & {"exit", "skip"}
         self._close(stale)
         for name in stale:
             self._costs.forget(name)
-        self._profile.save_arrays(TUNING, tuning.state())
+        self._profile.save_arrays(LAYER_DRAFTING, tuning.state())
         if self._limit:
             self._measure()
 
@@ -294,7 +294,7 @@ class Speculator:
         if isinstance(strategy, SpeculativeDecoding):
             self._live.discard(strategy)
             self._costs.learn(strategy.statistics)
-            self._reach.add(strategy.statistics.rounds, strategy.statistics.accepted_per_position)
+            self._position_acceptance.add(strategy.statistics.rounds, strategy.statistics.accepted_per_position)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 
@@ -304,7 +304,7 @@ class Speculator:
         if self._drafters and self._profile.keeps:
             self._costs.save()
             self._profile.save_arrays(_ACCEPTANCE, self._kept | self._acceptance.state())
-            self._profile.save_arrays(REACH, self._reach.state())
+            self._profile.save_arrays(ACCEPTANCE, self._position_acceptance.state())
             for name, drafter in self._drafters.items():
                 if learnt := drafter.state():
                     self._profile.save_arrays(name, learnt)
@@ -318,7 +318,7 @@ class Speculator:
             self._parts.model.close()
 
 
-def _governor(verification: Verification) -> type[Governor]:
+def _governor(verification: VerificationRule) -> type[Governor]:
     if not verification.stochastic:
         return Governor
     return ChainsGovernor if verification.iid_chains else StochasticGovernor

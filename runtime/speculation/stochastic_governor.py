@@ -1,7 +1,7 @@
 """Drafts whose tokens are drawn from distributions: nothing about a draft is decided by what was drawn.
 
 Verification by ratio is lossless only if presence and place of a drawn token do not depend on the draws, its own
-included. So who is asked and how far is settled by running means, before each draw, and nothing drawn is dropped.
+included. So who is asked and how far is decided by running means, before each draw, and nothing drawn is dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from edgeinfer.runtime.speculation.acceptance import ALONE
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess
+from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess
 from edgeinfer.runtime.speculation.governor import Asked, Governor
 
 __all__ = ["ChainsGovernor", "StochasticGovernor"]
@@ -29,13 +29,13 @@ class StochasticGovernor(Governor):
         path: list[int] = []
         node, likely = -1, 1.0
         while len(guesses) < most:
-            drafter, hope = self._most_hopeful(context, path, likely, len(guesses))
+            drafter, estimate = self._most_promising(context, path, likely, len(guesses))
             if drafter is None:
                 break
             asked = self._ask_one(drafter, context, path, min(self._width, most - len(guesses)))
             if not asked:
                 break
-            likely *= hope
+            likely *= estimate
             parents += [node] * len(asked)
             guesses += [a.guess for a in asked]
             sources += [drafter.name] * len(asked)
@@ -43,24 +43,24 @@ class StochasticGovernor(Governor):
             path.append(asked[0].guess.token)
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
 
-    def _most_hopeful(
+    def _most_promising(
         self, context: Context, path: Sequence[int], likely: float, size: int
     ) -> tuple[Drafter | None, float]:
-        """Whose guess is worth most as far as can be said before it is drawn, and the hope in it; None: none pays."""
+        """Whose guess is worth most as far as can be said before it is drawn, and its estimate; None: none pays."""
         best: Drafter | None = None
-        best_hope, most = 0.0, 0.0
+        best_estimate, most = 0.0, 0.0
         for drafter in self._drafters:
-            name, hope = drafter.name, self._hopes[drafter.name]
+            name, estimate = drafter.name, self._estimates[drafter.name]
             if not drafter.draws:
                 # What a table says depends on tokens before only, so it may be looked at.
                 guesses = drafter.guesses(context, path, 1)
-                hope = self._acceptance.estimate(name, guesses[0].sign, ALONE, len(path)) if guesses else 0.0
-            worth = self._ahead(likely, hope, size, self._guess_ms[name])
+                estimate = self._acceptance.estimate(name, guesses[0].sign, ALONE, len(path)) if guesses else 0.0
+            worth = self._ahead(likely, estimate, size, self._guess_ms[name])
             barred = drafter.uses_target and self._at_work not in (None, drafter)
             affordable = self._affords(self._pass_ms[size + 1] + self._spent + self._guess_ms[name])
             if worth > most and not barred and affordable:
-                best, best_hope, most = drafter, hope, worth
-        return best, best_hope
+                best, best_estimate, most = drafter, estimate, worth
+        return best, best_estimate
 
     def _ask_one(self, drafter: Drafter, context: Context, path: list[int], width: int) -> list[Asked]:
         self._spent += self._guess_ms[drafter.name]
@@ -73,13 +73,13 @@ class StochasticGovernor(Governor):
 
 
 class ChainsGovernor(StochasticGovernor):
-    """Builds `width` chains drawn independently from the most hopeful drafter; where they agree they are kept apart."""
+    """Builds `width` chains drawn independently from the most promising drafter; equal ones stay apart."""
 
     def draft(self, context: Context, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
-        drafter, hope = self._most_hopeful(context, (), 1.0, 0)
-        length = 0 if drafter is None else self._length(drafter, hope, min(room, self._most // self._width))
+        drafter, estimate = self._most_promising(context, (), 1.0, 0)
+        length = 0 if drafter is None else self._length(drafter, estimate, min(room, self._most // self._width))
         if drafter is None or length == 0:
             return Draft()
         guesses: list[Guess] = []
@@ -100,10 +100,10 @@ class ChainsGovernor(StochasticGovernor):
                     paths[chain] = (*path, a.guess.token)
         return Draft(tuple(guesses), tuple(parents), (drafter.name,) * len(guesses))
 
-    def _length(self, drafter: Drafter, hope: float, most: int) -> int:
+    def _length(self, drafter: Drafter, estimate: float, most: int) -> int:
         """The length at which so many chains are worth most."""
         ms = self._guess_ms[drafter.name]
-        either = 1 - (1 - hope) ** self._width
+        either = 1 - (1 - estimate) ** self._width
         best, length, gained, likely = 0.0, 0, 0.0, 1.0
         for depth in range(1, most + 1):
             likely *= either

@@ -11,11 +11,19 @@ import numpy as np
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities, TargetView, Verdict, Verifier
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, TargetView, Verdict, Verifier
 from edgeinfer.runtime.speculation.rejection import verify_kseq, verify_rejection
 from edgeinfer.runtime.speculation.selfcheck import near_edge
 
-__all__ = ["VERIFIERS", "RoundView", "Verification", "find_verification", "threshold", "verify_keyed", "verify_typical"]
+__all__ = [
+    "VERIFIERS",
+    "RoundView",
+    "VerificationRule",
+    "find_verification",
+    "threshold",
+    "verify_keyed",
+    "verify_typical",
+]
 
 # Medusa's constants: a probability that always suffices, and its square root for the share of exp(-entropy), which is
 # what a token of a flat distribution with that entropy has.
@@ -80,7 +88,7 @@ def threshold(probabilities: Probabilities) -> float:
 
 
 @dataclass(frozen=True)
-class Verification:
+class VerificationRule:
     """A rule and what it wants of drafts.
 
     Attributes:
@@ -100,18 +108,18 @@ class Verification:
     iid_chains: bool
 
 
-VERIFIERS: dict[str, Verification] = {
+VERIFIERS: dict[str, VerificationRule] = {
     rule.name: rule
     for rule in (
-        Verification("keyed", verify_keyed, lossless=True, stochastic=False, iid_chains=False),
-        Verification("rejection", verify_rejection, lossless=True, stochastic=True, iid_chains=False),
-        Verification("k-seq", verify_kseq, lossless=True, stochastic=True, iid_chains=True),
-        Verification("typical", verify_typical, lossless=False, stochastic=False, iid_chains=False),
+        VerificationRule("keyed", verify_keyed, lossless=True, stochastic=False, iid_chains=False),
+        VerificationRule("rejection", verify_rejection, lossless=True, stochastic=True, iid_chains=False),
+        VerificationRule("k-seq", verify_kseq, lossless=True, stochastic=True, iid_chains=True),
+        VerificationRule("typical", verify_typical, lossless=False, stochastic=False, iid_chains=False),
     )
 }
 
 
-def find_verification(name: str) -> Verification:
+def find_verification(name: str) -> VerificationRule:
     """The rule of this name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Turns failures to allocate, whoever reports them, into budget errors; knows nothing of what is allocated for."""
+"""Turns failures to allocate, whoever reports them, into budget errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, EdgeInferError
 from edgeinfer.runtime.system.memory import has_room, release_freed
 
-__all__ = ["allocating", "is_refusal", "refused", "require_room"]
+__all__ = ["allocating", "is_refusal", "name_refusal", "refused", "require_room"]
 
 _HINT = "Free memory, or load the model with a smaller context (-c) or budget (--memory)."
 # How onnxruntime, the C++ library under it and the native kernel put it.
@@ -47,11 +47,18 @@ def allocating(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except EdgeInferError:
-        raise
     except Exception as error:
-        if not is_refusal(error):
-            raise
+        name_refusal(what, error)
+        raise
+
+
+def name_refusal(what: str, error: Exception) -> None:
+    """Raises a budget error for one that says that memory was refused; else nothing happens.
+
+    Raises:
+        BudgetError: as `allocating`.
+    """
+    if not isinstance(error, EdgeInferError) and is_refusal(error):
         release_freed()
         raise refused(what, error) from error
 

@@ -1,4 +1,4 @@
-"""What this machine has of memory and cores, and lets a process have; knows nothing of what takes it."""
+"""What memory and cores this machine has, which of them a process may use, and where threads are pinned."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ __all__ = ["load_average", "machine_memory", "physical_cores", "pinning", "proce
 # The limit of the control group that the process is in, as containers see it: of cgroup 2, and of cgroup 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CPUS = Path("/sys/devices/system/cpu")
+# What tells processors of different speed apart: relative capacity (Arm), else the highest frequency.
+_SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
 
 
 def machine_memory() -> int:
@@ -40,7 +42,7 @@ def usable_processors() -> tuple[int, ...]:
 
 
 def load_average() -> float | None:
-    """Threads of all programs that ran or wanted to in the last minute, on average; None where nobody counts them."""
+    """Threads of all programs that ran or wanted to in the last minute, on average; None where they are not counted."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -75,14 +77,11 @@ def _limit(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-# What tells processors of different speed apart: relative capacity (Arm), else the highest frequency.
-_SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
-
-
 def pinning(threads: int) -> str:
     """Processors for all threads but the calling one, as onnxruntime takes them; "" where nothing can be pinned.
 
-    The calling thread is the program's own and stays free; the fastest core is left for it.
+    Linux says in sysfs which processors share a core and how fast each is; elsewhere nothing is pinned. The calling
+    thread is the program's own and stays free; the fastest core is left for it.
     """
     if sys.platform != "linux" or threads < 2:
         return ""

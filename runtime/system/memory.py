@@ -1,4 +1,4 @@
-"""The memory of this process: measured, and returned to the system when freed; knows nothing of plans."""
+"""The memory of this process: measured, and returned to the system when freed."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class ProcessMemory:
     """Bytes of the process now, and its peak.
 
     Attributes:
-        rss: resident now.
-        peak_rss: most that was ever resident.
-        anonymous: resident memory without a file behind it.
-        file: resident pages of mapped files, shared memory included.
+        rss: in memory now.
+        peak_rss: most that was ever in memory.
+        anonymous: memory without a file behind it.
+        file: pages of mapped files, shared memory included.
     """
 
     rss: int
@@ -73,7 +73,7 @@ def process_memory() -> ProcessMemory:
 
 
 def proportional_bytes() -> int | None:
-    """Resident bytes with each page divided by the number of processes that share it; None where nobody tells.
+    """Bytes in memory, each page divided by the number of processes that share it; None where that is not known.
 
     Takes about a millisecond for each gigabyte.
     """
@@ -130,7 +130,7 @@ def releases_pages() -> bool:
 def apart(work: Callable[[], T]) -> T:
     """Runs something in a thread of its own, so that the C library keeps the blocks it allocates apart from others.
 
-    Blocks that stay then do not settle in the holes that those leave which go: 7 MB less after a tokenizer of 152,000
+    Blocks that stay then do not fill the holes that freed ones leave: 7 MB less after a tokenizer of 152,000
     tokens was parsed and freed. Where there is no room for a thread's stack, it runs in this one.
     """
     if not has_room(_STACK_BYTES):
@@ -178,7 +178,7 @@ class MappedFile:
         return part
 
     def release(self) -> None:
-        """Drops the resident pages; who touches them again gets them from the system's cache of the file."""
+        """Drops the pages in memory; touching them again reads them from the system's cache of the file."""
         self._advise(_MADV_DONTNEED)
 
     def small_pages(self) -> None:
@@ -192,7 +192,7 @@ class MappedFile:
 
 
 def release_code() -> None:
-    """Drops resident pages of programs and libraries, most of which only loading needed.
+    """Drops pages of programs and libraries, most of which only loading needed.
 
     What still runs comes back from the system's cache of the file, 64 KB at a touch. Does nothing where the system is
     not Linux. Takes some milliseconds.

@@ -1,4 +1,4 @@
-"""The folder where this user's programs keep what they can make again; knows nothing of what is kept there."""
+"""The folder where this user's programs keep what they can make again."""
 
 from __future__ import annotations
 

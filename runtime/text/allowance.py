@@ -1,4 +1,4 @@
-"""What one render of a chat template may still spend, and what operations on values cost; knows nothing of jinja2."""
+"""What one render of a chat template may still spend, and what operations on values cost."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Allowance(threading.local):
         return 1
 
     def _walk(self, value: object) -> int:
-        begun, stack = self.left, [value]
+        before, stack = self.left, [value]
         while stack:
             item = stack.pop()
             self.spend(ELEMENT_COST)
@@ -145,7 +145,7 @@ class Allowance(threading.local):
                 stack += item
             else:
                 self.number(item)
-        return begun - self.left
+        return before - self.left
 
     def items(self, value: Any) -> list[Any]:
         """The elements of anything that a loop takes."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 __all__ = [
     "BYTE_LEVEL",
+    "BYTE_TOKEN",
     "MARK",
     "TokenizerLike",
     "byte_token",
@@ -21,6 +22,17 @@ __all__ = [
 
 # Stands for a special token that was told of apart from the text; no token has this id.
 MARK = -1
+# Decoding steps of byte-level tokenizers, and how others spell a byte.
+BYTE_LEVEL = ("ByteLevel",)
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+# How many times shorter a tokenizer's normalizer can make a text: NFC and NFKC up to four times. Of those that leave
+# out blanks, this is a cap on how many.
+_SHRINKS = 4
+# Characters of a token of ordinary text, at most: that many are looked at first.
+_USUAL = 8
+# By so much tokens of a part may outnumber those of the whole there: what stands at its end is cut differently.
+_MARGIN = 2
 
 
 class TokenizerLike(Protocol):
@@ -109,11 +121,6 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_LEVEL = ("ByteLevel",)
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-
-
 def bytes_of(tokenizer: TokenizerLike, token: int) -> bytes:
     """The bytes of one token; a special one's are those of its name, none of an id that stands for nothing."""
     text = tokenizer.id_to_token(token)
@@ -126,17 +133,8 @@ def bytes_of(tokenizer: TokenizerLike, token: int) -> bytes:
 
 def piece_bytes(text: str) -> bytes:
     """The bytes of a piece as SentencePiece spells it."""
-    byte = _BYTE.fullmatch(text)
+    byte = BYTE_TOKEN.fullmatch(text)
     return bytes([int(byte.group(1), 16)]) if byte else text.replace(_SPACE, " ").encode("utf-8")
-
-
-# How many times shorter a tokenizer's normalizer can make a text: NFC and NFKC up to four times. Of those that leave
-# out blanks, this is a cap on how many.
-_SHRINKS = 4
-# Characters of a token of ordinary text, at most: that many are looked at first.
-_USUAL = 8
-# By so much tokens of a part may outnumber those of the whole there: what stands at its end is cut differently.
-_MARGIN = 2
 
 
 def longest_token(tokenizer: TokenizerLike) -> int:

@@ -1,4 +1,4 @@
-"""The texts that a tokenizer turns into control tokens, and how data is kept apart from them; knows no templates.
+"""The texts that a tokenizer turns into control tokens, and how data is kept apart from them.
 
 Data goes into a template with the first and last characters of all marks replaced, one for one, by characters of
 Unicode's private use areas that occur nowhere else. What is a mark in the rendered text was then written by the
@@ -24,6 +24,8 @@ _LIKE_A_MARK = re.compile(r"[<\[({].+[>\])}]", re.DOTALL)
 _PRIVATE = re.compile("[\ue000-\uf8ff]")
 _ESCAPED = re.compile(r"\\u([0-9a-f]{4})")
 _STANDS = range(0xE000, 0xF900)
+# A character that no text has and no vocabulary knows.
+_UNKNOWN = "\U0010fffe"
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class ControlMarks:
 
     def _dangerous(self, text: str, place: int) -> bool:
         here, back = text[place:], text[: place + 1]
-        begun = any(here.startswith(mark) or mark.startswith(here) for mark in self.ids)
-        return begun or any(back.endswith(mark) or mark.endswith(back) for mark in self.ids)
+        starts = any(here.startswith(mark) or mark.startswith(here) for mark in self.ids)
+        return starts or any(back.endswith(mark) or mark.endswith(back) for mark in self.ids)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
@@ -172,10 +174,6 @@ def mapped(value: Any, change: Callable[[str | None, str], str], key: str | None
     if isinstance(value, Sequence):
         return [mapped(inner, change, key) for inner in value]
     return value
-
-
-# A character that no text has and no vocabulary knows.
-_UNKNOWN = "\U0010fffe"
 
 
 class LiteralEncoder:

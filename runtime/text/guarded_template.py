@@ -1,4 +1,4 @@
-"""Renders conversations so that the marks which the template wrote are known; knows nothing of tokens.
+"""Renders conversations so that the marks which the template wrote are known.
 
 A conversation is rendered as it is, and where its data could have a part in a mark, once more with stand-ins
 (`control_marks`). Both texts are the same unless the template looks at the characters that were stood for; those in
@@ -48,23 +48,23 @@ class GuardedTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        begun: str = "",
+        partial_reply: str = "",
     ) -> list[str]:
         """The conversation in parts of which every second one is a mark of the template's.
 
         Args:
-            begun: what the reply already says.
+            partial_reply: text that the reply already begins with.
 
         Raises:
             PromptError, TemplateError: as `ChatTemplate.render`.
         """
         plain = self.template.render(messages, True, tools, variables)
         given = dict(variables or {})
-        found = [*strings_in((messages, tools)), ("content", begun)]
+        found = [*strings_in((messages, tools)), ("content", partial_reply)]
         found += [each for name, value in given.items() for each in strings_in(value, name)]
         stood_for = {each: characters for each in found if (characters := self._stood_for(*each))}
         if not stood_for:
-            return self.marks.split(plain + begun)
+            return self.marks.split(plain + partial_reply)
         stand = Stand(set().union(*stood_for.values()), [plain, self.template.source, *(text for _, text in found)])
 
         def guarded(key: str | None, text: str) -> str:
@@ -73,13 +73,13 @@ class GuardedTemplate:
 
         values = {name: mapped(value, guarded, name) for name, value in given.items()}
         text = self.template.render(mapped(messages, guarded), True, mapped(tools, guarded), values)
-        genuine = self.marks.split(text + guarded("content", begun))
+        genuine = self.marks.split(text + guarded("content", partial_reply))
         parts = [stand.back(part) for part in genuine]
-        if "".join(parts) == plain + begun:
+        if "".join(parts) == plain + partial_reply:
             return parts
         # The template did something to a character that was stood for. Where that makes no difference to the marks,
         # the text that it gives otherwise is the right one.
-        as_it_is = self.marks.split(plain + begun)
+        as_it_is = self.marks.split(plain + partial_reply)
         return as_it_is if as_it_is[1::2] == genuine[1::2] else parts
 
     def _stood_for(self, key: str | None, text: str) -> Collection[str]:
@@ -145,5 +145,5 @@ class _Words:
 
 
 def _unquoted(text: str) -> str:
-    """As jinja2 reads a text in quotes."""
+    """Reads a text in quotes as jinja2 does."""
     return text[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")

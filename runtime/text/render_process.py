@@ -1,7 +1,8 @@
-"""Starts, asks and ends the process that renders a template that is not trusted; knows nothing of messages.
+"""Starts, asks and ends the process that renders a template that is not trusted.
 
 The process is kept for the conversation's next turns. It ends by itself when nothing has come for half a minute or this
-process has ended, and is killed when it takes too long, when `close` is called or when nobody holds its owner any more.
+process has ended, and is killed when it takes too long, when `close` is called or when its owner is no longer
+referenced.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RenderProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last; None where none is."""
+        """The id of the process that was started last; None where there is none."""
         return None if self._process is None else self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:

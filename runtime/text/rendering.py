@@ -1,4 +1,9 @@
-"""Compiles one chat template and renders it inside limits, in whichever process; knows nothing of messages' shapes."""
+"""Compiles one chat template and renders it inside limits, in this process or in one of its own.
+
+`main` runs in the process of its own, frames in, frames out. It imports jinja2 and the sandbox alone (`render_process`
+sees to that) and gives up, where the system lets it, what a render has no use for: memory beyond the messages' share,
+processor time, files, further processes.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,11 @@ import jinja2
 from edgeinfer.runtime.text.allowance import ELEMENT_COST, LimitError, RefusedError, size_of, units_for
 from edgeinfer.runtime.text.sandbox import GuardedEnvironment, TemplateFunction
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 __all__ = [
     "LENGTH",
     "MAX_FRAME_BYTES",
@@ -36,6 +46,12 @@ MAX_OUTPUT_CHARACTERS = 8_000_000  # several times the text of the longest conte
 _OUTPUT_BASE, _OUTPUT_PER_BYTE = 1_000_000, 16
 _MAX_REASON = 500  # characters
 _DIRECTIVE = re.compile(r"%([-_0^#]?[A-Za-z%])?")
+LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 40_000_000  # the longest text a render may give, as UTF-8, and some
+IDLE_SECONDS = 30.0
+CPU_SECONDS = 8  # of a render, compiling the template included
+_MEMORY_BASE, _MEMORY_PER_BYTE, _MEMORY_MOST = 24 << 20, 32, 64 << 20
+_OPEN_FILES = 16
 
 
 class RenderError(Exception):
@@ -58,7 +74,7 @@ class _Moment:
     parts: Mapping[str, str]
 
     def format(self, text: str) -> str:
-        """As `strftime`."""
+        """Formats the moment as `strftime` does."""
         return _DIRECTIVE.sub(self._part, text)
 
     def _part(self, match: re.Match[str]) -> str:
@@ -157,20 +173,6 @@ def _line(text: str) -> str:
     return text[: 4 * _MAX_REASON].strip().partition("\n")[0][:_MAX_REASON].rstrip(".")
 
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
-
-LENGTH = struct.Struct(">I")
-MAX_FRAME_BYTES = 40_000_000  # the longest text a render may give, as UTF-8, and some
-IDLE_SECONDS = 30.0
-CPU_SECONDS = 8  # of a render, compiling the template included
-_MEMORY_BASE, _MEMORY_PER_BYTE, _MEMORY_MOST = 24 << 20, 32, 64 << 20
-_OPEN_FILES = 16
-
-
 def pack(value: dict[str, Any]) -> bytes:
     """A frame: JSON with its length before it. Lone surrogates pass, as in Python's own texts."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
@@ -187,7 +189,7 @@ def unpack(data: bytes) -> Any:
 
 
 def memory_for(frame_bytes: int) -> int:
-    """Bytes that a render may take, given so many; a text is held as a frame, as messages and as what is built."""
+    """Bytes that a render may take, given so many; a text is in memory as a frame, as messages and as what is built."""
     return min(_MEMORY_BASE + _MEMORY_PER_BYTE * frame_bytes, _MEMORY_MOST)
 
 

@@ -1,4 +1,4 @@
-"""A jinja2 environment in which templates use listed operations only, each paid for; knows nothing of chats.
+"""A jinja2 environment in which templates use listed operations only, each paid for.
 
 jinja2's sandbox keeps templates from Python's internals but lets them loop, multiply and recurse at will. Here what is
 not on a list is refused by name, and what is on it is charged to an allowance before it runs, by the sizes of its
@@ -180,7 +180,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             return obj[key]  # says what is undefined
         if isinstance(obj, str | Mapping | list | tuple | range):
             if not (key is None or isinstance(key, str | int | float | Undefined)):
-                raise RefusedError(f"a {type(key).__name__} is no key")  # hashing it may take for ever
+                raise RefusedError(f"a {type(key).__name__} is not a key")  # hashing it may take for ever
             container: Any = obj
             try:
                 return container[key]

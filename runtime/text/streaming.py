@@ -3,20 +3,80 @@
 from __future__ import annotations
 
 import codecs
-import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 
-from edgeinfer.runtime.text.contract import TokenizerLike, token_bytes
+from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
 
-__all__ = ["StopMatcher", "StreamDecoder"]
+__all__ = ["ReplyText", "StopMatcher", "StreamDecoder"]
 
 # Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
 _CONTEXT_TOKENS = 32
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
+
+
+class ReplyText:
+    """The text of a reply as its tokens come, up to a stop token or a stop string.
+
+    Args:
+        tokenizer: decodes the tokens.
+        stops: stop strings.
+        stop_ids: stop tokens, which have no text.
+        context_ids: as `StreamDecoder` takes them.
+
+    Attributes:
+        tokens: so far, a stop token included.
+        decoded: text that became certain with the last of them, whether it may be shown or not.
+        ended: by a stop token or a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        context_ids: Sequence[int] = (),
+    ) -> None:
+        self._stop_ids = stop_ids
+        self._decoder = StreamDecoder(tokenizer, context_ids)
+        self._stops = StopMatcher(stops) if stops else None
+        self._shown: list[str] = []
+        self.tokens: list[int] = []
+        self.decoded = ""
+        self.ended = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops is not None and self._stops.matched
+
+    @property
+    def text(self) -> str:
+        """What was shown so far."""
+        return "".join(self._shown)
+
+    def push(self, token: int) -> str:
+        """The reply's next token: the text that may be shown with it."""
+        self.tokens.append(token)
+        if token in self._stop_ids:
+            self.ended = True
+            return ""
+        self.decoded = text = self._decoder.push(token)
+        if self._stops is not None:
+            text, self.ended = self._stops.push(text)
+        self._shown.append(text)
+        return text
+
+    def finish(self) -> str:
+        """The text that was held back; no tokens come afterwards."""
+        text = self._decoder.flush()
+        if self._stops is not None:
+            text, found = self._stops.push(text)
+            text += "" if found else self._stops.flush()
+        self._shown.append(text)
+        return text
 
 
 class StreamDecoder:
@@ -36,7 +96,7 @@ class StreamDecoder:
     def __init__(self, tokenizer: TokenizerLike, context_ids: Sequence[int] = ()) -> None:
         self._special = tokenizer.special_ids
         types = tokenizer.decoder_types
-        self._pieces: _Pieces = _BytePieces(tokenizer) if types == ("ByteLevel",) else _WindowPieces(tokenizer)
+        self._pieces: _Pieces = _BytePieces(tokenizer) if types == BYTE_LEVEL else _WindowPieces(tokenizer)
         for token_id in context_ids[-_CONTEXT_TOKENS:]:
             self.push(token_id)
 
@@ -45,7 +105,7 @@ class StreamDecoder:
         return "" if token_id in self._special else self._pieces.push(token_id)
 
     def flush(self) -> str:
-        """What was held back, with incomplete characters replaced; ends the stream."""
+        """What was withheld, with incomplete characters replaced; ends the stream."""
         return self._pieces.flush()
 
 
@@ -89,13 +149,13 @@ class _WindowPieces(_Pieces):
         self._before: list[int] = []  # stays empty until some token has had text
         self._before_length = 0  # characters that `_before` alone decodes to
         self._pending: list[int] = []
-        self._bytes = b""  # of the character that the last pending tokens, byte tokens all, have begun
+        self._bytes = b""  # of the character that the last pending tokens, byte tokens all, started
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
-        match = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
+        match = BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         if match is not None:
             return self._push_byte(token_id, bytes([int(match.group(1), 16)]))
         broken = self._emit() if self._bytes else ""
@@ -163,7 +223,7 @@ class StopMatcher:
         assert all(stops), "an empty stop string matches everywhere"
         # The longest first, so that of several that end together it is the first found.
         self._searches = [_Search(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
-        self._held = ""
+        self._withheld = ""
         self._matched = False
 
     @property
@@ -180,21 +240,21 @@ class StopMatcher:
             ((end, -len(search.stop)) for search in self._searches if (end := search.push(text)) is not None),
             default=None,
         )
-        whole = self._held + text
+        whole = self._withheld + text
         if found is not None:
-            shown = whole[: len(self._held) + found[0] + found[1]]
-            self._held, self._matched = "", True
+            shown = whole[: len(self._withheld) + found[0] + found[1]]
+            self._withheld, self._matched = "", True
             return shown, True
         safe = len(whole) - max((search.length for search in self._searches), default=0)
-        self._held = whole[safe:]
+        self._withheld = whole[safe:]
         return whole[:safe], False
 
     def flush(self) -> str:
-        """The text held back, at the end of the stream; empty after a match."""
-        held, self._held = self._held, ""
+        """The withheld text, at the end of the stream; empty after a match."""
+        withheld, self._withheld = self._withheld, ""
         for search in self._searches:
             search.length = 0
-        return held
+        return withheld
 
 
 class _Search:

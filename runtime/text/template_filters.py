@@ -1,4 +1,4 @@
-"""Filters and tests that chat templates may use, each charged before it runs; knows nothing of compiling."""
+"""Filters and tests that chat templates may use, each charged before it runs."""
 
 from __future__ import annotations
 

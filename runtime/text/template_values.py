@@ -1,4 +1,4 @@
-"""Operators and methods that chat templates may use, each charged before it runs; knows nothing of filters."""
+"""Operators and methods that chat templates may use, each charged before it runs."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class Values:
 
     def _splitting(self, split: Callable[..., list[str]]) -> Callable[..., list[str]]:
         def checked(text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
-            # Searching from the right looks at the separator anew at each place.
+            # Searching from the right looks at the separator again at each place.
             self._spend(size_of(text) + (len(text) * len(sep or "") // 4 if split is str.rsplit else 0))
             pieces = 1 + (text.count(sep) if sep else (len(text) + 1) // 2)
             if maxsplit >= 0:

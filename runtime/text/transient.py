@@ -1,4 +1,4 @@
-"""A byte-level tokenizer that is in memory only while text is encoded; knows nothing of turns or weights."""
+"""A byte-level tokenizer that is in memory only while text is encoded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import Self
 from edgeinfer.errors import TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import release_code, release_freed
-from edgeinfer.runtime.text.contract import token_bytes
+from edgeinfer.runtime.text.contract import BYTE_LEVEL, token_bytes
 from edgeinfer.runtime.text.tokenizer import Tokenizer, has_pairs
 
 __all__ = ["TokenizerFacts", "TransientTokenizer", "tokenizer_facts"]
 
-_BYTE_LEVEL = ("ByteLevel",)
 # Quotes inside a text of a JSON file are escaped, so this is never part of one.
 _BYTE_LEVEL_DECODER = re.compile(rb'"decoder"\s*:\s*\{\s*"type"\s*:\s*"ByteLevel"')
 
@@ -47,8 +46,8 @@ def tokenizer_facts(path: str | Path) -> TokenizerFacts:
 
 
 class TransientTokenizer:
-    """Implements `contracts.TokenizerLike` in little memory; decoding needs a table alone, encoding parses the file
-    anew after each `rest`.
+    """Implements `contract.TokenizerLike` in little memory; decoding needs a table alone, encoding parses the file
+    again after each `rest`.
 
     Attributes:
         before_parsing: called before each parse, to make room for it.
@@ -73,7 +72,7 @@ class TransientTokenizer:
             BudgetError: there is not enough memory to parse it.
         """
         tokenizer = Tokenizer.from_file(path)
-        if tokenizer.decoder_types != _BYTE_LEVEL:
+        if tokenizer.decoder_types != BYTE_LEVEL:
             raise TokenizerError(f"{path} is not a byte-level tokenizer.", "Keep it loaded, with a larger budget.")
         # What parsing took goes before the table, which takes something too, is made.
         release_freed()

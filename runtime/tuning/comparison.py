@@ -1,8 +1,8 @@
-"""When one way to run a model is taken to be faster than another, by pairs of timings; knows no model and no clock.
+"""When one way to run a model is taken to be faster than another, by pairs of timings.
 
 Nothing is assumed of how timings scatter. Two ways are timed in turns, so that what slows the machine for a while slows
 both; of each pair only the ratio counts. From some sorted ratios follow bounds of their median, whatever their
-distribution: it lies above the k-th largest only if k of them or more fell on one side by chance, as of a coin (the
+distribution: it lies above the k-th largest only if k of them or more fell on one side at random, as of a coin (the
 sign test, turned round). A way is kept if it is surely faster in what it is for, and surely not slower in anything.
 """
 
@@ -18,9 +18,9 @@ from edgeinfer.runtime.tuning.work import Times
 
 __all__ = ["FULL", "GAIN", "QUICK", "Effort", "TimingVerdict", "Trial", "compare", "judge", "median_below"]
 
-# A gain that is worth a setting of one's own, and a loss that nobody notices.
+# A gain that is worth a setting of one's own, and a loss that is not noticed.
 GAIN, _LOSS = 0.03, 0.03
-# Chance of taking a way for faster that is not, and for no slower that is, at each look at the timings.
+# Probability of taking a way for faster that is not, and for no slower that is, at each look at the timings.
 _WRONGLY_FASTER, _WRONGLY_EQUAL = 0.01, 0.05
 
 
@@ -30,21 +30,21 @@ class TimingVerdict:
 
     Attributes:
         better: the second way is to be kept.
-        settled: more pairs would not change that.
+        decided: more pairs would not change that.
         ratios: of the second way's time to the first's, by what was timed: medians.
         slower: what the second way is surely slower in.
     """
 
     better: bool
-    settled: bool
+    decided: bool
     ratios: Mapping[str, float]
     slower: tuple[str, ...] = ()
 
 
-def median_below(ratios: Sequence[float], chance: float) -> float:
-    """A bound that the true median lies above with no more than this chance; infinite where they are too few."""
+def median_below(ratios: Sequence[float], error_rate: float) -> float:
+    """A bound that the true median lies above with no more than this probability; infinite where they are too few."""
     count, below, rank = len(ratios), 0.0, 0
-    while rank <= count and below + math.comb(count, rank) / 2**count <= chance:
+    while rank <= count and below + math.comb(count, rank) / 2**count <= error_rate:
         below += math.comb(count, rank) / 2**count
         rank += 1
     return sorted(ratios, reverse=True)[rank - 1] if rank else math.inf
@@ -67,13 +67,13 @@ def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> TimingV
     return TimingVerdict(False, bool(slower) or hopeless, medians, slower)
 
 
-def _median_above(ratios: Sequence[float], chance: float) -> float:
-    return -median_below([-ratio for ratio in ratios], chance)
+def _median_above(ratios: Sequence[float], error_rate: float) -> float:
+    return -median_below([-ratio for ratio in ratios], error_rate)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured.
+    """How long a comparison measures.
 
     Attributes:
         looks: numbers of pairs after which it is asked whether they tell enough.
@@ -85,7 +85,7 @@ class Effort:
 
     @property
     def visit_ms(self) -> float:
-        """Of one visit, so that the second look comes in time."""
+        """Milliseconds of one visit, so that the second look comes in time."""
         return self.seconds * 1e3 / (2 * self.looks[1])
 
 
@@ -138,7 +138,7 @@ def compare(
         late = clock() > deadline
         if late or count in effort.looks:
             verdict = judge(_ratios(mine, theirs), aims)
-            if late or verdict.settled:
+            if late or verdict.decided:
                 break
     return Trial(verdict, _medians(mine), _medians(theirs), len(mine))
 

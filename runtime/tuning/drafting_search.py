@@ -1,10 +1,10 @@
-"""Finds the blocks that drafting can skip, and the layer it can leave after; knows costs as numbers alone.
+"""Finds the blocks that drafting can skip, and the layer it can leave after.
 
-Scores as SWIFT does: one pass of the skipped model over text of the target's tells its matchness, the share of
+Scores as SWIFT does: one pass of the skipped model over text of the target's tells its match rate, the share of
 positions where its most likely token is the whole model's. The objective is Draft & Verify's, tokens per second, but
-worked out from matchness and measured costs instead of by generating.
+worked out from match rate and measured costs instead of by generating.
 
-The search is Bayesian over a linear model (BOCS, Baptista & Poloczek 2018): the negative logarithm of matchness is
+The search is Bayesian over a linear model (BOCS, Baptista & Poloczek 2018): the negative logarithm of match rate is
 taken as a sum over skipped units with normal weights and noise. Every other step draws weights from what the scores so
 far leave likely (Thompson's rule) and scores the set that is best under them; the steps between score a neighbour of
 the best set so far, against what a sum does not express. The first scores are SWIFT's first set and each unit alone.
@@ -23,35 +23,37 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
-from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.layer_skip.contract import Mask
+from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
 __all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]
 
-Mask = NDArray[np.bool_]  # (2 L,)
 Progress = Callable[[int, int], None]
 
 # SWIFT scores 33 tokens; logits of that many rows fit anywhere.
 _WINDOW = 32
 # Of the linear model: spread of a unit's loss before anything was scored, and of what the sum leaves out.
 _SPREAD, _NOISE = 1.0, 0.2
+# A prediction that is off by this much must not make decoding slower.
+_PAYS = 1.05
 
 
 @dataclass(frozen=True)
 class SkipSet:
-    """What a search found.
+    """A set of blocks that a search found.
 
     Attributes:
         layer_mask: blocks that run while drafting. (2 L,)
-        matchness: share of positions where they choose the whole model's token.
+        match_rate: share of positions where they choose the whole model's token.
         length: draft length that pays best.
         speedup: predicted over plain decoding at that length; below 1 nothing pays.
         evaluations: sets that were scored.
     """
 
     layer_mask: Mask
-    matchness: float
+    match_rate: float
     length: int
     speedup: float
     evaluations: int
@@ -63,7 +65,7 @@ class SkipSet:
 
 
 class _Scorer:
-    """Matchness of any mask."""
+    """Match rate of any mask."""
 
     def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
         self._texts = SampleTexts(backend, samples, window)
@@ -86,7 +88,7 @@ class _Scorer:
 def best_exit(
     backend: Backend, samples: Sequence[Sample], costs: BlockCosts, *, granularity: int = 1, window: int = _WINDOW
 ) -> SkipSet:
-    """The exit layer that drafts fastest by its matchness; its mask runs the layers before it. Empties the cache.
+    """The exit layer that drafts fastest by its match rate; its mask runs the layers before it. Empties the cache.
 
     Args:
         granularity: exits are after every so many layers.
@@ -107,9 +109,9 @@ def best_exit(
     found: list[SkipSet] = []
     for exit_layer in range(granularity, layers, granularity):
         mask = np.arange(2 * layers) < 2 * exit_layer
-        matchness = scorer(mask)
-        gain = costs.exit_gain(exit_layer, matchness)
-        found.append(SkipSet(mask, matchness, gain.length, gain.speedup, 0))
+        match_rate = scorer(mask)
+        gain = costs.exit_gain(exit_layer, match_rate)
+        found.append(SkipSet(mask, match_rate, gain.length, gain.speedup, 0))
     backend.cache.trim(0)
     return replace(max(found, key=lambda exit: exit.speedup), evaluations=len(found))
 
@@ -139,7 +141,7 @@ def best_skip_set(
         BackendError: a text does not fit the cache.
     """
     if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers from 1 on.")
+        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     scorer = _Scorer(backend, samples, window)
     search = _Search(scorer, costs, skip_units(backend.geometry.num_layers, granularity), np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)
@@ -159,7 +161,7 @@ class _Search:
         self._scorer = scorer
         self._costs = costs
         self._rng = rng
-        self._scores: dict[bytes, float] = {}  # matchness by set
+        self._scores: dict[bytes, float] = {}  # match rate by set
         self._best = SkipSet(np.ones(units.shape[1], np.bool_), 1.0, 0, 0.0, 0)
         self._best_set = np.zeros(len(units), np.bool_)
         self._savings = np.array([max(np.dot(costs.blocks, unit), 1e-9) for unit in units])
@@ -178,18 +180,18 @@ class _Search:
         """Scores one more set; there must be one left."""
         skipped = self._next()  # (U,)
         mask = self._mask(skipped)
-        self._scores[skipped.tobytes()] = matchness = self._scorer(mask)
-        gain = self._costs.gain(mask, matchness)
+        self._scores[skipped.tobytes()] = match_rate = self._scorer(mask)
+        gain = self._costs.gain(mask, match_rate)
         if gain.speedup > self._best.speedup:
             self._best_set = skipped
-            self._best = SkipSet(mask, matchness, gain.length, gain.speedup, 0)
+            self._best = SkipSet(mask, match_rate, gain.length, gain.speedup, 0)
 
     def _mask(self, skipped: NDArray[Any]) -> Mask:  # (U,) or indices -> (2 L,)
         mask: Mask = np.logical_not(self.units[skipped].any(axis=0))
         return mask
 
     def _first_sets(self) -> list[NDArray[np.bool_]]:  # (U,) each
-        """In reverse: SWIFT's first set, as far as units allow it, then each unit alone."""
+        """The first sets to score, in reverse: SWIFT's first set, as far as units allow it, then each unit alone."""
         alone = list(np.eye(len(self.units), dtype=np.bool_))[::-1]
         num_layers = self.units.shape[1] // 2
         if num_layers < 3:
@@ -241,13 +243,9 @@ class _Search:
             distance = distance % size + 1
 
 
-# A prediction that is off by this much must not make decoding slower.
-_PAYS = 1.05
-
-
 @dataclass(frozen=True)
 class TuneResult:
-    """What was found.
+    """The layers that draft best.
 
     Attributes:
         exit: the early exit that drafts best.
@@ -257,7 +255,7 @@ class TuneResult:
 
     exit: SkipSet
     skip: SkipSet
-    tuning: Tuning
+    tuning: LayerDrafting
 
 
 def tune(
@@ -286,7 +284,7 @@ def tune(
     skip = best_skip_set(
         backend, samples, costs, granularity=granularity, evaluations=evaluations, seed=seed, progress=progress
     )
-    tuning = Tuning(
+    tuning = LayerDrafting(
         exit_layer=exits.layers if exits.speedup > _PAYS else None,
         layer_mask=skip.layer_mask if skip.speedup > _PAYS and not skip.layer_mask.all() else None,
     )

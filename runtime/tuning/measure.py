@@ -1,4 +1,4 @@
-"""Measures passes: what they have to do, what they cost, the engine's share, how well they predict; knows no text."""
+"""Measures passes: what they have to do, what they cost, the engine's share, how well they predict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = [
     "DecodeTimes",
@@ -32,6 +33,9 @@ __all__ = [
     "turn_times",
     "work_times",
 ]
+
+# Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
+_LOGIT_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class _Greedy(Sampler):
 
 
 def _filler(engine: Engine, count: int) -> list[int]:
-    """Distinct-looking token ids; their values do not change what a pass costs."""
-    return [int(i) for i in (np.arange(count) * 7919 + 11) % engine.backend.geometry.vocab_size]
+    tokens: list[int] = filler_tokens(engine.backend, count).tolist()
+    return tokens
 
 
 def _require_room(engine: Engine, tokens: int) -> None:
@@ -117,17 +121,17 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
     for repeat in range(repeats + 1):
         for size in sizes:
             tokens, rows = np.array(_filler(engine, size)), np.arange(size)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             backend.forward(ForwardInput(tokens, rows + past, rows))
             if repeat:  # the first round warms up
-                times[size].append((time.perf_counter() - begun) * 1e3)
+                times[size].append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(past)
     engine.forget()
     return times
 
 
 def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
-    """Milliseconds of taking in a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits.
+    """Milliseconds of evaluating a prompt of `tokens` tokens, in the engine's chunks, until its last row's logits.
 
     Raises:
         UsageError: the context is too small.
@@ -155,14 +159,14 @@ def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
 
 @dataclass(frozen=True)
 class WorkTimes:
-    """A prompt taken in and tokens decoded: milliseconds of both together, and the tokens."""
+    """A prompt evaluated and tokens decoded: milliseconds of both together, and the tokens."""
 
     ms: float
     token_ids: tuple[int, ...]
 
 
 def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTimes:
-    """Takes in a prompt of so many tokens behind `past` others, which are not timed, then decodes greedily in as many
+    """Evaluates a prompt of so many tokens behind `past` others, which are not timed, then decodes greedily in as many
     passes as `reply` says.
 
     Raises:
@@ -186,14 +190,14 @@ def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTim
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """A prompt taken in, then tokens decoded: milliseconds of each of the two."""
+    """A prompt evaluated, then tokens decoded: milliseconds of each of the two."""
 
     prompt_ms: float
     reply_ms: float
 
 
 def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
-    """Takes in a prompt of so many tokens, then decodes greedily in as many passes as `reply` says; empties the cache.
+    """Evaluates a prompt of so many tokens, then decodes greedily in as many passes as `reply` says; empties the cache.
 
     Raises:
         UsageError: the context is too small.
@@ -208,22 +212,18 @@ def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
     return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))
 
 
-# Logit rows held at once: 16 rows of a 152k vocabulary are 10 MB.
-_LOGIT_ROWS = 16
-
-
 def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     """Feeds a text and yields the logits after each of its tokens, a few rows (R, V) at a time; empties the cache.
 
     Rows are views that the next ones overwrite.
 
     Raises:
-        UsageError: no token, or more than a context holds that makes no room; or the model was used for something else
+        UsageError: no token, or more than the context where it is not shifted; or the model was used for something else
             in between.
     """
     if not tokens:
         raise UsageError("Nothing was given to measure.", "Give at least one token.")
-    if engine.overflow is None:
+    if engine.context_shift is None:
         _require_room(engine, len(tokens))
     engine.forget()
     return _logit_chunks(engine, np.array(tokens, np.int64))
@@ -244,7 +244,7 @@ def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:
     """Feeds a text and scores every token under the model; empties the cache.
 
     Raises:
-        UsageError: fewer than two tokens, or more than a context holds that makes no room.
+        UsageError: fewer than two tokens, or more than the context where it is not shifted.
     """
     if len(tokens) < 2:
         raise UsageError("Scoring needs at least two tokens.", "Give a longer text.")

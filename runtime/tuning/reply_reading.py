@@ -1,6 +1,6 @@
-"""Has a reply of given tokens made in any way of computing less, and compares what was predicted with the whole model.
+"""Reads a reply of given tokens with reduced compute, and compares what was predicted with the whole model.
 
-Knows nothing of ways: the steps are those of a reply in earnest, but the sampler takes what it was given.
+The strategy is that of a real reply; only the sampler returns the given tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.divergence import divergence
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.tuning.measure import token_logits
 
 __all__ = ["ReplyReading", "read_reply"]
@@ -67,7 +67,7 @@ def read_reply(
     """Reads a reply; empties the cache.
 
     Args:
-        make: the steps that a sampler's reply is made in; None is in full.
+        make: the strategy of a sampler's reply; None computes in full.
 
     Raises:
         UsageError: there is no prompt, or fewer than two tokens of a reply; or they do not fit the context.
@@ -82,9 +82,9 @@ def read_reply(
         if len(wanted):
             whole[place - len(wanted) : place] = wanted
     sampler = _Given(len(prompt), reply, whole)
-    steps = make(sampler)
-    for _ in engine.generate(prompt, sampler, max_tokens=len(reply), stop_ids=frozenset(), strategy=steps):
+    strategy = make(sampler)
+    for _ in engine.generate(prompt, sampler, max_tokens=len(reply), stop_ids=frozenset(), strategy=strategy):
         pass
     engine.forget()
-    use = None if steps is None else steps.compute_use()
+    use = None if strategy is None else strategy.compute_use()
     return ReplyReading(np.array(sampler.found), np.array(sampler.divergences), use)

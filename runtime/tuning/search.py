@@ -1,4 +1,4 @@
-"""Finds settings that are better than the usual ones, and proves them; knows nothing of how a model is timed.
+"""Finds settings that are better than the usual ones, and proves them.
 
 One setting after the other, each beside those found before it, and the whole set once more against the usual settings
 with fresh timings: what is not proved is not kept.
@@ -17,7 +17,7 @@ from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.comparison import Effort, Trial, compare
 from edgeinfer.runtime.tuning.work import LOAD, PREFILL, TURN, Times
 
-__all__ = ["LOADED", "PROMPTS", "TURNS", "Attempt", "Found", "Timer", "Ways", "find"]
+__all__ = ["LOADED", "PROMPTS", "TURNS", "Attempt", "SettingChoices", "SettingsFound", "Timer", "search_settings"]
 
 # What a timer times: turns of a chat; long prompts alone; loading and then a turn.
 TURNS, PROMPTS, LOADED = "turns", "prompts", "loaded"
@@ -30,7 +30,7 @@ _ENOUGH = 5
 
 
 @dataclass(frozen=True)
-class Ways:
+class SettingChoices:
     """What a model on this device has to choose from, besides the usual.
 
     Attributes:
@@ -54,12 +54,12 @@ class _Knob:
     """A setting: its values beside those found so far, at what they are timed, and in what they may be better."""
 
     name: str
-    values: Callable[[Ways, TunedSettings], Sequence[Any]]
+    values: Callable[[SettingChoices, TunedSettings], Sequence[Any]]
     task: str
     aims: tuple[str, ...]
 
 
-def _pinnings(ways: Ways, best: TunedSettings) -> Sequence[str]:
+def _pinnings(ways: SettingChoices, best: TunedSettings) -> Sequence[str]:
     text = ways.pinning(best.threads or ways.usual_threads)
     return (text,) if text else ()
 
@@ -91,8 +91,8 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found.
+class SettingsFound:
+    """The settings that a search found and proved.
 
     Attributes:
         settings: that are proved better; UNTUNED where none are.
@@ -109,14 +109,14 @@ class Found:
     rejected: TunedSettings | None = None
 
 
-def find(
-    ways: Ways,
+def search_settings(
+    ways: SettingChoices,
     timer: Timer,
     effort: Effort,
     clock: Callable[[], float],
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Found:
-    """Searches.
+) -> SettingsFound:
+    """Searches one setting after the other, and proves the result.
 
     Args:
         clock: in seconds.
@@ -144,11 +144,11 @@ def find(
             if trial.verdict.better:
                 best = candidate
     if best == UNTUNED:
-        return Found(UNTUNED, tuple(attempts), None, _usual(timer))
+        return SettingsFound(UNTUNED, tuple(attempts), None, _usual(timer))
     proof = _prove(best, timer, effort, clock, report)
     if proof.verdict.better:
-        return Found(best, tuple(attempts), proof, proof.first)
-    return Found(UNTUNED, tuple(attempts), proof, proof.first, rejected=best)
+        return SettingsFound(best, tuple(attempts), proof, proof.first)
+    return SettingsFound(UNTUNED, tuple(attempts), proof, proof.first, rejected=best)
 
 
 def _usual(timer: Timer) -> Times:
@@ -203,5 +203,5 @@ def _attempt(knob: _Knob, value: Any, trial: Trial) -> Attempt:
     ratio = min(verdict.ratios[aim] for aim in knob.aims)
     if verdict.better:
         return Attempt(knob.name, value, "better", ratio)
-    outcome = "slower" if verdict.slower else "not better" if verdict.settled else "unclear"
+    outcome = "slower" if verdict.slower else "not better" if verdict.decided else "unclear"
     return Attempt(knob.name, value, outcome, ratio)

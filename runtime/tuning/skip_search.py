@@ -1,4 +1,4 @@
-"""Sets of blocks that answers can skip, each the least harmful for what it saves; knows no model but by its passes.
+"""Sets of blocks that answers can skip, each the least harmful for what it saves.
 
 The search is greedy: from the whole model on, it leaves out the block whose loss is least for each millisecond that it
 saves, and tries to exchange what it left out before for something better. Every set that was scored takes part in the
@@ -28,7 +28,7 @@ __all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "sea
 
 Progress = Callable[[int, int], None]
 
-# Tokens of each reply that are read: logits of as many rows are held at once.
+# Tokens of each reply that are read: logits of as many rows are in memory at once.
 _WINDOW = 48
 # Likeliest tokens by which predictions are compared; all others count as one.
 _TOP = 256
@@ -36,6 +36,8 @@ _TOP = 256
 _TRIED, _EXCHANGED = 8, 4
 # Speed-ups of the evenly spaced sets that take part.
 _EVEN = (1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+# Tokens of a prompt per pass.
+_CHUNK = 64
 
 
 def search_skip_levels(
@@ -60,7 +62,7 @@ def search_skip_levels(
         BackendError: a text does not fit the cache.
     """
     if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers from 1 on.")
+        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     units = skip_units(backend.geometry.num_layers, granularity)
     search = _Search(_Scorer(backend, samples), costs, units, evaluations, progress)
     search.run()
@@ -123,27 +125,29 @@ class _Scorer:
 
     def __init__(self, backend: Backend, samples: Sequence[Sample]) -> None:
         self._texts = SampleTexts(backend, samples, _WINDOW)
-        self._whole: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []  # tokens and chances (S, K), (S, K + 1)
+        self._whole: list[
+            tuple[NDArray[np.int64], NDArray[np.float64]]
+        ] = []  # tokens and probabilities (S, K), (S, K + 1)
         for logits in self._texts.read(np.ones(2 * backend.geometry.num_layers, np.bool_)):
             top = min(_TOP, logits.shape[1] - 1)
             likeliest = np.argpartition(-logits, top, axis=1)[:, :top]
-            self._whole.append((likeliest, _chances(logits, likeliest)))
+            self._whole.append((likeliest, _probabilities(logits, likeliest)))
 
     def __call__(self, layer_mask: Mask) -> float:
         """Mean over all tokens, in nats; a little less than by all tokens apart."""
         total = 0.0
         for logits, (likeliest, whole) in zip(self._texts.read(layer_mask), self._whole, strict=True):
-            total += float((whole * (np.log(whole) - np.log(_chances(logits, likeliest)))).sum())
+            total += float((whole * (np.log(whole) - np.log(_probabilities(logits, likeliest)))).sum())
         return total / self._texts.positions
 
 
-def _chances(logits: Floats, tokens: NDArray[np.int64]) -> NDArray[np.float64]:  # (S, V), (S, K) -> (S, K + 1)
+def _probabilities(logits: Floats, tokens: NDArray[np.int64]) -> NDArray[np.float64]:  # (S, V), (S, K) -> (S, K + 1)
     shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-    chances = np.take_along_axis(shifted, tokens, axis=1).astype(np.float64)
-    chances /= shifted.sum(axis=1, dtype=np.float64)[:, None]
-    rest = 1 - chances.sum(axis=1, keepdims=True)
+    probabilities = np.take_along_axis(shifted, tokens, axis=1).astype(np.float64)
+    probabilities /= shifted.sum(axis=1, dtype=np.float64)[:, None]
+    rest = 1 - probabilities.sum(axis=1, keepdims=True)
     # What rounds to nothing is still possible.
-    possible: NDArray[np.float64] = np.maximum(np.concatenate([chances, rest], axis=1), 1e-12)
+    possible: NDArray[np.float64] = np.maximum(np.concatenate([probabilities, rest], axis=1), 1e-12)
     return possible
 
 
@@ -219,7 +223,7 @@ class _Search:
             if not best or loss < best[-1][0]:
                 best.append((loss, mask))
         if not best[-1][1].all():
-            # Blocks that change nothing can be left out for nothing, but nobody who asks for no speed has to.
+            # Where leaving out some blocks costs nothing, the whole model is still a choice.
             best.append((0.0, np.ones(self._units.shape[1], np.bool_)))
         best.reverse()
         return SkipLevels(np.array([mask for _, mask in best]), np.array([loss for loss, _ in best], np.float64))
@@ -231,10 +235,6 @@ def _without(running: NDArray[np.bool_], unit: int) -> NDArray[np.bool_]:
     return smaller
 
 
-# Tokens of a prompt per pass.
-_CHUNK = 64
-
-
 @dataclass(frozen=True)
 class Sample:
     """A text to score by: what the model was given and what it answered, or any two parts of a text; neither empty."""
@@ -244,7 +244,7 @@ class Sample:
 
 
 class SampleTexts:
-    """Texts, each with a copy of the cache before its reply.
+    """Replies of the model's own, read with any of its blocks left out behind the whole model's cache of the prompt.
 
     Args:
         backend: must skip layers; its cache is emptied.
@@ -265,7 +265,7 @@ class SampleTexts:
         self._backend = backend
         self._texts: list[tuple[CacheSnapshot, Ints]] = []  # cache before, tokens fed (S,)
         for sample in samples:
-            self._take_in(sample.prompt[:-1])
+            self._prefill(sample.prompt[:-1])
             fed = np.array([sample.prompt[-1], *sample.reply[: window - 1]], np.int64)
             self._texts.append((backend.cache.snapshot(), fed))
 
@@ -284,7 +284,7 @@ class SampleTexts:
                 ForwardInput(fed, rows + self._backend.cache.length, rows, layer_mask=layer_mask)
             ).logits
 
-    def _take_in(self, tokens: Sequence[int]) -> None:
+    def _prefill(self, tokens: Sequence[int]) -> None:
         self._backend.cache.trim(0)
         for start in range(0, len(tokens), _CHUNK):
             ids = np.array(tokens[start : start + _CHUNK], np.int64)

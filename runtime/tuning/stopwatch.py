@@ -1,4 +1,4 @@
-"""Times a model under different settings, with two of them loaded at once where there is memory; knows no rules."""
+"""Times a model under different settings, with two of them loaded at once where there is memory."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Stopwatch:
             loaded = self._load(settings)
             return work.visit(loaded.engine, loaded.plan.configuration)
         self.close()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         loaded = self._load(settings)
-        load_ms = (time.perf_counter() - begun) * 1e3
+        load_ms = (time.perf_counter() - started) * 1e3
         times = work.visit(loaded.engine, loaded.plan.configuration)
         self.close()
         return {**times, LOAD: load_ms}
@@ -102,7 +102,7 @@ class Stopwatch:
         plan.require_fit()
         missing = [name for name in settings.names if name not in plan.tuned]
         if missing:
-            message = f"There is no memory for what is tried: {', '.join(missing)} gave way to the budget."
+            message = f"There is not enough memory to try {', '.join(missing)} within the budget."
             raise BudgetError(message, "Tune with a larger budget, or none.", terms=plan.terms)
         while self._loaded and (len(self._loaded) > 1 or not self._room_beside(plan)):
             self._drop(next(iter(self._loaded)))

@@ -1,4 +1,4 @@
-"""The work by which two ways to run a model are compared: prompt, reply, and passes that verify; knows no settings.
+"""The work by which two ways to run a model are compared: prompt, reply, and passes that verify.
 
 A turn of a chat is reckoned from them as a plan reckons it: 64 new tokens of prompt and 128 of reply, drafted where
 drafting is on.
@@ -80,7 +80,7 @@ def sized(times: Times, visit_ms: float, most: Work) -> Work:
 
 
 def fitting(work: Work, context: int) -> Work:
-    """As much of the work as a context holds.
+    """Cuts the work to what a context holds.
 
     Raises:
         UsageError: the context is too small to measure in.
@@ -95,6 +95,6 @@ def fitting(work: Work, context: int) -> Work:
 def _token_ms(configuration: Configuration, plain_ms: float, passes: Mapping[int, float]) -> float:
     """A token of a reply, drafted where that is predicted to pay."""
     costs = PassCosts(((1, plain_ms), *sorted(passes.items())))
-    pace = Pace(costs, measured=True, round_ms=ROUND_MS, reach=(), tokenizer_ms=0.0)
+    pace = Pace(costs, measured=True, round_ms=ROUND_MS, acceptance=(), tokenizer_ms=0.0)
     drafting = dataclasses.replace(configuration, draft_max=min(configuration.draft_max, costs.largest - 1))
     return 1e3 / SpeedModel(lambda _: pace).speed(drafting).tokens_per_second

@@ -106,7 +106,7 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     ),
     "pickles-only": (lambda f: weights(f).rename(f / "pytorch_model.bin"), "pickles are never loaded"),
     "shard-missing": (lambda f: shard(f, "model-1-of-1.safetensors"), "model-1-of-1.safetensors is missing"),
-    "shard-outside": (lambda f: shard(f, "../model.safetensors"), "leaves its folder"),
+    "shard-outside": (lambda f: shard(f, "../model.safetensors"), "outside its folder"),
     "shard-of-a-long-name": (lambda f: shard(f, "x" * 300), "is missing"),
     "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config-not-json": (lambda f: (f / "config.json").write_bytes(b"\xff{"), "is not valid JSON"),

@@ -72,7 +72,7 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
     "a header longer than the file": lambda header, rest: (1 << 40).to_bytes(8, "little") + rest,
     "no JSON": lambda header, rest: framed(b"{]", rest),
     "deep JSON": lambda header, rest: framed(b"[" * 100_000, rest),
-    "no object": lambda header, rest: framed([1], rest),
+    "not an object": lambda header, rest: framed([1], rest),
     "an unknown type": lambda header, rest: framed(header | {"out": header["out"] | {"dtype": "I64"}}, rest),
     "no type": lambda header, rest: framed(header | {"out": header["out"] | {"dtype": [1]}}, rest),
     "an unknown field": lambda header, rest: framed(header | {"out": header["out"] | {"more": 1}}, rest),
@@ -87,7 +87,7 @@ BROKEN: dict[str, Callable[[dict[str, Any], bytes], bytes]] = {
     "cut off": lambda header, rest: framed(header, rest[:-2]),
     "more than it says": lambda header, rest: framed(header, rest + b"\0\0"),
     "not a number": lambda header, rest: framed(header, np.float16(np.nan).tobytes() + rest[2:]),
-    "notes that are no texts": lambda header, rest: framed(
+    "metadata that is not text": lambda header, rest: framed(
         header | {"__metadata__": header["__metadata__"] | {"a": 1}}, rest
     ),
     "notes that are a list": lambda header, rest: framed(header | {"__metadata__": ["a"]}, rest),

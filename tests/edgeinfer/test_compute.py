@@ -145,7 +145,7 @@ def test_texts_that_outgrow_the_context(bundles: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compute": "unified", "speculation": "copy"}, "cannot be asked for at once"),
+        ({"compute": "unified", "speculation": "copy"}, "cannot be combined"),
         ({"compute": "routers"}, "no routers"),
         ({"compute": "exit", "exit_layer": 5}, "no exit after layer 5"),
         ({"compute": "entropy", "compute_share": 2}, "out of range"),
@@ -164,7 +164,7 @@ def test_a_model_without_what_it_takes(bundles: tuple[Path, Path], tmp_path: Pat
     with edgeinfer.load(bundles[0], context=64, threads=1, remember=False) as model:
         with pytest.raises(UsageError, match="small model"):
             model.generate(IDS, compute="entropy")
-        with pytest.raises(UsageError, match="No sets of blocks"):
+        with pytest.raises(UsageError, match="no calibrated sets"):
             model.generate(IDS, compute="calibrated")
         with pytest.raises(UsageError):
             model.tune_entropy([IDS])
@@ -283,7 +283,7 @@ def test_command_line(bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[
     _, err = run(capsys, *text, "--compute", "exit", "--exit-layer", "2", "--exit-confidence", "1")
     assert "lossy" not in err
     _, err = run(capsys, *text, "--compute", "entropy", "--spec", "copy", code=2)
-    assert "speculation cannot be asked for at once" in err
+    assert "speculation cannot be combined" in err
     _, err = run(capsys, "tune", "-m", large, "--entropy", code=2)
     assert "--draft-model" in err
 

@@ -135,7 +135,7 @@ def test_rows_that_cannot_take_turns_are_refused() -> None:
         (portable, {"paired": False}),
         (floats, {"transposed": True, "data": replace(floats.data, shape=floats.data.shape[::-1])}),
     ):
-        with pytest.raises(BundleError, match="take turns"):
+        with pytest.raises(BundleError, match="no halves to interleave"):
             replace(entry, **change)
 
 

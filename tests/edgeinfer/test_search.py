@@ -130,8 +130,8 @@ def test_a_search_is_not_paused(small_bundle: Path) -> None:
 
 def test_what_excludes_each_other(model: edgeinfer.Model) -> None:
     for wrong, match in (
-        ({"speculation": "copy"}, "at once"),
-        ({"compute": "unified"}, "at once"),
+        ({"speculation": "copy"}, "cannot be combined"),
+        ({"compute": "unified"}, "cannot be combined"),
         ({"regex": "a+"}, "grammar"),
         ({"choices": ("one", "two")}, "grammar"),
         ({"max_tokens": 300}, "do not fit"),

@@ -91,9 +91,9 @@ def check(model: edgeinfer.Model, way: str, form: str, extra: str) -> bool:
     try:
         found = model.generate("One day", search=way, max_tokens=40, **WAYS[way] | options | EXTRAS[extra])
     except UsageError as error:
-        by_form = form != "none" and way not in FOLLOWS and "follows no grammar" in error.message
+        by_form = form != "none" and way not in FOLLOWS and "cannot follow a grammar" in error.message
         by_rule = way in DRAWS_BY_RULE and "by a rule of its own" in error.message
-        beside = extra == "speculation" and way != "off" and "cannot be asked for at once" in error.message
+        beside = extra == "speculation" and way != "off" and "cannot be combined" in error.message
         banned = "bias" in extra and "bans every token" in error.message
         assert by_form or by_rule or beside or banned or "bans" in extra, (way, form, extra, error.message)
         return False

@@ -36,7 +36,7 @@ def test_drafters_given_by_name_are_what_auto_means(small_bundle: Path) -> None:
         assert {"exit", "copy"} == set(model.drafting_state()) - {"acceptance"}
         assert "exit" in same(model, "auto", max_tokens=30, ignore_eos=True).per_drafter
         assert set(same(model, "copy", max_tokens=30, ignore_eos=True).per_drafter) <= {"copy"}
-        with pytest.raises(UsageError, match=r"loaded to draft by exit, copy, not by recycle\. Load it with"):
+        with pytest.raises(UsageError, match=r"recycle cannot draft: .* only with exit, copy\. Load it with"):
             model.generate(PROMPT, speculation="recycle")
         assert len(model.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
 
@@ -47,7 +47,7 @@ def test_a_model_loaded_without_drafters_decodes_plainly(small_bundle: Path, tmp
         assert model.plan.draft_max == 0
         found = model.generate(PROMPT, max_tokens=5).speculation
         assert (found.mode, found.rounds, found.plain_ms) == ("off", 0, None)
-        with pytest.raises(UsageError, match="draft by nobody, not by copy"):
+        with pytest.raises(UsageError, match="copy cannot draft: the model was loaded without drafters"):
             model.generate(PROMPT, max_tokens=5, speculation="copy")
         assert model.drafting_state() == {"acceptance": {}}
     assert contents(tmp_path) == {}

@@ -218,7 +218,7 @@ def test_response_formats_that_cannot_be_had(model: edgeinfer.Model, asked: Any)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"json_schema": {}, "regex": "a"}, "json_schema and regex cannot be asked for at once"),
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex cannot be combined"),
         ({"choices": ("a",), "json_object": True}, "choices and json_object"),
         ({"json_schema": 5}, "json_schema=5"),
         ({"json_object": "yes"}, "json_object="),

@@ -200,7 +200,7 @@ def many_threads(path: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (garbage, "is no profile"),
+    (garbage, "is not a profile"),
     (folder, "is not a file"),
     (lambda path: path.write_bytes(b" " * (1 << 20)), "too large"),
     (lambda path: change(path, "", extra=1), "fields are not as expected: extra"),
@@ -209,7 +209,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: change(path, "machine", processor="Another"), "another processor (Another, not"),
     (lambda path: change(path, "machine", edgeinfer="0.0.1"), "another version of edgeinfer (0.0.1, not"),
     (lambda path: change(path, "machine", engine="onnxruntime 0.1"), "another version of the engine"),
-    (lambda path: change(path, "", model="ab" * 32, name="others"), "of another model (others)"),
+    (lambda path: change(path, "", model="ab" * 32, name="others"), "to another model (others)"),
     (many_threads, "for 900 threads"),
 ]
 
@@ -247,7 +247,7 @@ def test_a_file_for_other_threads_is_said(
     small_bundle: Path, tuned: edgeinfer.DeviceTuning, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert edgeinfer.plan(small_bundle, profile=tuned.path, threads=7).tuned == ()
-    assert "left out" in caplog.records[0].getMessage()
+    assert "do not apply" in caplog.records[0].getMessage()
 
 
 def test_a_bad_kept_profile_does_not_stop_tuning(

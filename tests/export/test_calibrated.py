@@ -20,7 +20,7 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.architectures.described import pad_heads
+from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -201,7 +201,8 @@ def test_folded_scales_change_no_result(tmp_path: Path, name: str) -> None:
     with Checkpoint(tmp_path) as checkpoint:
         spec = family.read(config, False)
         plans = family.tensors(config, spec, checkpoint.names)
-        spec, plans = pad_heads(spec, plans)
+        padded = pad_heads(Described(spec, plans))
+        spec, plans = padded.spec, padded.plans
         plan = QuantPlan.from_policy(QuantPolicy(4, 4, 32, keep_small=False), {p.name: p.shape for p in plans})
         plain, folded = PlannedTensors(checkpoint, plans), PlannedTensors(checkpoint, plans)
         visitor = Folding(spec, folded, plan)

@@ -48,7 +48,7 @@ def index(folder: Path, weight_map: Any) -> None:
     [
         ({"a": "gone.safetensors"}, "missing"),
         ({"c": "one.safetensors"}, "'c'"),
-        ({"a": "../one.safetensors"}, "leaves its folder"),
+        ({"a": "../one.safetensors"}, "outside its folder"),
         ({"a": 1}, "weight_map"),
         (None, "weight_map"),
     ],

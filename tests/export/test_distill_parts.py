@@ -20,13 +20,15 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export.training.dialogues import clean, dialogue, main, names_in
 from edgeinfer.export.training.drafter import measure_acceptance, run_lengths
 from edgeinfer.export.training.exits import exit_weight, layer_dropout
-from edgeinfer.export.training.losses import (
-    cross_entropy,
-    divergence,
-    in_pieces,
+from edgeinfer.export.training.losses import cross_entropy, divergence, in_pieces, taught_divergence
+from edgeinfer.export.training.models import (
+    Target,
+    hidden_states,
     layer_states,
+    load_target,
+    make_student,
     require_plain,
-    taught_divergence,
+    save_checkpoint,
 )
 from edgeinfer.export.training.samples import SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.sizing import (
@@ -36,11 +38,8 @@ from edgeinfer.export.training.sizing import (
     choose_size,
     expected_tokens,
 )
-from edgeinfer.export.training.student import hidden_states, make_student, save_checkpoint
-from edgeinfer.export.training.target import Target, load_target
-from edgeinfer.export.training.teacher import KEPT, teach
-from edgeinfer.export.training.text import TextSource
-from edgeinfer.export.training.tokens import open_tokens, write_tokens
+from edgeinfer.export.training.tasks import TOP_TOKENS, teacher_probabilities
+from edgeinfer.export.training.text import TextSource, open_tokens, write_tokens
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
@@ -317,17 +316,17 @@ def test_sampling_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
 def test_laws_are_the_targets_likeliest_tokens(tmp_path: Path, target: Target) -> None:
     tokens = write_tokens(tmp_path / "t", [np.random.default_rng(0).integers(2, 320, 70)])
-    taught = teach(target, tokens, 16, tmp_path / "laws")
+    taught = teacher_probabilities(target, tokens, 16, tmp_path / "laws")
     assert len(taught) == 4
     ids, likeliest, logs = taught.batch(0, 0, 3)
-    expected = torch.topk(torch.log_softmax(target.model(ids).logits, -1), KEPT)
+    expected = torch.topk(torch.log_softmax(target.model(ids).logits, -1), TOP_TOKENS)
     assert torch.allclose(logs, expected.values, atol=1e-2)
     assert (likeliest == expected.indices).float().mean() > 0.95
-    assert teach(target, tokens, 16, tmp_path / "laws").digest == taught.digest
+    assert teacher_probabilities(target, tokens, 16, tmp_path / "laws").digest == taught.digest
     with pytest.raises(UsageError, match="another target or text"):
-        teach(target, tokens, 8, tmp_path / "laws")
+        teacher_probabilities(target, tokens, 8, tmp_path / "laws")
     with pytest.raises(UsageError, match="70 tokens, and 71"):
-        teach(target, tokens, 71, tmp_path / "short")
+        teacher_probabilities(target, tokens, 71, tmp_path / "short")
 
 
 # Students and depths

@@ -16,10 +16,10 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.training import drafter
 from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
 from edgeinfer.export.training.exits import ExitsOptions, tune_exits
+from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.options import Progress
 from edgeinfer.export.training.samples import SampleOptions
 from edgeinfer.export.training.sizing import StudentSize
-from edgeinfer.export.training.target import Target, load_target
 from edgeinfer.export.training.text import TextSource
 from tests.factories import make_checkpoint
 
@@ -120,7 +120,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     options = replace(OPTIONS, steps=None, minutes=0.005, samples=None)
     trained = train_drafter(target, text, options, tmp_path / "0.005")
     assert len(trained.reading.losses) == few["reading"] and len(trained.distilling.losses) == few["distilling"]
-    with pytest.raises(UsageError, match="other minutes"):
+    with pytest.raises(UsageError, match="another number of minutes"):
         train_drafter(target, text, replace(options, minutes=0.02), tmp_path / "0.005")
 
 
@@ -131,7 +131,7 @@ def test_depths_learn_together(tmp_path: Path, target: Target, text: TextSource)
     plain = train_drafter(target, text, OPTIONS, tmp_path / "plain")
     assert plain.depths == {}
     assert nested.depths[1].divergence < nested.untrained.divergence
-    with pytest.raises(UsageError, match="no depths"):
+    with pytest.raises(UsageError, match="cannot stop earlier"):
         replace(OPTIONS, nested=True, size=StudentSize.of(64, 1))
 
 

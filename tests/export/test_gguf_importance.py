@@ -97,5 +97,5 @@ def test_multipliers_of_a_family_are_in_what_enters(tmp_path: Path) -> None:
 
 def test_texts_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(UsageError, match="not among"):
+    with pytest.raises(UsageError, match="outside the model"):
         gather(tmp_path, [np.array([320])])

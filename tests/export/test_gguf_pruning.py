@@ -93,5 +93,5 @@ def test_files_that_say_something_of_each_layer_lack_none(tmp_path: Path) -> Non
         small_model(llama__attention__head_count_kv=(ARRAY, (INT32, [1, 1]))).write(tmp_path / "each.gguf")
     )
     check_prunable(each, ())
-    with pytest.raises(UsageError, match="head_count_kv says something of each layer"):
+    with pytest.raises(UsageError, match="head_count_kv has a value for every layer"):
         check_prunable(each, (0,))

@@ -145,7 +145,7 @@ def test_quantizing_twice_must_be_asked_for(tmp_path: Path, llama: tuple[Path, A
     assert types(tmp_path / "four.gguf")[DOWN] == "Q4_0"
     quantize_gguf(tmp_path / "eight.gguf", tmp_path / "short.gguf", "COPY", prune_layers=[0])
     assert types(tmp_path / "short.gguf")[DOWN] == "Q8_0"
-    with pytest.raises(UsageError, match="the file that is read"):
+    with pytest.raises(UsageError, match="the input file itself"):
         quantize_gguf(tmp_path / "eight.gguf", tmp_path / "eight.gguf", "Q4_0", requantize=True)
 
 

@@ -34,9 +34,9 @@ def source(tmp_path: Path) -> Path:
         ("Q4_0", {"tensor_types": {DOWN: "Q8_1"}}, "Q8_1"),
         ("Q4_0", {"tensor_types": {"blk.9.ffn_down.weight": "Q8_0"}}, "no tensor"),
         ("Q4_0", {"tensor_types": {"token_embd.weight": "IQ1_S"}}, "without importance"),
-        ("Q4_0", {"importance": {DOWN: np.ones(64, np.float32)}}, "columns"),
+        ("Q4_0", {"importance": {DOWN: np.ones(64, np.float32)}}, "have shape"),
         ("Q4_0", {"importance": {DOWN: np.full(16, np.nan, np.float32)}}, "finite"),
-        ("Q4_0", {"importance": {"output_norm.weight": np.ones(8, np.float32)}}, "no matrix"),
+        ("Q4_0", {"importance": {"output_norm.weight": np.ones(8, np.float32)}}, "not a matrix"),
     ],
 )
 def test_what_is_impossible_is_refused_before_llama_cpp_sees_it(
@@ -53,7 +53,7 @@ def test_files_that_hold_no_model_are_refused(source: Path) -> None:
             quantize_gguf(made.write(source.parent / "no-model.gguf"), source.parent / "q.gguf", "Q4_0")
     with pytest.raises(BundleError):
         quantize_gguf(source.parent / "nothing.gguf", source.parent / "q.gguf", "Q4_0")
-    with pytest.raises(UsageError, match="the file that is read"):
+    with pytest.raises(UsageError, match="the input file itself"):
         quantize_gguf(source, source, "Q4_0")
 
 

@@ -108,7 +108,7 @@ def without_a_byte() -> Tokenizer:
     ("make", "what"),
     [
         (lambda: byte_level(use_regex=True, normalizer=normalizers.Lowercase()), "the normalizer .*Lowercase"),
-        (lambda: byte_level(split(r"\w+")), r"cuts words as .*: \\w\+\."),
+        (lambda: byte_level(split(r"\w+")), r"splits words as .*: \\w\+\."),
         (lambda: byte_level(pre_tokenizers.Punctuation(), use_regex=True), "Punctuation"),
         (lambda: whole_words(byte_level(use_regex=True)), "words with ignore_merges"),
         (lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True, prefix=True), "each piece"),
@@ -127,7 +127,7 @@ def test_what_llama_cpp_has_no_tokenizer_for_is_refused(
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the embedding has 700 rows"):
+    with pytest.raises(CheckpointError, match="the embedding has only 700 rows"):
         read(tmp_path, byte_level(use_regex=True), 700)
 
 

@@ -14,20 +14,19 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads, read_heads
 from edgeinfer.errors import BundleError, ModelError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.training.heads import HydraTask, MedusaTask
-from edgeinfer.export.training.heads_task import HeadsShape, HeadsTask
-from edgeinfer.export.training.judge import JudgeTask, area_under_curve
+from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask, area_under_curve
+from edgeinfer.export.training.draft_heads import HeadsShape, HeadsTask, HydraTask, MedusaTask
+from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.prompt_tokens import PromptTask
 from edgeinfer.export.training.routers import RoutersTask
-from edgeinfer.export.training.target import Target, load_target
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.tokens import TokenFile, write_tokens
+from edgeinfer.export.training.text import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.speculation.contracts import Draft, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
 from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter, StateDrafter
 from edgeinfer.runtime.speculation.drafters.model import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
@@ -152,7 +151,7 @@ def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: TokenFile
 
 
 def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text: TokenFile, folder: Path) -> None:
-    task = JudgeTask(drafter, target, (text,), BATCHES)
+    task = AcceptanceHeadTask(drafter, target, (text,), BATCHES)
     losses = train(task)
     assert np.mean(losses[-4:]) < np.mean(losses[:2])
     bundle = add_heads(folder / "drafter-bundle", task.heads({}))
@@ -232,7 +231,7 @@ def test_what_cannot_be_trained_is_refused(target: Target, drafter: Target, text
     for make in (
         lambda: MedusaTask(target, (short,), BATCHES, SHAPE),
         lambda: PromptTask(target, (short,), BATCHES, SHAPE),
-        lambda: JudgeTask(drafter, target, (short,), BATCHES),
+        lambda: AcceptanceHeadTask(drafter, target, (short,), BATCHES),
         lambda: RoutersTask(target, (short,), BATCHES),
         lambda: MedusaTask(target, (text,), Batches(0, 1, 4), SHAPE),
         lambda: HeadsShape(count=0),
@@ -252,7 +251,7 @@ def test_a_judge_of_another_vocabulary_is_refused(target: Target, folder: Path, 
     vocabulary[names[40]], vocabulary[names[41]] = vocabulary[names[41]], vocabulary[names[40]]
     path.write_text(json.dumps(table), "utf-8")
     with pytest.raises(ModelError, match="different vocabularies"):
-        JudgeTask(load_target(folder / "other"), target, (text,), BATCHES)
+        AcceptanceHeadTask(load_target(folder / "other"), target, (text,), BATCHES)
 
 
 def test_heads_of_another_model_are_refused(target: Target, text: TokenFile, tmp_path: Path) -> None:

@@ -240,8 +240,8 @@ def test_the_command_line(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (["--static-widths", "2,4"], "Add --static"),
-        (["--static", "--static-widths", "4,x"], "no numbers"),
-        (["--static", "--static-layers", "3-1"], "no layers"),
+        (["--static", "--static-widths", "4,x"], "not a list of numbers"),
+        (["--static", "--static-layers", "3-1"], "not a list of layers"),
         (["--static", "--static-widths", "4,2"], "do not ascend"),
         (["--static", "--static-chunk", "4"], "below the largest width"),
         (["--static", "--static-context", "9999"], "the model allows 128"),

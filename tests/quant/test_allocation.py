@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import BudgetError
-from edgeinfer.quant.allocation import Choice, Option, allocate, allocate_exactly
+from edgeinfer.quant.allocation import Choice, PricedOption, allocate, allocate_exactly
 
-OPTIONS = st.builds(Option, st.integers(1, 200), st.floats(0, 10).map(lambda cost: round(cost, 3)))
+OPTIONS = st.builds(PricedOption, st.integers(1, 200), st.floats(0, 10).map(lambda cost: round(cost, 3)))
 CHOICES = st.lists(st.lists(OPTIONS, min_size=1, max_size=4).map(tuple).map(Choice), min_size=1, max_size=5)
 
 
@@ -66,13 +66,13 @@ def test_the_budget_is_used_to_its_last_byte_where_no_programme_is_solved_in_tim
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("edgeinfer.quant.allocation.milp", lambda *_, **__: SimpleNamespace(x=None))
-    found = allocate([Choice((Option(1, 1.0), Option(2, 0.0)))] * 30, 40)
+    found = allocate([Choice((PricedOption(1, 1.0), PricedOption(2, 0.0)))] * 30, 40)
     assert (found.nbytes, found.cost) == (40, 20)
 
 
 def test_many_choices_come_close_to_the_budget() -> None:
     def choice(place: int) -> Choice:
-        return Choice(tuple(Option(1000 * bits + place, (1 + place) ** 2 / 4**bits) for bits in (2, 4, 8)))
+        return Choice(tuple(PricedOption(1000 * bits + place, (1 + place) ** 2 / 4**bits) for bits in (2, 4, 8)))
 
     choices = [choice(place) for place in range(300)]
     found = allocate(choices, 300 * 3500)

@@ -21,11 +21,11 @@ from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageEr
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
-from edgeinfer.runtime.backends.registry import make_backend, subject_of
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from tests.runtime.interrupts import within_runs
 
 V, L, H, D, CAPACITY = 7, 2, 3, 2, 12
@@ -290,9 +290,9 @@ def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -
 
 def test_the_registry_finds_it(sums: Sums) -> None:
     config = LoadConfig(context=CAPACITY)
-    layout = sums.bundle.manifest.layout
-    configuration = next(configurations(subject_of(sums.bundle, layout, config), config))
-    backend = make_backend(sums.bundle, layout, config, configuration)
+    choice = choose_backend(sums.bundle, config)
+    configuration = next(configurations(plan_input_of(choice, config), config))
+    backend = make_backend(choice, config, configuration)
     assert isinstance(backend, ConcatBackend)
     engine = Engine(backend, chunk=3)
 

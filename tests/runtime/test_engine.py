@@ -19,7 +19,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11
@@ -291,7 +291,7 @@ def test_a_pass_without_memory_empties_the_cache(
     table.fails_at, table.failure = fails_at, failure
     with pytest.raises(type(failure)):
         generate(engine, [1, 2, 3, 4, 5, 6])
-    assert (table.cache.length, engine.held, engine.prefix_bytes) == (0, (), 0)
+    assert (table.cache.length, engine.cached_tokens, engine.prefix_bytes) == (0, (), 0)
     assert generate(engine, [1, 2, 3, 4, 5, 6]) == continued([1, 2, 3, 4, 5, 6], 5)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost, Removed
+from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, Removed
 from tests.runtime.test_engine import CAPACITY, Greedy, TableBackend, next_token
 
 SINKS, FREED = 3, 10
@@ -154,7 +154,7 @@ def test_a_policy_that_fails_empties_the_cache(table: TableBackend, monkeypatch:
     def fails(tokens: Sequence[int]) -> Removed:
         raise MemoryError
 
-    monkeypatch.setattr(engine.overflow, "make_room", fails)
+    monkeypatch.setattr(engine.context_shift, "make_room", fails)
     with pytest.raises(MemoryError):
         write(engine, [1] * 45, 3)
     assert (table.cache.length, engine.lost) == (0, Lost())

@@ -234,7 +234,7 @@ def test_a_disk_that_fills_while_it_is_made(cache: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("edgeinfer.runtime.backends.onnx.packed_cache._append", full)
+        patch.setattr("edgeinfer.runtime.backends.onnx.packed_cache.append_copy", full)
         with pytest.raises(StorageError, match="disk is full"):
             prepare_packed(export("4-bit"))
     assert packed(cache) == []

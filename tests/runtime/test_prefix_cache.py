@@ -17,10 +17,10 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from tests.speculation import random_bundle
 
 LAYERS, HEADS, HEAD = 2, 3, 4
@@ -242,7 +242,7 @@ def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -
     backend = OnnxBackend(bundle, 96)
 
     def engine(prefix_bytes: int) -> Engine:
-        return Engine(backend, 16, make_overflow(name, bundle, backend), prefix_bytes)
+        return Engine(backend, 16, make_context_shift(name, bundle, backend), prefix_bytes)
 
     plain, kept = engine(0), engine(UNBOUNDED)
     assert conversations(kept, 3)[0] == conversations(plain, 3)[0]
@@ -262,13 +262,13 @@ def test_a_few_lost_tokens_are_not_kept(backend: Backend) -> None:
 def test_rows_move_from_one_engine_to_another(backend: Backend) -> None:
     engine, prompt = Engine(backend, 16, prefix_bytes=UNBOUNDED), list(range(2, 60))
     expected = reply(engine, prompt)
-    tokens = engine.held
+    tokens = engine.cached_tokens
     pieces = [backend.cache.snapshot(start, min(start + 10, 77)) for start in range(0, 77, 10)]
     assert (len(tokens), pieces[-1].length) == (77, 7)
     engine.forget()
     reply(engine, list(range(60, 90)))
     engine.adopt(tokens, iter(pieces))
-    assert engine.held == tokens
+    assert engine.cached_tokens == tokens
     assert (reply(engine, prompt), engine.prefill.cached) == (expected, len(prompt) - 1)
     # What was there before is still known.
     reply(engine, list(range(60, 90)))
@@ -280,5 +280,5 @@ def test_rows_of_another_model_leave_an_empty_cache(backend: Backend) -> None:
     reply(engine, [2, 3, 4])
     with pytest.raises(BackendError):
         engine.adopt([1, 2, 3], [rows_of([1, 2, 3])])
-    assert engine.held == ()
+    assert engine.cached_tokens == ()
     assert engine.backend.cache.length == 0

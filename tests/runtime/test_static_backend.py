@@ -21,8 +21,8 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.backends.registry import make_backend, run_layout, subject_of
 from edgeinfer.runtime.backends.static.backend import StaticBackend
+from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
@@ -267,9 +267,9 @@ def test_impossible_requests(llama: Made) -> None:
     with pytest.raises(BundleError, match="no static graphs"):
         StaticBackend(llama.ordinary, 8)
     with pytest.raises(BundleError, match="no static graphs"):
-        run_layout(llama.ordinary, LoadConfig(backend="onnx-static"))
+        choose_backend(llama.ordinary, LoadConfig(backend="onnx-static"))
     with pytest.raises(BundleError, match="only their own backend"):
-        run_layout(llama.static, LoadConfig(backend="onnx"))
+        choose_backend(llama.static, LoadConfig(backend="onnx"))
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_impossible_requests(llama: Made) -> None:
 )
 def test_only_what_a_plan_needs_is_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
     config = LoadConfig(**options)
-    layout = run_layout(llama.static, config)
-    plan = next(configurations(subject_of(llama.static, layout, config), config))
-    backend = make_backend(llama.static, layout, config, plan)
+    choice = choose_backend(llama.static, config)
+    plan = next(configurations(plan_input_of(choice, config), config))
+    backend = make_backend(choice, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
     assert close(feed_prompt(backend, TEXT), llama.expected(TEXT)[-1])

@@ -18,7 +18,7 @@ from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
+from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_bytes, streamed_ms
 from edgeinfer.runtime.weights.weight_pages import WeightPart

@@ -22,7 +22,7 @@ from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.quant import METHODS, Grid, InputStatistics, QuantScheme, approximate
-from edgeinfer.quant.allocation import Choice, Option, allocate
+from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.budget import Candidate, candidate_schemes
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate, default_streams
 from edgeinfer.quant.policy import BITS_TRIED, make_scheme
@@ -200,7 +200,7 @@ class Forms:
         (costs, probing), started = self.costs, time.process_time()
         shapes = {name: self.model.tensor(name).shape for name in costs}
         choices = [
-            Choice(tuple(Option(grid_bytes(shapes[n], Grid.of(c.scheme)), c.cost) for c in found if c.scheme))
+            Choice(tuple(PricedOption(grid_bytes(shapes[n], Grid.of(c.scheme)), c.cost) for c in found if c.scheme))
             for n, found in costs.items()
         ]
         chosen = allocate(choices, budget).chosen

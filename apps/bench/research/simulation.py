@@ -40,6 +40,12 @@ _ROUNDS = 50
 # Scales, values of codebooks (bfloat16) and the places of rows take two bytes each; more rows need four for a place.
 _SHORT, _LONG = 2, 4
 _LEAST_WEIGHT = 1e-3
+FORMS = ("uniform", "codebook")
+_VOCABULARY = ("embed", "head")
+# Decide rather than compute: no format of ours touches them.
+_KEPT = (".router", ".shared.gate")
+_HEAD_BLOCK = 32
+_FLOAT_BYTES, _SCALE_BYTES, _ZERO_BYTES = 4, 2, 1
 
 
 @dataclass(frozen=True)
@@ -159,14 +165,6 @@ def _nearest(values: Floats, codebook: Floats) -> NDArray[np.uint8]:  # (n, K)
     """The index of the nearest value of the codebook."""
     edges = (codebook[1:] + codebook[:-1]) / 2
     return np.searchsorted(edges, values).astype(np.uint8)
-
-
-FORMS = ("uniform", "codebook")
-_VOCABULARY = ("embed", "head")
-# Decide rather than compute: no format of ours touches them.
-_KEPT = (".router", ".shared.gate")
-_HEAD_BLOCK = 32
-_FLOAT_BYTES, _SCALE_BYTES, _ZERO_BYTES = 4, 2, 1
 
 
 @dataclass(frozen=True)

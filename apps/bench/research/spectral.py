@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
-from edgeinfer.quant.allocation import Choice, Option, allocate
+from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.blocks import Grid
 from edgeinfer.quant.methods import approximate
 
@@ -95,7 +95,7 @@ def quantize_spectral(
     overhead = basis_bytes + -(-count * directions * 2 // 8)
     sizes = {bits: _matrix_bytes(1, rows, bits) if bits else 0 for bits in variants}
     choices = [
-        Choice(tuple(Option(sizes[bits], float(errors[bits][expert, place])) for bits in variants))
+        Choice(tuple(PricedOption(sizes[bits], float(errors[bits][expert, place])) for bits in variants))
         for expert in range(count)
         for place in range(directions)
     ]

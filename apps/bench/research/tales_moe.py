@@ -91,7 +91,7 @@ def config_of(recipe: Recipe) -> transformers.Qwen3MoeConfig:
 def train(recipe: Recipe, tokens: NDArray[np.int64]) -> _Model:  # (T,)
     """Trains a model from scratch on random windows of the text, for the recipe's steps."""
     torch.manual_seed(recipe.seed)
-    chance = np.random.default_rng(recipe.seed)
+    rng = np.random.default_rng(recipe.seed)
     model: _Model = _Model(config_of(recipe))
     model.train()
     # On a CPU one expert after the other is five times as fast as grouped products.
@@ -104,7 +104,7 @@ def train(recipe: Recipe, tokens: NDArray[np.int64]) -> _Model:  # (T,)
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step, recipe.steps)
-        starts = chance.integers(0, len(tokens) - recipe.context, recipe.batch)
+        starts = rng.integers(0, len(tokens) - recipe.context, recipe.batch)
         batch = torch.from_numpy(np.stack([tokens[s : s + recipe.context] for s in starts]))  # (B, S)
         with torch.autocast("cpu", torch.bfloat16):
             output = model(batch, labels=batch, output_router_logits=True)
@@ -127,7 +127,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def perplexity(model: _Model, tokens: NDArray[np.int64], context: int) -> float:  # (T,)
-    """Of consecutive windows of the text, or of all of a text that is shorter than one."""
+    """Perplexity of consecutive windows of the text, or of all of a text that is shorter than one."""
     context = min(context, len(tokens))
     count = len(tokens) // context
     windows = torch.from_numpy(tokens[: count * context].reshape(count, context))

@@ -337,7 +337,7 @@ class _Header:
         if not 1 <= values < 1 << 63:
             raise self._bad(f"{what} has the impossible shape {dims}")
         if dims[0] % kind.block_values:
-            raise self._bad(f"{what} has rows of {dims[0]} values, which are no whole blocks of {kind.name}")
+            raise self._bad(f"{what} has rows of {dims[0]} values, which is not a multiple of {kind.name}'s blocks")
         return GgufTensor(name, dims[::-1], kind, offset, kind.row_bytes(values))
 
 

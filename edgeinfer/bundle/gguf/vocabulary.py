@@ -196,7 +196,7 @@ def _special(gguf: GgufFile, model: str, pre: str, count: int) -> dict[str, int]
         if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < count:
             special[name] = token
         elif name in _ESSENTIAL:
-            raise damaged(gguf.path, f"{_PREFIX}{key} is none of its {count} tokens")
+            raise damaged(gguf.path, f"{_PREFIX}{key} is not one of its {count} tokens")
     return special
 
 

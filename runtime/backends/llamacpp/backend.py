@@ -1,7 +1,7 @@
 """The backend of GGUF files: llama.cpp's passes and cache behind the contract.
 
-Rows of passes of different
-sizes agree to rounding, not bit for bit: which kernel multiplies depends on the size of the pass.
+Rows of passes of different sizes agree to rounding, not bit for bit: which kernel multiplies depends on the size of the
+pass.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from edgeinfer.runtime.backends.contract import (
     PassCancelledError,
     check_pass,
 )
+from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext
-from edgeinfer.runtime.backends.llamacpp.features import features
 from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES
-from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
-from edgeinfer.runtime.backends.llamacpp.stairs import Stairs
+from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
 
 __all__ = ["LlamaCppBackend"]
 
@@ -34,7 +33,7 @@ _BLOCK = 32
 
 
 class LlamaCppBackend:
-    """Implements `contracts.Backend` for GGUF bundles.
+    """Implements `contract.Backend` for GGUF bundles.
 
     Args:
         bundle: a GGUF file, or a directory with one.
@@ -95,7 +94,7 @@ class LlamaCppBackend:
         except BackendError:
             self.vocabulary.close()
             raise
-        self._stairs = Stairs.of(bundle.gguf, weights)
+        self._row_steps = RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
         self.cache = LlamaCache(self._context, self.geometry, capacity, kv, copyable=not self.vocabulary.windowed)
         self._gathered = np.zeros((0, self.geometry.vocab_size), np.float32)
@@ -183,7 +182,7 @@ class LlamaCppBackend:
     def _run(self, size: int, start: int, rows: int) -> None:
         """Evaluates what the batch was filled with, so many rows that follow `start` tokens, for these logits."""
         options = self._context.options
-        padding, outputs = self._stairs.padding(size, rows)
+        padding, outputs = self._row_steps.padding(size, rows)
         if size + padding > options.batch or start + size + padding > self._cells:
             padding = outputs = 0
         answer = self._context.run(size, padding, outputs if rows + outputs <= options.outputs else 0)

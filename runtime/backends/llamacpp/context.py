@@ -1,4 +1,4 @@
-"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache; knows no contract.
+"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache.
 
 Sequences share the cells of one cache ("unified"), so that copying one into another copies no keys.
 """
@@ -9,7 +9,6 @@ import ctypes
 import re
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.library import listening, logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.llamacpp.batch import Batch
 from edgeinfer.runtime.backends.llamacpp.threads import SpareThreads
 
 __all__ = ["ABORTED", "ContextOptions", "LlamaContext"]
@@ -37,7 +37,7 @@ class ContextOptions:
     """What a context is made with.
 
     Attributes:
-        cells: tokens the cache may hold, those of unsettled trees included.
+        cells: tokens the cache may hold, those of pending draft trees included.
         kv: type of the cache.
         threads: of a pass; at most, where they are `elastic`.
         elastic: work with fewer while others use the processors, which changes no bit of the results.
@@ -87,7 +87,7 @@ class LlamaContext:
             raise BackendError(f"llama.cpp cannot make a context: {reason}.", "Ask for a smaller context.")
         self._memory = lib.llama_get_memory(self.pointer)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
-        self.batch = _Batch(lib, options)
+        self.batch = Batch(lib, options.batch, options.sequences)
         self._threads = options.threads
         self._spare_threads = SpareThreads(options.threads) if options.elastic else None
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
@@ -116,13 +116,13 @@ class LlamaContext:
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
         self._choose_threads()
-        begun = time.perf_counter_ns()
+        started = time.perf_counter_ns()
         answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
         if answer == 0:
             self._lib.llama_synchronize(self.pointer)
         if padding:
             self.cut(self.options.spare, 0)
-        self.run_ns = time.perf_counter_ns() - begun
+        self.run_ns = time.perf_counter_ns() - started
         return answer
 
     def _choose_threads(self) -> None:
@@ -189,69 +189,6 @@ class LlamaContext:
             self._logits = (0, np.zeros((0, self._vocab_size), np.float32))
             self._lib.llama_free(self.pointer)
             self.pointer = None
-
-
-class _Batch:
-    """The arrays of a llama_batch, as numpy's: filled without a step of Python for each token."""
-
-    def __init__(self, lib: Any, options: ContextOptions) -> None:
-        size, self._spare = options.batch, options.spare
-        self._tokens = np.zeros(size, np.int32)
-        self._positions = np.zeros(size, np.int32)
-        self._counts = np.ones(size, np.int32)
-        self._sequences = np.zeros((size, options.sequences), np.int32)
-        rows = self._sequences.ctypes.data + np.arange(size, dtype=np.uintp) * self._sequences.strides[0]
-        self._rows = np.ascontiguousarray(rows, np.uintp)
-        self._wanted = np.zeros(size, np.int8)
-        self._branched = 0  # rows that belong to others than sequence 0
-        fields = dict(lib.llama_batch._fields_)
-        arrays: dict[str, NDArray[Any]] = {
-            "token": self._tokens,
-            "pos": self._positions,
-            "n_seq_id": self._counts,
-            "seq_id": self._rows,
-            "logits": self._wanted,
-        }
-        self.struct = lib.llama_batch(
-            **{name: ctypes.cast(array.ctypes.data, fields[name]) for name, array in arrays.items()}
-        )
-
-    def fill(self, tokens: Ints, start: int, rows: Ints) -> None:
-        """A chain of sequence 0 from this position on, with logits of these rows."""
-        size = len(tokens)
-        self._tokens[:size] = tokens
-        self._positions[:size] = np.arange(start, start + size)
-        self._want(size, rows)
-        if self._branched:
-            self._counts[: self._branched] = 1
-            self._sequences[: self._branched, 0] = 0
-            self._branched = 0
-
-    def fill_tree(self, tokens: Ints, positions: Ints, rows: Ints, branches: Sequence[Sequence[int]]) -> None:
-        """Rows that each belong to the sequences named for it, ascending."""
-        size = len(tokens)
-        self._tokens[:size] = tokens
-        self._positions[:size] = positions
-        self._want(size, rows)
-        for row, sequences in enumerate(branches):
-            self._counts[row] = len(sequences)
-            self._sequences[row, : len(sequences)] = sequences
-        self._branched = max(self._branched, size)
-
-    def pad(self, size: int, padding: int, outputs: int) -> None:
-        """Adds rows that nobody asks for, in a sequence of their own."""
-        if padding:
-            rows = slice(size, size + padding)
-            self._tokens[rows] = self._tokens[size - 1]
-            self._positions[rows] = np.arange(padding)
-            self._counts[rows] = 1
-            self._sequences[rows, 0] = self._spare
-            self._wanted[rows] = np.arange(padding) < outputs
-            self._branched = max(self._branched, size + padding)
-
-    def _want(self, size: int, rows: Ints) -> None:
-        self._wanted[:size] = 0
-        self._wanted[rows] = 1
 
 
 def _params(lib: Any, options: ContextOptions) -> Any:

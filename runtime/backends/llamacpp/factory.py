@@ -1,4 +1,4 @@
-"""The kind of the backend that runs GGUF files on llama.cpp; knows nothing of how it runs them."""
+"""The factory of the backend that runs GGUF files on llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
-from edgeinfer.runtime.backends.llamacpp.memory import fits_blocks, packed_bytes
-from edgeinfer.runtime.backends.llamacpp.plan_memory import GgufMemory
-from edgeinfer.runtime.planning.configuration import Keeping, ModelMemory
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
+from edgeinfer.runtime.backends.llamacpp.memory import GgufMemory, fits_blocks, packed_bytes
+from edgeinfer.runtime.planning.configuration import ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.contract import TokenizerLike
 
-__all__ = ["LlamaCppKind"]
+__all__ = ["LlamaCppFactory"]
 
 
-class LlamaCppKind(BackendKind):
+class LlamaCppFactory(BackendFactory):
     """GGUF files, in a bundle's directory or on their own."""
 
     modes_differ: ClassVar[bool] = True
@@ -47,15 +47,15 @@ class LlamaCppKind(BackendKind):
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         """llama.cpp with the instruction sets it was compiled for."""
         from edgeinfer.bundle.gguf.library import llama_library
-        from edgeinfer.runtime.backends.llamacpp.features import features
+        from edgeinfer.runtime.backends.llamacpp.model import features
 
         return " ".join(("llama.cpp", *features(llama_library())))
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a context."""
-        return GgufMemory(bundle)
+        return GgufMemory(choice.bundle)
 
-    def tokenizers(self, bundle: Bundle) -> tuple[Keeping, ...]:
+    def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """llama.cpp has the vocabulary in memory whether it is used or not."""
         return ("model",)
 
@@ -67,7 +67,7 @@ class LlamaCppKind(BackendKind):
         assert isinstance(backend, LlamaCppBackend), "made by this kind"
         return LlamaTokenizer(backend.vocabulary)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """A context."""
         from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 

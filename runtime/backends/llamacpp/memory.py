@@ -1,4 +1,4 @@
-"""What a GGUF file takes in llama.cpp, from its header alone: upper bounds for a plan; imports no llama.cpp.
+"""What a GGUF file takes in llama.cpp, from its header alone: upper bounds for a plan, and the plan's terms.
 
 Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests.
 """
@@ -6,21 +6,26 @@ Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are check
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import geometry_of
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
 
 __all__ = [
     "CODE_BYTES",
     "PADDING",
     "SEQUENCES",
+    "GgufMemory",
     "cells",
     "compute_bytes",
     "fits_blocks",
@@ -184,3 +189,45 @@ def _inner(gguf: GgufFile) -> int:
     ]
     experts = [t.shape[-2] for t in gguf.tensors if EXPERTS.fullmatch(t.name) and "ffn_down" not in t.name]
     return 3 * max(dense, default=0) + used * (3 * max(experts, default=0) + 3 * hidden)
+
+
+@dataclass(frozen=True)
+class GgufMemory:
+    """Implements `ModelMemory`."""
+
+    bundle: Bundle
+
+    def import_libraries(self) -> None:
+        """Imports what loading will import."""
+        from edgeinfer.bundle.gguf.library import llama_library
+
+        llama_library()
+
+    def weights(self, configuration: Configuration) -> Footprint:
+        """Repacked copies, and pages of the file."""
+        gguf, mode = self.bundle.gguf, configuration.weights
+        return Footprint({"weights_packed": packed_bytes(gguf, mode)}, {"weights_mapped": mapped_bytes(gguf, mode)})
+
+    def running(self, configuration: Configuration) -> Footprint:
+        """Context, cache and passes; all of them are taken when the model is loaded."""
+        gguf, outputs = self.bundle.gguf, configuration.draft_max + 1
+        batch = max(configuration.prefill_chunk, outputs)
+        return Footprint(
+            {
+                "session": session_bytes(gguf),
+                "kv": kv_bytes(gguf, configuration.kv, configuration.context),
+                "activations": compute_bytes(gguf, configuration.kv, configuration.context, batch, outputs),
+            },
+            {"code": CODE_BYTES},
+        )
+
+    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
+        """The vocabulary, which llama.cpp loads with the model."""
+        return Footprint({"tokenizer": vocabulary_bytes(self.bundle.gguf)}, {})
+
+    def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
+        """While the file is read: what stays of it, and what was read of it and is not let go of yet."""
+        gguf = self.bundle.gguf
+        parts = {name: running.anonymous[name] for name in ("session", "tokenizer", "weights_packed")}
+        raw = loading_bytes(gguf, configuration.weights)
+        yield outside + Footprint(parts, {"code": CODE_BYTES, "weights_mapped": raw})

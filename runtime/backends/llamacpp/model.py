@@ -1,9 +1,10 @@
-"""A GGUF file loaded by llama.cpp: which of its weights are copied and which stay in the file; knows no context."""
+"""A GGUF file loaded by llama.cpp: which of its weights are copied and which stay in the file."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from edgeinfer.runtime.backends.llamacpp.placement import packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed
 from edgeinfer.runtime.weights.weight_pages import LookedUp
 
-__all__ = ["WEIGHTS", "LlamaModel"]
+__all__ = ["WEIGHTS", "LlamaModel", "features"]
 
 # How weights are kept: copies in the order the kernels like best, or read in place from the mapped file; of mixtures,
 # the experts in place and the rest as copies.
@@ -179,3 +180,9 @@ def _overridden(lib: Any, gguf: GgufFile, expert_count: int) -> Any:
     entries[0].key = f"{architecture}.expert_used_count".encode()
     entries[0].value.val_i64 = expert_count
     return entries
+
+
+def features(lib: Any) -> tuple[str, ...]:
+    """Names as llama.cpp prints them, such as "AVX512_VNNI"."""
+    text = lib.llama_print_system_info().decode("ascii", "replace")
+    return tuple(name for name, value in re.findall(r"(\w+) = (\d+)", text) if value != "0")

@@ -1,7 +1,7 @@
 """The ONNX backend: one session over a native bundle, with the KV cache updated in place.
 
-Knows the graph's inputs and outputs (edgeinfer.bundle.graph); knows nothing of sampling or text. Facts it relies on,
-measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one buffer, so dropping
+The graph's inputs and outputs are those of edgeinfer.bundle.graph. Facts it relies on, measured on ONNX Runtime 1.31.1:
+GroupQueryAttention works in place when past and present are one buffer, so dropping
 rows is passing a smaller length; a row's result does not depend on the other rows of its pass as long as there are at
 least two (over a quantized cache any number), and an even number where MatMulNBits multiplies in blocks of 64 or 128.
 """
@@ -9,30 +9,24 @@ least two (over a quantized cache any number), and an even number where MatMulNB
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Capabilities, KVScales, Layout, Manifest, graph
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, KVScales, Layout, Manifest, graph
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError, BundleError
-from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     ForwardInput,
     ForwardOutput,
-    Visibility,
     check_pass,
-    in_window,
 )
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
-from edgeinfer.runtime.backends.onnx.expert_inputs import ExpertInputs
 from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
-from edgeinfer.runtime.backends.onnx.passes import HIDDEN, Buffers, Pass, branch_bias, tree_bias, twin_padding
-from edgeinfer.runtime.backends.onnx.session import OrtSession
-from edgeinfer.runtime.devices.arrays import DeviceArray, device_value, device_zeros
+from edgeinfer.runtime.backends.onnx.passes import AttentionBias, Buffers, ExpertInputs, Pass, bind_cache
+from edgeinfer.runtime.backends.onnx.session import OrtSession, capabilities_on
+from edgeinfer.runtime.devices.arrays import device_value, device_zeros
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.system.memory import MappedFile
@@ -46,7 +40,7 @@ _MOST_PASSES = 64
 
 
 class OnnxBackend:
-    """Implements `contracts.Backend` for native bundles.
+    """Implements `contract.Backend` for native bundles.
 
     Args:
         bundle: an opened bundle made by the native export.
@@ -97,7 +91,7 @@ class OnnxBackend:
         self.geometry = decoder.geometry
         self._device = device
         exact = exact and device.on_cpu
-        self.capabilities = _capabilities_on(device, bundle.manifest.capabilities_in(layout))
+        self.capabilities = capabilities_on(device, bundle.manifest.capabilities_in(layout))
         self._window = decoder.window_size
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
         attention = 1 if find_kv_type(kv).quantized else 2
@@ -124,7 +118,7 @@ class OnnxBackend:
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         self._planes = np.zeros(1, np.int32)
-        self._zeros = np.zeros(0, np.float32)
+        self._bias = AttentionBias(self.cache, self._window, self._experts is not None)
         self._buffers = self._new_buffers(size=2, rows=2)
         self._passes: dict[tuple[int, int, bool, int], Pass] = {}
         self.cache.unbind = self._unbind
@@ -169,7 +163,7 @@ class OnnxBackend:
         self._planes[0] = batch.planes
         if not self._device.traits.in_place_kv:
             self._bind(step)
-        self._bind_biases(step, batch.tree, batch.sees, size, total)
+        self._bias.bind(step, batch.tree, batch.sees, size, total)
         self._session.run(step.binding)
         self._swap_copies()
         self.cache.length = start + size
@@ -214,42 +208,12 @@ class OnnxBackend:
             step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
         step.binding.bind_ortvalue_input(graph.SIN_CACHE, self._tables[1])
-        for layer, arrays in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
-            names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
-            for past, present, array in names:
-                before, after = _both(array)
-                step.binding.bind_ortvalue_input(past, before)
-                step.binding.bind_ortvalue_output(present, after)
-        for layer, scales in enumerate(self.cache.scales):
-            for name, array in zip(graph.scale_names(layer), scales, strict=True):
-                if array is not None:
-                    step.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        bind_cache(step.binding, self.cache)
         step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
         step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
         if step.experts is not None:
             step.binding.bind_ortvalue_output(graph.EXPERT_IDS, ort.OrtValue.ortvalue_from_numpy(step.experts))
         return step
-
-    def _bind_biases(self, step: Pass, tree: Ints | None, sees: Visibility | None, real: int, total: int) -> None:
-        size = len(step.positions)
-        if sees is not None:
-            bias = branch_bias(sees, size, total)
-        else:
-            bias = self._no_bias(size, total) if tree is None else tree_bias(tree, size, total)
-        if self._experts is not None and size > real:
-            bias = bias if tree is not None else bias.copy()
-            twin_padding(bias[0, 0], real)
-        step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
-        if self._window:
-            near = in_window(step.positions, total, self._window, None if sees is None else sees.places)
-            windowed = np.where(near, bias, HIDDEN)
-            step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
-
-    def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
-        if self._zeros.size < size * total:
-            # Never written, so the zero pages of this buffer are not resident.
-            self._zeros = np.zeros(size * self.cache.rows, np.float32)
-        return self._zeros[: size * total].reshape(1, 1, size, total)
 
     def _swap_copies(self) -> None:
         """Where a device cannot update the cache in place: what the pass wrote is the cache now."""
@@ -278,29 +242,5 @@ class OnnxBackend:
         if self.pages is not None:
             self.pages.close()
         # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
-        del self._session, self.cache, self._buffers, self._tables, self._zeros
+        del self._session, self.cache, self._buffers, self._tables, self._bias
         self._graph.close()
-
-
-def _capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
-    """What is left of a bundle's capabilities on a device.
-
-    Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
-    """
-    traits = device.traits
-    return dataclasses.replace(
-        whole,
-        tree=whole.tree and traits.tree_bias,
-        branches=whole.tree and traits.tree_bias,
-        layer_skip=whole.layer_skip and traits.in_place_kv,
-        hidden=whole.hidden and traits.in_place_kv,
-        exact=whole.exact and device.on_cpu,
-    )
-
-
-def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue]:
-    """The cache that a pass reads, and the one that it writes: the same, but on devices that cannot."""
-    if isinstance(array, DeviceArray):
-        return array.value, array.written
-    value = ort.OrtValue.ortvalue_from_numpy(array)
-    return value, value

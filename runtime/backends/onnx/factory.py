@@ -1,28 +1,33 @@
-"""The kinds of backends that run ONNX graphs; knows nothing of how they run them."""
+"""The factories of backends that run ONNX graphs."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
+from edgeinfer.bundle import NATIVE, Bundle, Layout
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
-from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
-from edgeinfer.runtime.backends.onnx.watched_backend import WatchedBackend
-from edgeinfer.runtime.devices.contract import Graphs
-from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory
-from edgeinfer.runtime.profile.kv_scales import kv_scales
+from edgeinfer.runtime.backends.factory import (
+    BackendFactory,
+    BackendOrder,
+    counting_experts,
+    kv_types_with_scales,
+    scales_for,
+)
+from edgeinfer.runtime.backends.onnx.memory import memory_of
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.devices.contract import Device, Graphs
+from edgeinfer.runtime.planning.configuration import ModelMemory
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
-from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import choose_layout, kernel_of
 
-__all__ = ["OnnxKind", "OptimumKind", "kv_types_with_scales", "memory_of", "scales_for", "watched"]
+__all__ = ["OnnxFactory", "OptimumFactory"]
 
 
-class OnnxKind(BackendKind):
+class OnnxFactory(BackendFactory):
     """Our own graphs."""
 
     tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "weights", "prefill_chunk")
@@ -32,9 +37,9 @@ class OnnxKind(BackendKind):
         """onnxruntime."""
         return _onnxruntime()
 
-    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
-        """The stored one where it can run; errors as `choose_device` and `choose_layout`."""
-        native = config.native if self.device(config).traits.custom_ops else False
+    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
+        """The stored one where it can run; errors as `choose_layout`."""
+        native = config.native if device.traits.custom_ops else False
         return choose_layout(bundle, native)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
@@ -54,15 +59,15 @@ class OnnxKind(BackendKind):
         """An instruction set of the native kernel, or an operator."""
         return kernel_of(bundle, layout)
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a session."""
-        return memory_of(bundle, layout)
+        return memory_of(choice.bundle, choice.layout)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """A session, with whatever keeps its weights or experts out of memory."""
         from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-        from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
-        from edgeinfer.runtime.backends.onnx.streamed import StreamedBackend
+        from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+        from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 
         bundle, plan = order.bundle, order.configuration
         backend = OnnxBackend(
@@ -80,14 +85,14 @@ class OnnxKind(BackendKind):
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:
-            resident = ResidentBackend(backend, decoder, plan.expert_bytes)
-            return WatchedBackend(resident, decoder, resident.residency)
+            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes)
+            return ExpertCountingBackend(cached, backend.cache, decoder, cached.expert_cache)
         if plan.window_layers:
-            return watched(bundle, StreamedBackend(backend, plan.window_layers))
-        return watched(bundle, backend)
+            return counting_experts(bundle, StreamedBackend(backend, plan.window_layers), backend.cache)
+        return counting_experts(bundle, backend, backend.cache)
 
 
-class OptimumKind(BackendKind):
+class OptimumFactory(BackendFactory):
     """Graphs of optimum."""
 
     def engine(self) -> str:
@@ -102,11 +107,11 @@ class OptimumKind(BackendKind):
         """The library."""
         return "onnxruntime"
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a session with opaque weights."""
-        return memory_of(bundle, layout)
+        return memory_of(choice.bundle, choice.layout)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """A session whose cache grows by concatenation."""
         from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 
@@ -117,28 +122,3 @@ def _onnxruntime() -> str:
     import onnxruntime
 
     return f"onnxruntime {onnxruntime.__version__}"
-
-
-def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-    """Kinds of cache that a bundle has graphs for, and scales where they need them."""
-    kinds = bundle.kv_types(layout)
-    return kinds if len(kinds) == 1 or kv_scales(bundle) is not None else (FLOAT32,)
-
-
-def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
-    """The scales of the cache that was planned, where it needs any."""
-    return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
-
-
-def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False) -> ModelMemory:
-    """What a bundle takes, with all weights multiplied out to floats if so."""
-    from edgeinfer.runtime.backends.onnx.packed_cache import is_packed
-
-    pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
-    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and is_packed(bundle), floats)
-
-
-def watched(bundle: Bundle, backend: Backend) -> Backend:
-    """With its experts counted, where it has any."""
-    decoder = bundle.manifest.decoder
-    return backend if decoder is None or decoder.moe is None else WatchedBackend(backend, decoder)

@@ -1,6 +1,6 @@
 """A model's weights with what onnxruntime packs of them, in one file that is mapped and read in place.
 
-Knows nothing of what runs it. onnxruntime packs weights for the processor it runs on, so the file is made on the device
+onnxruntime packs weights for the processor it runs on, so the file is made on the device
 and kept in the user's cache, one folder for each combination of weights, graph, onnxruntime and processor: the weights,
 the packed copies behind them, and a table of both. It may be removed at any time, and what is damaged is made again.
 Making it packs one weight after the other, so it needs no more memory than loading the result does.
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import onnxruntime as ort
 
@@ -27,10 +27,10 @@ from edgeinfer.bundle import PORTABLE, WEIGHTS, Bundle, write_file
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import BackendError, StorageError
-from edgeinfer.runtime.backends.onnx.packed_graph import Copy, copies_in, products, weights_in, with_copies
+from edgeinfer.errors import StorageError
+from edgeinfer.runtime.backends.onnx.packed_graph import Copy, products, weights_in, with_copies
 from edgeinfer.runtime.backends.onnx.packed_room import make_room, private_folder, processor_key, used
-from edgeinfer.runtime.system.allocation import is_refusal, refused
+from edgeinfer.runtime.backends.onnx.packing import PACKED, SAVED, append_copy, pack_weights, remove_scratch
 from edgeinfer.runtime.system.user_cache import user_cache
 from edgeinfer.runtime.weights.layouts import Progress, RunnableGraph, prepare
 
@@ -40,12 +40,10 @@ _log = logging.getLogger("edgeinfer")
 
 # Raised when what is in a folder changes.
 _VERSION = 1
-_PACKED, _TABLE = "packed.bin", "packed.json"
-# A packed copy begins at a page, so that what belongs to one layer can be dropped without another's.
-_PAGE = 4096
-# Linux may keep what is written at once as one piece and map it whole at a touch. Packed copies are read whole; of the
-# weights themselves only rows of the embedding are read, and the rest of what is mapped with them is waste.
-_COPY_BYTES, _WEIGHT_BYTES = 1 << 20, 1 << 16
+_TABLE = "packed.json"
+# Linux may keep what is written at once as one piece and map it whole at a touch. Of the weights themselves only rows
+# of the embedding are read, and the rest of what is mapped with them is waste.
+_WEIGHT_BYTES = 1 << 16
 # Of the weights, what is needed to make a folder: they, their packed copies, and what one takes while it is packed.
 _ROOM = 3
 
@@ -102,17 +100,17 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
         if table is None:
             raise StorageError(f"{folder} was removed while it was made.", "Try again.")
     used(folder)
-    graph = with_copies(bundle.model_file(PORTABLE, kv).read_bytes(), _PACKED, table.copies)
+    graph = with_copies(bundle.model_file(PORTABLE, kv).read_bytes(), PACKED, table.copies)
     model = folder / model_name(bundle.manifest.layout, PORTABLE, kv)
     if not _holds(model, graph):
         write_file(model, graph)
-    return RunnableGraph(PORTABLE, model, folder / _PACKED, reads=_reads(graph, table))
+    return RunnableGraph(PORTABLE, model, folder / PACKED, reads=_reads(graph, table))
 
 
 def is_packed(bundle: Bundle) -> bool:
-    """Whether the file of a bundle's packed weights is there; one that turns out damaged is made anew."""
+    """Whether the file of a bundle's packed weights is there; one that turns out damaged is made again."""
     try:
-        return WEIGHTS in bundle.manifest.files and (_folder(bundle) / _PACKED).is_file()
+        return WEIGHTS in bundle.manifest.files and (_folder(bundle) / PACKED).is_file()
     except (StorageError, KeyError):
         return False
 
@@ -143,7 +141,7 @@ def _folder(bundle: Bundle) -> Path:
 
 def _whole(folder: Path) -> _Table | None:
     """The table of a folder whose packed file is what it was when it was made; None where it is not, or not there."""
-    packed = folder / _PACKED
+    packed = folder / PACKED
     try:
         if not private_folder(folder):
             return None
@@ -216,9 +214,9 @@ def _replace(work: Path, folder: Path) -> None:
 def _fill(source: RunnableGraph, work: Path, progress: Progress | None) -> None:
     """Writes the weights and their packed copies, and then the table of them."""
     graph = source.model.read_bytes()
-    alone = list(products(with_copies(graph, _PACKED, {})))
+    alone = list(products(with_copies(graph, PACKED, {})))
     copies: dict[str, tuple[Copy, ...]] = {}
-    with (work / _PACKED).open("w+b") as file:
+    with (work / PACKED).open("w+b") as file:
         with source.weights.open("rb") as weights:
             shutil.copyfileobj(weights, file, _WEIGHT_BYTES)
         for index, product in enumerate(alone):
@@ -226,63 +224,15 @@ def _fill(source: RunnableGraph, work: Path, progress: Progress | None) -> None:
                 progress("packing", index, len(alone))
             # onnxruntime opens the file by its name.
             file.flush()
-            for name, made in _pack(product, work).items():
+            for name, made in pack_weights(product, work).items():
                 known = {copy.key for copy in copies.get(name, ())}
-                new = [_append(copy, work / _SAVED, file) for copy in made if copy.key not in known]
+                new = [append_copy(copy, work / SAVED, file) for copy in made if copy.key not in known]
                 copies[name] = (*copies.get(name, ()), *new)
-            _remove_scratch(work)
+            remove_scratch(work)
         file.flush()
         os.fsync(file.fileno())
     if progress is not None:
         progress("packing", len(alone), len(alone))
-    status = (work / _PACKED).stat()
-    table = _Table(status.st_size, status.st_mtime_ns, _digest(work / _PACKED), copies)
+    status = (work / PACKED).stat()
+    table = _Table(status.st_size, status.st_mtime_ns, _digest(work / PACKED), copies)
     write_file(work / _TABLE, table.to_json().encode())
-
-
-# One operator's model, what onnxruntime makes of it, and the file of that.
-_PRODUCT, _OPTIMIZED, _SAVED = "product.onnx", "optimized.onnx", "optimized.bin"
-
-
-def _pack(product: bytes, work: Path) -> dict[str, tuple[Copy, ...]]:
-    """Packed copies of the weights of a model of one operator, in the file that onnxruntime saves."""
-    (work / _PRODUCT).write_bytes(product)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.enable_cpu_mem_arena = False
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.optimized_model_filepath = str(work / _OPTIMIZED)
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", _SAVED)
-    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "0")
-    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    try:
-        ort.InferenceSession(str(work / _PRODUCT), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        # onnxruntime raises a family of exceptions without a common base of its own.
-        if is_refusal(error):
-            raise refused("Packing the weights", error) from error
-        free = shutil.disk_usage(work).free
-        if free < (work / _PACKED).stat().st_size // 2:
-            raise StorageError(f"The disk is full: {work.parent}.", "Free some space.") from error
-        raise BackendError(f"onnxruntime cannot pack a weight: {str(error).splitlines()[0]}") from error
-    return copies_in((work / _OPTIMIZED).read_bytes())
-
-
-def _remove_scratch(work: Path) -> None:
-    for name in (_PRODUCT, _OPTIMIZED, _SAVED):
-        (work / name).unlink(missing_ok=True)
-
-
-def _append(copy: Copy, saved: Path, file: BinaryIO) -> Copy:
-    """Moves a packed copy to the end of the file, each of its blobs to a page of its own."""
-    places = []
-    with saved.open("rb") as source:
-        for offset, length in copy.blobs:
-            place = -(-file.seek(0, 2) // _PAGE) * _PAGE
-            file.seek(place)
-            source.seek(offset)
-            for start in range(0, length, _COPY_BYTES):
-                file.write(source.read(min(_COPY_BYTES, length - start)))
-            places.append((place, length))
-    return Copy(copy.key, tuple(places))

@@ -1,42 +1,47 @@
-"""Inputs and outputs of one pass of the ONNX backend: their memory, their padding, who attends to whom.
-
-Knows nothing of sessions and of the cache.
-"""
+"""What one pass of the ONNX backend is bound to: its memory, its padding, the attention bias, the choice of experts."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, graph
+from edgeinfer.bundle.spec import MoESpec
+from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Visibility, ancestors
+from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import Binding
+from edgeinfer.runtime.backends.visibility import Visibility, ancestors, in_window
+from edgeinfer.runtime.devices.arrays import DeviceArray
 
-__all__ = ["HIDDEN", "Buffers", "Pass", "branch_bias", "tree_bias", "twin_padding"]
+__all__ = ["AttentionBias", "Buffers", "ExpertInputs", "Pass", "bind_cache"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
-HIDDEN = np.float32(-1e9)
+_HIDDEN = np.float32(-1e9)
 
 
-def tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'
+def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'
     """Hides from each row of a draft tree what is not its ancestor."""
     bias = np.zeros((1, 1, size, total), np.float32)
     real, start = len(tree), total - size
-    bias[0, 0, :real, start : start + real][~ancestors(tree)] = HIDDEN
+    bias[0, 0, :real, start : start + real][~ancestors(tree)] = _HIDDEN
     return bias
 
 
-def branch_bias(sees: Visibility, size: int, total: int) -> Floats:  # (1, 1, S, T), S >= rows of `sees`
+def _branch_bias(sees: Visibility, size: int, total: int) -> Floats:  # (1, 1, S, T), S >= rows of `sees`
     """Hides from each row what it does not see."""
     bias = np.zeros((1, 1, size, total), np.float32)
     real, seen = sees.sees.shape
-    bias[0, 0, :real, :seen][~sees.sees] = HIDDEN
+    bias[0, 0, :real, :seen][~sees.sees] = _HIDDEN
     return bias
 
 
-def twin_padding(bias: Floats, real: int) -> None:  # (S, T)
+def _copy_padding(bias: Floats, real: int) -> None:  # (S, T)
     """Lets each row of padding see itself in place of the last real row, and else what that sees.
 
     So it is that row again, up to rounding, and its experts are the same: any others would have to be fetched for
@@ -45,7 +50,7 @@ def twin_padding(bias: Floats, real: int) -> None:  # (S, T)
     size, total = bias.shape
     start = total - size
     bias[real:] = bias[real - 1]
-    bias[real:, start + real - 1 :] = HIDDEN
+    bias[real:, start + real - 1 :] = _HIDDEN
     padding = np.arange(real, size)
     bias[padding, start + padding] = 0
 
@@ -110,3 +115,95 @@ class Pass:
         if hidden is not None:
             self._hidden[0, :size] = hidden
             self._hidden[0, size:] = hidden[-1]
+
+
+class ExpertInputs:
+    """Arrays that stay where they are, so that they are bound once; a pass that chooses nothing writes one number.
+
+    Attributes:
+        top_k: experts of a token in the whole model.
+        count: of experts for each token. (1,)
+        bias: added to the routers' scores before choosing. (L, E)
+    """
+
+    def __init__(self, moe: MoESpec, layers: int) -> None:
+        self.top_k = moe.top_k
+        self.count = np.full(1, moe.top_k, np.int64)
+        self.bias = np.zeros((layers, moe.experts), np.float32)
+        self._biased = False
+
+    def choose(self, choice: ExpertChoice | None) -> None:
+        """Sets what the next pass may use; None is the whole model.
+
+        Raises:
+            BackendError: a bias of another shape.
+        """
+        bias = None if choice is None else choice.bias
+        if bias is not None and bias.shape != self.bias.shape:
+            raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {self.bias.shape}.")
+        self.count[0] = self.top_k if choice is None else choice.count
+        if bias is not None:
+            self.bias[...] = bias
+        elif self._biased:
+            self.bias[...] = 0
+        self._biased = bias is not None
+
+
+class AttentionBias:
+    """Who attends to whom, bound to every pass, as its shape changes with each.
+
+    Args:
+        cache: of the passes.
+        window: of layers with a sliding window; 0 without.
+        copies_padding: rows of padding are the last real row again, so that they choose its experts.
+    """
+
+    def __init__(self, cache: KVBuffers, window: int, copies_padding: bool) -> None:
+        self._cache = cache
+        self._window = window
+        self._copies_padding = copies_padding
+        self._zeros = np.zeros(0, np.float32)
+
+    def bind(self, step: Pass, tree: Ints | None, sees: Visibility | None, real: int, total: int) -> None:
+        """Binds the bias of a pass of `real` rows and padding, with so many rows in the cache after it."""
+        size = len(step.positions)
+        if sees is not None:
+            bias = _branch_bias(sees, size, total)
+        else:
+            bias = self._no_bias(size, total) if tree is None else _tree_bias(tree, size, total)
+        if self._copies_padding and size > real:
+            bias = bias if tree is not None else bias.copy()
+            _copy_padding(bias[0, 0], real)
+        step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
+        if self._window:
+            near = in_window(step.positions, total, self._window, None if sees is None else sees.places)
+            windowed = np.where(near, bias, _HIDDEN)
+            step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
+
+    def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
+        if self._zeros.size < size * total:
+            # Never written, so the zero pages of this buffer take no memory.
+            self._zeros = np.zeros(size * self._cache.rows, np.float32)
+        return self._zeros[: size * total].reshape(1, 1, size, total)
+
+
+def bind_cache(binding: Binding, cache: KVBuffers) -> None:
+    """Binds keys, values and their scales."""
+    for layer, arrays in enumerate(zip(cache.keys, cache.values, strict=True)):
+        names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
+        for past, present, array in names:
+            before, after = _both(array)
+            binding.bind_ortvalue_input(past, before)
+            binding.bind_ortvalue_output(present, after)
+    for layer, scales in enumerate(cache.scales):
+        for name, scale in zip(graph.scale_names(layer), scales, strict=True):
+            if scale is not None:
+                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(scale))
+
+
+def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue]:
+    """The cache that a pass reads, and the one that it writes: the same, but on devices that cannot."""
+    if isinstance(array, DeviceArray):
+        return array.value, array.written
+    value = ort.OrtValue.ortvalue_from_numpy(array)
+    return value, value

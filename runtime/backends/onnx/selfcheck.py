@@ -1,4 +1,4 @@
-"""Tries a device: a small model runs on it and on the CPU, and both must say the same; knows nothing of bundles."""
+"""Tries a device: a small model runs on it and on the CPU, and both must say the same; then the model's first pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.errors import DeviceError, EdgeInferError
+from edgeinfer.errors import BackendError, DeviceError, EdgeInferError
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.check_models import (
     HEAD_SIZE,
     HEADS,
@@ -20,7 +21,7 @@ from edgeinfer.runtime.devices.arrays import DeviceArray
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.devices.providers import device_error
 
-__all__ = ["check_device"]
+__all__ = ["check_device", "check_first_pass"]
 
 # Devices may compute in half precision, and the CPU rounds what it multiplies 4-bit weights with to 8 bits.
 _TOLERANCE = 0.02
@@ -85,3 +86,22 @@ def _bind(binding: Binding, inputs: dict[str, NDArray[np.generic]]) -> None:
 
 def _states(rows: int) -> NDArray[np.float32]:  # (rows, W)
     return np.random.default_rng(1).uniform(-1, 1, (rows, WIDTH)).astype(np.float32)
+
+
+def check_first_pass(backend: Backend, device: Device) -> None:
+    """Runs a prompt of two tokens and a token after it; the cache is empty afterwards.
+
+    Raises:
+        DeviceError: a pass failed, or gave something that is no number; the backend is closed.
+    """
+    try:
+        for tokens in ([0, 0], [0]):
+            ids = np.array(tokens, np.int64)
+            positions = backend.cache.length + np.arange(len(ids), dtype=np.int64)
+            logits = backend.forward(ForwardInput(ids, positions, np.array([len(ids) - 1], np.int64))).logits
+            if not np.isfinite(logits).all():
+                raise device_error(device, "its first pass gave logits that are no numbers")
+        backend.cache.clear()
+    except (BackendError, DeviceError) as error:
+        backend.close()
+        raise error if isinstance(error, DeviceError) else device_error(device, error.message) from error

@@ -1,12 +1,14 @@
-"""An ONNX Runtime session: opened for small memory, on a device, timed, can be ended; knows nothing of its graph."""
+"""An ONNX Runtime session: opened for small memory, on a device, timed, can be ended."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TypeAlias
 
 import onnxruntime as ort
 
+from edgeinfer.bundle import Capabilities
 from edgeinfer.errors import BackendError, BundleError, NativeUnavailableError
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
@@ -15,7 +17,7 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
 from edgeinfer.runtime.system.memory import release_code, stack_bytes
 
-__all__ = ["Binding", "OrtSession"]
+__all__ = ["Binding", "OrtSession", "capabilities_on"]
 
 _TERMINATED = "terminate flag"
 
@@ -23,7 +25,7 @@ _TERMINATED = "terminate flag"
 class _CopiedInputs:
     """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound.
 
-    So inputs are bound anew for each run; what lies on the device already is not copied.
+    So inputs are bound again for each run; what lies on the device already is not copied.
     """
 
     def __init__(self, binding: ort.IOBinding) -> None:
@@ -153,7 +155,7 @@ class OrtSession:
             BackendError: onnxruntime failed.
         """
         self._run_options.terminate = False
-        begun = time.perf_counter_ns()
+        started = time.perf_counter_ns()
         try:
             self._session.run_with_iobinding(_bound(binding), self._run_options)
         except Exception as error:
@@ -165,8 +167,24 @@ class OrtSession:
             if not self._device.on_cpu:
                 raise device_error(self._device, error) from error
             raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
-        self.run_ns = time.perf_counter_ns() - begun
+        self.run_ns = time.perf_counter_ns() - started
 
     def cancel(self) -> None:
         """Ends the running run; safe from any thread."""
         self._run_options.terminate = True
+
+
+def capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
+    """What is left of a bundle's capabilities on a device.
+
+    Rows that lie behind the length, from which a pass resumes, do not survive the change of copies.
+    """
+    traits = device.traits
+    return dataclasses.replace(
+        whole,
+        tree=whole.tree and traits.tree_bias,
+        branches=whole.tree and traits.tree_bias,
+        layer_skip=whole.layer_skip and traits.in_place_kv,
+        hidden=whole.hidden and traits.in_place_kv,
+        exact=whole.exact and device.on_cpu,
+    )

@@ -1,4 +1,4 @@
-"""The kind of the plain numpy backend; knows nothing of its arithmetic."""
+"""The factory of the plain numpy backend."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import numpy as np
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
-from edgeinfer.runtime.backends.onnx.factory import kv_types_with_scales, memory_of, scales_for, watched
+from edgeinfer.runtime.backends.factory import (
+    BackendFactory,
+    BackendOrder,
+    counting_experts,
+    kv_types_with_scales,
+    scales_for,
+)
+from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.planning.configuration import ModelMemory
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 
-__all__ = ["ReferenceKind"]
+__all__ = ["ReferenceFactory"]
 
 
-class ReferenceKind(BackendKind):
+class ReferenceFactory(BackendFactory):
     """Slow and obvious, on bundles of our own graphs."""
 
     def engine(self) -> str:
@@ -29,14 +36,14 @@ class ReferenceKind(BackendKind):
         """The library."""
         return "numpy"
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """With every weight multiplied out."""
-        return memory_of(bundle, layout, floats=True)
+        return memory_of(choice.bundle, choice.layout, floats=True)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """The arrays and a cache."""
         from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
         bundle, plan = order.bundle, order.configuration
         backend = ReferenceBackend(bundle, plan.context, kv=plan.kv, kv_scales=scales_for(bundle, plan))
-        return watched(bundle, backend)
+        return counting_experts(bundle, backend, backend.cache)

@@ -1,4 +1,4 @@
-"""The kind of the backend that runs static bundles; knows nothing of how it runs them."""
+"""The factory of the backend that runs static bundles."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import BackendKind, Order
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.memory import StaticMemory
-from edgeinfer.runtime.devices.contract import Graphs
+from edgeinfer.runtime.devices.contract import Device, Graphs
 from edgeinfer.runtime.planning.configuration import TOKENIZER, ModelMemory
+from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.transient import tokenizer_facts
 
-__all__ = ["StaticKind"]
+__all__ = ["StaticFactory"]
 
 
-class StaticKind(BackendKind):
+class StaticFactory(BackendFactory):
     """Graphs of fixed shapes."""
 
     tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "prefill_chunk")
@@ -31,7 +32,7 @@ class StaticKind(BackendKind):
 
         return f"onnxruntime {onnxruntime.__version__}"
 
-    def layout(self, bundle: Bundle, config: LoadConfig) -> Layout:
+    def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
         """The one that there is.
 
         Raises:
@@ -52,12 +53,14 @@ class StaticKind(BackendKind):
 
         return kernel_of(bundle)
 
-    def memory(self, bundle: Bundle, layout: Layout, config: LoadConfig) -> ModelMemory:
+    def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of all sessions."""
-        ordinary = OnnxMemory(bundle, layout, tokenizer_facts(bundle.path / TOKENIZER).merge_pairs, packed_ready=True)
-        return StaticMemory(bundle, ordinary, config.exact, self.device(config).on_cpu)
+        bundle = choice.bundle
+        pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
+        ordinary = OnnxMemory(bundle, choice.layout, pairs, packed_ready=True)
+        return StaticMemory(bundle, ordinary, config.exact, choice.device.on_cpu)
 
-    def make(self, order: Order) -> Backend:
+    def make(self, order: BackendOrder) -> Backend:
         """As many sessions as passes need, made when they do."""
         from edgeinfer.runtime.backends.static.backend import StaticBackend
 

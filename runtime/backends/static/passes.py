@@ -1,4 +1,4 @@
-"""How a pass is cut into runs of static graphs, and which graphs a way of running needs; knows no session."""
+"""How a pass is cut into runs of static graphs, and which graphs a way of running needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.contract import Visibility, ancestors, in_window
+from edgeinfer.runtime.backends.visibility import Visibility, ancestors, in_window
 
 __all__ = ["GraphSet", "Run", "choose_graphs", "visible_rows"]
 

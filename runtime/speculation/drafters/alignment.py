@@ -1,4 +1,4 @@
-"""Keeps a text that retells another in step with it, across replaced, inserted and left out words; knows no drafts.
+"""Keeps a text that retells another in step with it, across replaced, inserted and left out words.
 
 A cursor stands at the token of the source that the text should repeat next. Where the text does something else, the
 cursor stays near (input-guided aggressive decoding, algorithms.md C4) instead of being lost until an n-gram is found
@@ -15,7 +15,7 @@ from edgeinfer.runtime.speculation.drafters.suffixes import SuffixIndex
 __all__ = ["Aligner", "Cursor", "Evidence", "Substitution"]
 
 # Source tokens searched for the one that the text went on with, and tokens that the text may go its own way for. In
-# simulation on retellings half of each was 2% slower; with three times as many chance agreements cost 9%.
+# simulation on retellings half of each was 2% slower; with three times as many accidental agreements cost 9%.
 _WINDOW = 60
 _STRAY = 24
 # Longest source span and replacement that are learnt. A name is up to four tokens; with single ones alone retellings
@@ -171,8 +171,8 @@ class Aligner:
         tokens = self._index.tokens
         now = len(tokens) + len(path) - 1  # the token's position in the text
         gap = cursor.gap
-        start, begun = (gap.source_start, gap.text_start) if gap else (cursor.position, now - cursor.done)
-        strayed = now - begun + 1
+        start, text_start = (gap.source_start, gap.text_start) if gap else (cursor.position, now - cursor.done)
+        strayed = now - text_start + 1
         if committed and cursor.substitution is not None:
             self._failed(cursor.substitution)
         if strayed > _STRAY:
@@ -181,10 +181,10 @@ class Aligner:
             found = tokens.index(token, start, start + _WINDOW)
         except ValueError:
             position = self._unit_end(start) if strayed == 1 else start + strayed
-            apart = _Gap(start, begun, position, now + 1)
+            apart = _Gap(start, text_start, position, now + 1)
             return self.place(position, path, cursor.evidence.missed(0), apart, cursor.fresh)
         # The source's own token at once: a substitution that was not made this time.
-        apart_here = None if found == start and strayed == 1 else _Gap(start, begun, found, now)
+        apart_here = None if found == start and strayed == 1 else _Gap(start, text_start, found, now)
         return self.place(found + 1, path, cursor.evidence.missed(1), apart_here, cursor.fresh)
 
     def _unit_end(self, start: int) -> int:

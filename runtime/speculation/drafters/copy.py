@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
 __all__ = ["CopyDrafter", "ForcedDrafter"]
 
 
 class ForcedDrafter(Drafter):
-    """Implements `contracts.Drafter`: proposes what `context.forced` says, whatever the model thinks."""
+    """Proposes what `context.forced` says, whatever the model thinks."""
 
     name = "forced"
     # The target's own choice goes by the same constraint: of a closed list nothing else can come, of a grammar nothing
@@ -65,7 +65,11 @@ class _Place(NamedTuple):
 
 
 class CopyDrafter(Drafter):
-    """Implements `contracts.Drafter`: repeats the conversation."""
+    """Repeats the conversation: what followed the longest earlier match, kept in step through changes.
+
+    After `begin` the guess is the continuation of the longest match (CopySpec, algorithms.md C2). While the reply
+    repeats a source it follows that source (C4), until a longer match turns up.
+    """
 
     name = "copy"
     priors: Sequence[float] = _PRIORS

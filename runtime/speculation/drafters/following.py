@@ -1,7 +1,4 @@
-"""A backend that follows paths of tokens lazily: what its cache shares with a path stays, the rest is cut and fed.
-
-Knows nothing of what is drawn from the logits, nor whether the backend is a drafter's own or the target.
-"""
+"""A backend that follows paths of tokens lazily: what its cache shares with a path stays, the rest is cut and fed."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class Follower:
 
     @property
     def end(self) -> int:
-        """Rows that the cache holds, if nobody else used it."""
+        """Rows that the cache holds, if no other used it."""
         return self.start + len(self._fed)
 
     def restart(self, start: int) -> None:
@@ -62,7 +59,7 @@ class Follower:
         _owners[self._backend] = self._mark
 
     def leave(self) -> None:
-        """Takes the rows for nobody's from here on."""
+        """Gives up the cache's rows."""
         _owners.pop(self._backend, None)
 
     def doubt(self) -> None:

@@ -1,4 +1,4 @@
-"""Drafting with a small model that is itself sped up by cheaper drafters; knows nothing of what these are.
+"""Drafting with a small model that is itself sped up by cheaper drafters.
 
 SpecMQuant's hierarchy for quantized targets: the cheap drafters' tokens are verified by the small model, where rows
 cost little, and the target verifies a short chain.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["HierarchicalDrafter"]
@@ -18,12 +18,12 @@ _LOOK_AHEAD = 3
 
 
 class HierarchicalDrafter(Drafter):
-    """Implements `contracts.Drafter`: guesses what its model guesses, in fewer of the model's passes.
+    """Guesses what its model guesses, in fewer of the model's passes.
 
     Args:
         model: the small model.
         cheap: drafters of the tokens that it verifies, the first wins ties. They and the model are this drafter's
-            alone: nobody else tells them of rounds or closes them. The model's backend may be another drafter's too.
+            alone: no other tells them of rounds or closes them. The model's backend may be another drafter's too.
         look_ahead: most tokens that a pass of the model verifies.
     """
 

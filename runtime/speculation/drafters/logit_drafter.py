@@ -1,7 +1,4 @@
-"""What all drafters with logits share: guesses drawn from them, remembered for a round, with their confidence as sign.
-
-Knows nothing of where the logits come from.
-"""
+"""What drafters with logits share: guesses drawn from them, remembered for a round, with their confidence as sign."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 
 __all__ = ["LogitDrafter"]
 
@@ -27,7 +24,7 @@ _PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.93, 0.03, 0.08, 0.15, 0.2, 0
 
 
 class LogitDrafter(Drafter):
-    """Implements the part of `contracts.Drafter` that follows from having logits after any path.
+    """Does what follows from having logits after any path.
 
     Args:
         vocabulary: V, the columns of the logits.
@@ -107,7 +104,7 @@ class LogitDrafter(Drafter):
             StorageError: there is something.
         """
         if state:
-            raise StorageError("What was kept is of another drafter.", "Delete it; it is learnt anew.")
+            raise StorageError("What was kept belongs to another drafter.", "Delete it; it is learned again.")
 
     def close(self) -> None:
         """Frees what it holds; a target stays open."""

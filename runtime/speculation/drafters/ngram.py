@@ -1,4 +1,4 @@
-"""Drafts by tables of n-grams learnt from every text seen, prompts and replies; knows nothing of models.
+"""Drafts by tables of n-grams learnt from every text seen, prompts and replies.
 
 ADED's adaptive table (algorithms.md C3) with contexts of one to six tokens in place of its trigrams: the longest one
 that is known decides. Contexts are hashed into arrays of fixed size, where those seldom seen give way to new ones. What
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 
 __all__ = ["NgramDrafter"]
 
@@ -37,7 +37,7 @@ _NONE = -1
 # Tokens of the conversation that are remembered, so that each is learnt once. What a prompt has beyond them is learnt
 # again in every turn.
 _REMEMBERED = 1 << 15
-_AGAIN = "Delete it; it is learnt anew."
+_AGAIN = "Delete it; it is learned again."
 # Signs: tokens of context, times the successor was seen (1, 2-3, 4-7, more), its share (under 0.4, 0.7, 1; all).
 _COUNTS = 4
 _SHARES = 4
@@ -143,7 +143,7 @@ class NgramDrafter(Drafter):
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
         if vocabulary.tolist() != [self._vocabulary]:
-            raise StorageError("The kept n-grams are of another vocabulary.", _AGAIN)
+            raise StorageError("The kept n-grams belong to another vocabulary.", _AGAIN)
         tags, tokens, counts = self._alike(state, "tags"), self._alike(state, "tokens"), self._alike(state, "counts")
         filled = counts > 0
         sound = (

@@ -1,4 +1,4 @@
-"""Drafts with trained prompt tokens that ride along in the target's passes (PPD); knows nothing of training.
+"""Drafts with trained prompt tokens as probe rows in the target's passes (PPD).
 
 Parallel prompt decoding (Chen et al. 2024): behind the last node of a draft the pass has a row for each of a few
 trained embeddings, and what the model says there are its guesses for the places after the next root. They cost rows of
@@ -15,7 +15,7 @@ import numpy as np
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
-from edgeinfer.runtime.speculation.contracts import Context, ProbingDrafter, Round
+from edgeinfer.runtime.speculation.drafters.contract import Context, ProbingDrafter, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = ["PromptDrafter"]
@@ -50,8 +50,8 @@ class PromptDrafter(LogitDrafter, ProbingDrafter):
         self._kept = np.empty((min(_KEPT, target.geometry.vocab_size), size), np.float32)
         self._rows: dict[int, int] = {}
         self._states = np.empty((0, size), np.float32)
-        self._said = np.empty((self.probes, target.geometry.vocab_size), np.float32)
-        self._told = False
+        self._logits_after = np.empty((self.probes, target.geometry.vocab_size), np.float32)
+        self._observed = False
 
     @staticmethod
     def kept_bytes(vocabulary: int, size: int, probes: int) -> int:
@@ -97,22 +97,22 @@ class PromptDrafter(LogitDrafter, ProbingDrafter):
     def begin(self, tokens: Sequence[int]) -> None:
         """Waits for the first pass with its rows."""
         super().begin(tokens)
-        self._told = False
+        self._observed = False
 
     def observe(self, round: Round) -> None:
-        """Takes in what the model said behind its rows, if the text went on where they were."""
+        """Keeps what the model predicted after its rows, if the text went on where they were."""
         super().observe(round)
-        self._told = round.probed is not None
+        self._observed = round.probed is not None
         if round.probed is not None:
-            self._said[:] = round.probed[: self.probes]
+            self._logits_after[:] = round.probed[: self.probes]
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if not self._told or len(drafted) >= self.probes:
+        if not self._observed or len(drafted) >= self.probes:
             return None
-        said: Floats = self._said[len(drafted)]
+        said: Floats = self._logits_after[len(drafted)]
         return said
 
     def nbytes(self) -> int:
         """Bytes that it holds."""
-        arrays = (self._prompts, self._kept, self._said, self._states)
+        arrays = (self._prompts, self._kept, self._logits_after, self._states)
         return super().nbytes() + sum(array.nbytes for array in arrays)

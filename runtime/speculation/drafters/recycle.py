@@ -1,4 +1,4 @@
-"""Drafts by what the target found best whenever a token was fed (Token Recycling); knows nothing of passes.
+"""Drafts by what the target found best whenever a token was fed (Token Recycling).
 
 A matrix holds eight candidates for every token (algorithms.md C1). The first pass over a token fills its row with the
 best eight of its logits; every further one moves its best to the front. In simulation on stories that drafts trees
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 
 __all__ = ["RecycleDrafter", "best_tokens"]
 
@@ -26,7 +26,7 @@ _BEST = 8
 _GROUP = 64
 _NONE = -1
 _MOST = 255
-_AGAIN = "Delete it; it is learnt anew."
+_AGAIN = "Delete it; it is learned again."
 # Signs: bits of the number of times in a row that the first candidate came (0, 1, 2-3, ...), then further ranks. Their
 # acceptance is that of a simulation of 230 dialogues with the built-in model, rounded down.
 _PRIORS = (0.2, 0.4, 0.65, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98, 0.1, 0.05, 0.03, 0.03, 0.02, 0.02, 0.01)
@@ -79,7 +79,7 @@ class RecycleDrafter(Drafter):
         return [Guess(token, _RANKED + rank if rank else came) for rank, token in enumerate(best) if token != _NONE]
 
     def observe(self, round: Round) -> None:
-        """Takes in the best tokens behind every one that was fed, also those that were rejected."""
+        """Learns the best tokens behind every one that was fed, also those that were rejected."""
         best, came, last = self._best_at, self._came_at, self._last
         for token in round.committed:
             if last != _NONE:
@@ -112,7 +112,7 @@ class RecycleDrafter(Drafter):
             return
         vocabulary = state.get("vocabulary", np.zeros(0))
         if vocabulary.tolist() != [self._vocabulary]:
-            raise StorageError("The kept candidates are of another vocabulary.", _AGAIN)
+            raise StorageError("The kept candidates belong to another vocabulary.", _AGAIN)
         rows, best, came = (state.get(name, np.zeros(0)) for name in ("rows", "best", "came"))
         typed = rows.dtype == best.dtype == np.int32 and came.dtype == np.uint8
         count = len(rows) if rows.ndim == 1 else -1

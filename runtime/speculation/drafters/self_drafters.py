@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
-from edgeinfer.runtime.speculation.contracts import Context, Resumption
+from edgeinfer.runtime.speculation.drafters.contract import Context, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = [
     "BitsDrafter",
+    "CachedExpertsDrafter",
     "EarlyExitDrafter",
     "ExpertsDrafter",
-    "ResidentDrafter",
     "SelfDrafter",
     "SkipDrafter",
     "every_second",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class SelfDrafter(LogitDrafter):
-    """A drafter that runs the target itself.
+    """Drafts by running the target itself.
 
     Args:
         target: whose cache is borrowed while drafting.
@@ -73,7 +73,10 @@ _FIRST_ROWS = 16
 
 
 class EarlyExitDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Drafts with the target's first layers, whose work verification goes on from.
+
+    LayerSkip's self-speculation (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those
+    that a whole pass would compute, so verification runs the remaining layers only.
 
     Args:
         target: must skip layers and resume from hidden states.
@@ -148,7 +151,9 @@ def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
 
 
 class SkipDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Drafts with the target less some of its attention and MLP blocks.
+
+    Draft & Verify (Zhang et al. 2024) and SWIFT (Xia et al. 2025).
 
     Args:
         target: must skip layers.
@@ -177,7 +182,9 @@ class SkipDrafter(SelfDrafter):
 
 
 class BitsDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Drafts with the high 4-bit plane of the target's 8-bit weights.
+
+    The bit axis of ELMoE-3D's self-speculation: half of the weights' bytes are read, and no second copy is kept.
 
     Args:
         target: must be able to read one plane.
@@ -210,7 +217,10 @@ def fewer_experts(target: Backend) -> int:
 
 
 class ExpertsDrafter(SelfDrafter):
-    """Implements `contracts.Drafter`.
+    """Drafts with fewer of the target's experts for each token.
+
+    The expert axis of ELMoE-3D's self-speculation: same weights, same routers, but each token uses `count` experts
+    instead of the model's own number, and, with a bias, only those that the bias allows.
 
     Args:
         target: must be able to use fewer experts.
@@ -239,7 +249,7 @@ class ExpertsDrafter(SelfDrafter):
         return ExpertChoice(self._count)
 
 
-class ResidentDrafter(ExpertsDrafter):
+class CachedExpertsDrafter(ExpertsDrafter):
     """Drafts with experts that are in memory, so that drafting fetches none.
 
     Args:

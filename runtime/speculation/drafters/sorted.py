@@ -1,4 +1,4 @@
-"""Drafting with a small model that goes as deep as a token needs; knows nothing of how its depths were trained.
+"""Drafting with a small model that goes as deep as a token needs.
 
 S2D: each of some depths of the drafter was trained to guess. A guess begins at the shallowest; where that is unsure the
 pass is resumed from its hidden states. What later layers have not seen of earlier tokens they see then, in one pass.
@@ -13,7 +13,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.contract import Context
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["SortedDrafter"]
@@ -24,7 +24,7 @@ _FIRST_ROWS = 64
 
 
 class SortedDrafter(ModelDrafter):
-    """Implements `contracts.Drafter`.
+    """Drafts with a small model that goes as deep as a token needs.
 
     Args:
         backend: must skip layers and resume from hidden states.

@@ -1,4 +1,4 @@
-"""A growing text and where its latest n-grams of a few lengths occurred before; knows nothing of drafts.
+"""A growing text and where its latest n-grams of a few lengths occurred before.
 
 Everything is undone token by token: the index of a shortened text is the one that it would have had.
 """
@@ -120,10 +120,10 @@ class SuffixIndex:
         return NONE if known == _SEVERAL or (twice and not known & 1) else known >> 1
 
     def nbytes(self) -> int:
-        """Bytes held."""
-        held = (self.tokens, self._latest, self._after, self._after_before, *self._before.values())
+        """Bytes that it holds."""
+        arrays = (self.tokens, self._latest, self._after, self._after_before, *self._before.values())
         numbers = len(self.tokens) + len(self._latest) + len(self._after)
-        return sum(map(sys.getsizeof, held)) + _NUMBER_BYTES * numbers
+        return sum(map(sys.getsizeof, arrays)) + _NUMBER_BYTES * numbers
 
     @staticmethod
     def planned_bytes(context: int) -> int:

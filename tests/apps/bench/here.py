@@ -14,18 +14,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import edgeinfer as edgeinfer_api
 from edgeinfer.apps.bench.driver import WORKER_SCRIPT, Worker
 from edgeinfer.apps.bench.watch import Ended, Watched
 from edgeinfer.apps.bench.worker import ENGINES
 from edgeinfer.errors import BackendError, EdgeInferError
+from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.results import DeviceLimits
 from tests.cache import made
 from tests.cli import edgeinfer
 
-__all__ = ["Canned", "LocalWorker", "exported", "exports_here", "known_limits", "ran", "watch_here"]
+__all__ = ["Canned", "LocalWorker", "exported", "exports_here", "known_limits", "ran", "read_tensors", "watch_here"]
+
+
+def read_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of a checkpoint."""
+    with Checkpoint(folder) as tensors:
+        return {name: tensors.read(name) for name in tensors.shapes}
 
 
 def exports_here(patch: pytest.MonkeyPatch, *modules: str) -> None:

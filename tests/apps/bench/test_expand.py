@@ -12,7 +12,6 @@ import pytest
 
 from edgeinfer.apps.bench.cost_expanded import expand_checkpoint, expanded_shape
 from edgeinfer.apps.bench.model_files import TrainedArtifacts, write_q4_0
-from edgeinfer.apps.bench.safetensors_file import TensorFile
 from edgeinfer.apps.bench.synthetic import SHAPES, Shape
 from edgeinfer.apps.bench.trained import TrainedCheckpoint, final_norms
 from edgeinfer.errors import CheckpointError, UsageError
@@ -20,6 +19,7 @@ from edgeinfer.errors import CheckpointError, UsageError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
+from tests.apps.bench.here import read_tensors  # noqa: E402
 from tests.factories import make_checkpoint  # noqa: E402 (needs torch)
 
 # Grown in every way at once: other numbers of KV heads and of heads that share one, and layers in groups of two.
@@ -70,8 +70,8 @@ def test_the_function_is_that_of_the_small_model(small: Path, large: Path) -> No
 
 
 def test_the_shape_is_that_of_the_large_model(large: Path) -> None:
-    tensors = TensorFile(large / "model.safetensors")
-    assert tensors.shapes == MODEST.tensors()
+    tensors = read_tensors(large)
+    assert {name: values.shape for name, values in tensors.items()} == MODEST.tensors()
     assert sum(parameter.numel() for parameter in load(large).parameters()) == MODEST.parameters
 
 
@@ -95,11 +95,11 @@ def test_leaving_after_a_group_of_layers_is_leaving_after_a_real_layer(small: Pa
 
 
 def test_weights_that_do_not_matter_are_not_all_zero(large: Path) -> None:
-    tensors = TensorFile(large / "model.safetensors")
-    for name in tensors.shapes:
+    tensors = read_tensors(large)
+    for name in tensors:
         if name.endswith("norm.weight"):
             continue
-        weights = tensors.read(name)
+        weights = tensors[name]
         layer = int(name.split(".")[2]) if ".layers." in name else 0
         silent = layer % 2 == 1 and name.split(".")[-2] in ("o_proj", "down_proj")
         assert np.any(weights) != silent, name
@@ -108,11 +108,11 @@ def test_weights_that_do_not_matter_are_not_all_zero(large: Path) -> None:
 
 
 def test_norms_within_the_layers_do_not_hear_the_added_vocabulary(large: Path) -> None:
-    tensors = TensorFile(large / "model.safetensors")
-    norms = [name for name in tensors.shapes if name.endswith("layernorm.weight")]
+    tensors = read_tensors(large)
+    norms = [name for name in tensors if name.endswith("layernorm.weight")]
     assert len(norms) == 12
-    assert all(tensors.read(name)[-1] == 0 for name in norms)
-    embedding = tensors.read("model.embed_tokens.weight")
+    assert all(tensors[name][-1] == 0 for name in norms)
+    embedding = tensors["model.embed_tokens.weight"]
     lengths = np.linalg.norm(embedding[:320, :64], axis=1)
     assert np.ptp(embedding[:320, -1]) == 0
     assert 0 < embedding[0, -1] ** 2 / (2 * lengths.min() ** 2) < 1e-6

@@ -278,7 +278,7 @@ def test_interrupted_it_keeps_what_was_done(
     [
         (["--engines", "edgeinfer,warp"], "Unknown engine 'warp'"),
         (["--python", "warp=/bin/true"], "Unknown engine 'warp'"),
-        (["--python", "genai"], "names no engine and interpreter"),
+        (["--python", "genai"], "does not name an engine"),
         (["--python", "genai=/bin/echo"], "/bin/echo is no Python interpreter"),
         (["--python", "genai=/nowhere/python"], "Cannot run /nowhere/python"),
         (["--budgets", "lots"], "'lots' is not a positive size"),

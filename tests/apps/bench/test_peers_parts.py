@@ -18,13 +18,13 @@ from edgeinfer.apps.bench.driver import WORKER_SCRIPT, Worker
 from edgeinfer.apps.bench.engines.stepped import SteppedEngine
 from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limited, summary
 from edgeinfer.apps.bench.peers_models import write_bundle_checkpoint
-from edgeinfer.apps.bench.safetensors_file import TensorFile, convert_checkpoint
+from edgeinfer.apps.bench.synthetic import convert_checkpoint
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.apps.bench.worker import ENGINES, serve
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.export import ExportConfig
-from tests.apps.bench.here import Canned
+from tests.apps.bench.here import Canned, read_tensors
 from tests.cache import export_checkpoint
 from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint
@@ -159,10 +159,10 @@ def test_a_bundle_becomes_the_checkpoint_it_was_made_of(architecture: str, tmp_p
     make_checkpoint(tmp_path / "checkpoint", architecture)
     bundle = export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32))
     write_bundle_checkpoint(open_bundle(bundle), tmp_path / "again")
-    before, after = (TensorFile(tmp_path / name / "model.safetensors") for name in ("checkpoint", "again"))
-    assert set(after.shapes) == set(before.shapes)
-    for name in before.shapes:
-        np.testing.assert_array_equal(after.read(name), before.read(name))
+    before, after = (read_tensors(tmp_path / name) for name in ("checkpoint", "again"))
+    assert set(after) == set(before)
+    for name in before:
+        np.testing.assert_array_equal(after[name], before[name])
     once_more = export_checkpoint(tmp_path / "again", tmp_path / "bundle2", ExportConfig(bits=32))
     ids = [3, 8, 20, 9, 4]
     logits = []
@@ -176,10 +176,10 @@ def test_a_bundle_becomes_the_checkpoint_it_was_made_of(architecture: str, tmp_p
 def test_a_checkpoint_in_bfloat16(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "llama-tied")
     convert_checkpoint(tmp_path / "checkpoint", tmp_path / "half", "bfloat16")
-    before, after = (TensorFile(tmp_path / name / "model.safetensors") for name in ("checkpoint", "half"))
-    assert set(after.shapes) == set(before.shapes)
-    for name in before.shapes:
-        np.testing.assert_allclose(after.read(name), before.read(name), rtol=2**-7)
+    before, after = (read_tensors(tmp_path / name) for name in ("checkpoint", "half"))
+    assert set(after) == set(before)
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name], rtol=2**-7)
     assert (tmp_path / "half" / "tokenizer.json").read_bytes() == (
         tmp_path / "checkpoint" / "tokenizer.json"
     ).read_bytes()

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench.prompts import RETELLING, STORIES, Prompt, builtin_prompts, load_prompts, tokenize_prompts
+from edgeinfer.apps.bench.prompts import (
+    RETELLING,
+    STORIES,
+    Prompt,
+    builtin_prompts,
+    load_prompts,
+    tokenize_prompts,
+)
 from edgeinfer.errors import PromptError, TemplateError
 
 ROWS: dict[str, list[dict[str, Any]]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,21 +121,6 @@ def test_the_chat_template_marks_turns_with_special_tokens(tokenizer: Tokenizer)
 def test_pseudo_text_is_as_long_as_asked_and_repeatable() -> None:
     assert len(pseudo_text(20).split()) == 20
     assert pseudo_text(20, seed=3) == pseudo_text(20, seed=3) != pseudo_text(20, seed=4)
-
-
-@pytest.mark.parametrize("name", ["tiny", "tales"])
-def test_gguf_files_hold_the_same_tensors_in_q4_0(tmp_path: Path, name: str) -> None:
-    gguf = pytest.importorskip("gguf")
-    from edgeinfer.apps.bench.synthetic import write_random_gguf
-
-    shape = SHAPES[name]
-    write_random_gguf(tmp_path / "model.gguf", shape)
-    tensors = gguf.GGUFReader(tmp_path / "model.gguf").tensors
-    assert sum(int(tensor.n_elements) for tensor in tensors) == shape.parameters
-    matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]
-    assert {tensor.tensor_type for tensor in matrices} == {gguf.GGMLQuantizationType.Q4_0}
-    values = np.concatenate([gguf.dequantize(t.data, t.tensor_type).ravel() for t in matrices])
-    assert abs(values.std() - 0.02) < 2e-4
 
 
 def test_model_files_are_built_once_and_left_whole(tmp_path: Path) -> None:

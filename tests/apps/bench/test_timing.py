@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.apps.bench import watch
-from edgeinfer.apps.bench.timing import DECODE, Samples, Spread, rotated, visits
+from edgeinfer.apps.bench.timing import DECODE, Spread, VisitTimes, rotated, visits
 from edgeinfer.apps.bench.watch import _Sample, mapped_memory, run_watched
 from edgeinfer.errors import BackendError
 
@@ -49,7 +49,7 @@ def test_spread_is_the_quartiles() -> None:
 
 @given(speeds=st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
 def test_ratios_do_not_see_drift_between_repeats(speeds: list[float]) -> None:
-    samples = Samples()
+    samples = VisitTimes()
     for speed in speeds:
         samples.add("slow", 1, [30 * speed, 31 * speed, 32 * speed])
         samples.add("fast", 1, [20 * speed])

@@ -46,7 +46,7 @@ def check(done: subprocess.CompletedProcess[bytes]) -> None:
 def test_too_little_for_the_libraries() -> None:
     # Before: OpenBLAS gave up with a line of its own and code 1.
     done = under(100_000, *RUN, "-t", "1")
-    refuses(4, "lets this process have 102.4 MB of addresses", done)
+    refuses(4, "limits this process to 102.4 MB of address space", done)
     assert b"ulimit -v" in done.stderr
 
 

@@ -157,7 +157,7 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
         "weights          250.0 MB  partly of files",
         "planned          300.0 MB",
         "budget           600.0 MB  fits",
-        "12.3 tokens/s (guessed",
+        "12.3 tokens/s (estimated",
         "drafts of 7 tokens",
         "cache in float32  700.0 MB  15.6      no",
     ):

@@ -11,7 +11,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import MANIFEST, open_bundle
 from edgeinfer.bundle.heads import has_heads
 from edgeinfer.export import ExportConfig
-from edgeinfer.export.training.judge import JudgeTask
+from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 
@@ -67,9 +67,9 @@ def test_acceptance_and_routers_go_into_the_bundle_itself(
     assert len(json.loads(report.read_text("utf-8"))["losses"]) == 3
     assert has_heads(open_bundle(drafter), "acceptance")
     # Where the drafter's own probability is the better judge, the user is told.
-    monkeypatch.setattr(JudgeTask, "curves", lambda task, held_out: (0.6, 0.8))
+    monkeypatch.setattr(AcceptanceHeadTask, "curves", lambda task, held_out: (0.6, 0.8))
     again = ("--target", folder / "target", *text, *TRAINED[:-1])
-    assert "own probability tells it better" in distill(capsys, "acceptance", drafter, tmp_path / "judged", *again)[2]
+    assert "predicts acceptance better" in distill(capsys, "acceptance", drafter, tmp_path / "judged", *again)[2]
     made = tmp_path / "routed"
     assert distill(capsys, "routers", folder / "target", made, *text, *TRAINED, "--keep", 0.5)[0] == 0
     code, out, err = distill(capsys, "routers", made, made, *text, *TRAINED[:-1])
@@ -86,7 +86,7 @@ def test_what_cannot_be_done_is_said_before_any_training(
     short.write_text("Too short.", "utf-8")
     medusa = ("--kind", "medusa")
     cases = (
-        (2, "is no bundle", "heads", folder / "target-checkpoint", tmp_path / "x", *medusa, *text),
+        (2, "is not a bundle", "heads", folder / "target-checkpoint", tmp_path / "x", *medusa, *text),
         (5, "exists already", "heads", folder / "target", tmp_path / "there", *medusa, *text),
         (2, "count=9", "heads", folder / "target", tmp_path / "x", *medusa, "--count", 9, *text),
         (2, "keep=0", "routers", folder / "target", tmp_path / "x", "--keep", 0, *text),

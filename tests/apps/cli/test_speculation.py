@@ -259,7 +259,7 @@ def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path, tmp_path: Path
         (2, "no exit after every", ("--granularity", "3")),
         (2, "Cannot read", ("--text", tmp_path / "missing")),
         (2, "not UTF-8", ("--text", tmp_path / "latin")),
-        (2, "no text to score by", ("--text", tmp_path / "blank")),
+        (2, "no text to score", ("--text", tmp_path / "blank")),
         (2, "context", ("-c", "16")),
         (2, "Unknown drafter", ("--spec", "nonsense")),
         (3, "No model at", ("-m", "nowhere")),

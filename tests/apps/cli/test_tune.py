@@ -86,7 +86,7 @@ def test_bad_requests_are_refused_before_anything_is_measured(
         ("usual settings", ("--profile", "off")),
         ("usual settings", ("--profile", tmp_path / "x.json")),
         ("number of evaluations", ("--evaluations", "0")),
-        ("no text to score by", ("--text", tmp_path / "blank")),
+        ("no text to score", ("--text", tmp_path / "blank")),
     ):
         assert main(["tune", "-m", str(small_bundle), *map(str, options)]) == 2
         out, err = capsys.readouterr()

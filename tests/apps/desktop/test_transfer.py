@@ -77,7 +77,7 @@ def test_markdown_is_the_branch_on_show(conversation: Conversation) -> None:
         (lambda d: d["messages"][1].update(parent=[]), "an earlier message"),
         (lambda d: d["messages"][1].update(role="system"), "role must be one of"),
         (lambda d: d["messages"][1].update(role=[]), "role must be one of"),
-        (lambda d: d["messages"][1].update(role="user"), "follows a reply"),
+        (lambda d: d["messages"][1].update(role="user"), "must alternate"),
         (lambda d: d["messages"][1].update(status="done"), "status must be one of"),
         (lambda d: d["messages"][1].update(html="<b>"), "unknown fields: 'html'"),
         (lambda d: d["messages"][1].update(figures={"speed": 1}), "figures must be"),

@@ -59,7 +59,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 def test_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--terminal", "--port", "80"]) == 2
-    assert "--port is of the window" in capsys.readouterr().err
+    assert "--port belongs to the window" in capsys.readouterr().err
     assert main(["chat", "--no-window", "--data", str(tmp_path), "--stop", "x"]) == 2
     assert "Unknown option 'stop'" in capsys.readouterr().err
     assert main(["chat", "--no-window", "--data", str(tmp_path), "-m", "/no/such/model"]) == 3

@@ -94,7 +94,7 @@ def test_errors_are_the_reply_s_own() -> None:
         with pytest.raises(PromptError):
             await text_of(bad)
         assert await text_of(good)
-        with pytest.raises(UsageError, match="never began"):
+        with pytest.raises(UsageError, match="never started"):
             _ = bad.result
         with pytest.raises(ZeroDivisionError):
             await host.ask(lambda model: 1 // 0)

@@ -120,7 +120,7 @@ def test_wrong_values_are_refused() -> None:
 
 
 def test_bodies_take_a_share_of_the_budget() -> None:
-    assert [Security().within(budget).max_held for budget in (160_000_000, 10**9, None)] == [
+    assert [Security().within(budget).max_bodies for budget in (160_000_000, 10**9, None)] == [
         *(10_000_000, 16_000_000, 16_000_000)
     ]
     assert Security(api_key=KEY).within(10**8).accepts_key(f"Bearer {KEY}")

@@ -119,7 +119,7 @@ def test_whoever_has_the_most_gives_way() -> None:
 
 def test_many_large_bodies_at_once_are_refused_by_their_sum() -> None:
     async def run() -> None:
-        uploads = Uploads(Security(max_held=1000, max_body=500))
+        uploads = Uploads(Security(max_bodies=1000, max_body=500))
         large, complete, small = uploads.begin(THERE), uploads.begin(THERE), uploads.begin(ELSEWHERE)
         complete.add(500, last=True)
         large.add(450, last=False)

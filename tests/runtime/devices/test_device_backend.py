@@ -17,7 +17,7 @@ from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
 from edgeinfer.errors import CapabilityError, DeviceError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.onnx.first_pass import check_first_pass
+from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.devices import arrays as device_arrays
 from edgeinfer.runtime.devices.contract import CPU, Device
 from tests.devices import STANDIN, TOKENS, feed, lacking, talk

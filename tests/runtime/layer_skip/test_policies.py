@@ -12,7 +12,7 @@ from edgeinfer.adaptive import BASELINES, COMPUTES
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.contract import Wanted
+from edgeinfer.runtime.layer_skip.contract import SpeedTarget
 from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit, divergence, entropy_bits, likeliest
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy, Stay, rolling_means
 from edgeinfer.runtime.layer_skip.policies import (
@@ -43,8 +43,8 @@ class GivenPrompt:
         return self._states
 
 
-def wanted(speedup: float, layers: int, fixed: float = 0.0) -> Wanted:
-    return Wanted(speedup, BlockCosts(fixed, (1.0,) * (2 * layers), (fixed + 2 * layers,)))
+def wanted(speedup: float, layers: int, fixed: float = 0.0) -> SpeedTarget:
+    return SpeedTarget(speedup, BlockCosts(fixed, (1.0,) * (2 * layers), (fixed + 2 * layers,)))
 
 
 def kept(mask: NDArray[np.bool_]) -> list[int]:

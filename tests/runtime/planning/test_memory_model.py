@@ -11,12 +11,12 @@ import pytest
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.registry import kernel_name, make_backend, subject_of
+from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, speed_model
-from edgeinfer.runtime.profile.device_profile import Profile
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from tests.runtime.models import bundle_of
 
 
@@ -26,9 +26,10 @@ def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle
 
 def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
-    subject = subject_of(bundle, layout or bundle.manifest.layout, config)
+    choice = dataclasses.replace(choose_backend(bundle, config), layout=layout or bundle.manifest.layout)
+    subject = plan_input_of(choice, config)
     subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
-    return make_plan(subject, config, speed_model(subject, lambda variant: Profile(None)))
+    return make_plan(subject, config, speed_model(subject, lambda variant: DeviceProfile(None)))
 
 
 def weights(plan: MemoryPlan) -> tuple[int, int]:
@@ -81,5 +82,6 @@ def test_the_reference_backend_multiplies_everything_out() -> None:
 def test_profiles_go_by_what_multiplies(backend: str, layout: Layout) -> None:
     bundle = export(layout)
     config = LoadConfig(backend=backend, context=16)
-    configuration = next(configurations(subject_of(bundle, layout, config), config))
-    assert make_backend(bundle, layout, config, configuration).kernel == kernel_name(bundle, layout, config)
+    choice = dataclasses.replace(choose_backend(bundle, config), layout=layout)
+    configuration = next(configurations(plan_input_of(choice, config), config))
+    assert make_backend(choice, config, configuration).kernel == kernel_name(choice)

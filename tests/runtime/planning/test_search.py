@@ -23,7 +23,7 @@ from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 
@@ -33,7 +33,7 @@ PACE = Pace(PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0))), True, 0.3
 
 
 @pytest.fixture(scope="module")
-def subject() -> PlanInput:
+def plan_input() -> PlanInput:
     """A model with a large vocabulary for its size, so that drafts take memory; everything is open to choice."""
     bundle = bundle_of("llama-tied", ExportConfig(bits=4, keep_small=False))
     assert bundle.manifest.decoder is not None
@@ -68,29 +68,29 @@ class Large(MemoryModel):
         )
 
 
-def plan(subject: PlanInput, all_ways: bool = False, **options: Any) -> MemoryPlan:
+def plan(plan_input: PlanInput, all_ways: bool = False, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
     return search(
-        subject,
+        plan_input,
         config,
-        Large(subject, config, PROCESS),
+        Large(plan_input, config, PROCESS),
         SpeedModel(pace_of),
         all_ways=all_ways,
     )
 
 
-def test_without_a_budget_nothing_is_given_up(subject: PlanInput) -> None:
-    found = plan(subject)
+def test_without_a_budget_nothing_is_given_up(plan_input: PlanInput) -> None:
+    found = plan(plan_input)
     c = found.configuration
     assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (2048, 64, "float32", "mapped", 15)
     assert (c.drafters, c.tokenizer, found.given_up, found.fits) == (drafters_in("auto"), "kept", (), True)
     assert found.smallest_bytes < found.planned_bytes
 
 
-def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(subject: PlanInput) -> None:
-    free = plan(subject)
-    assert plan(subject, memory=free.planned_bytes).configuration == free.configuration
-    tight = plan(subject, memory=free.smallest_bytes)
+def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: PlanInput) -> None:
+    free = plan(plan_input)
+    assert plan(plan_input, memory=free.planned_bytes).configuration == free.configuration
+    tight = plan(plan_input, memory=free.smallest_bytes)
     assert tight.fits and len(tight.given_up) >= 4
     assert any("lossy" in text for text in tight.given_up)
 
@@ -112,10 +112,10 @@ fixed_options = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=12)
 @given(fixed=fixed_options, share=st.floats(0, 1))
-def test_what_is_fixed_stays_and_what_fits_is_found(subject: PlanInput, fixed: dict[str, Any], share: float) -> None:
-    free = plan(subject, **fixed)
+def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed: dict[str, Any], share: float) -> None:
+    free = plan(plan_input, **fixed)
     budget = round(free.smallest_bytes + share * (free.planned_bytes - free.smallest_bytes))
-    found = plan(subject, memory=budget, **fixed)
+    found = plan(plan_input, memory=budget, **fixed)
     assert found.fits and found.planned_bytes <= budget
     c = found.configuration
     for name, value in fixed.items():
@@ -127,71 +127,75 @@ def test_what_is_fixed_stays_and_what_fits_is_found(subject: PlanInput, fixed: d
         assert c.draft_max == fixed["draft_max"]
     if fixed.get("speculation", "auto") != "auto":
         assert set(c.drafters) == set(drafters_in(fixed["speculation"]))
-    assert c in set(configurations(subject, LoadConfig(**fixed)))
+    assert c in set(configurations(plan_input, LoadConfig(**fixed)))
 
 
 @pytest.fixture(scope="module")
-def free(subject: PlanInput) -> MemoryPlan:
+def free(plan_input: PlanInput) -> MemoryPlan:
     """The plan without a budget."""
-    return plan(subject)
+    return plan(plan_input)
 
 
 @settings(deadline=None, max_examples=4)
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
-def test_more_memory_is_never_worse(subject: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
+def test_more_memory_is_never_worse(plan_input: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
     sizes = sorted(round(free.smallest_bytes + x * (free.planned_bytes - free.smallest_bytes)) for x in (low, high))
-    less, more = (plan(subject, memory=size) for size in sizes)
+    less, more = (plan(plan_input, memory=size) for size in sizes)
     worth = search_module._worth(SpeedModel(pace_of), free.configuration)
     assert worth(more.configuration) >= worth(less.configuration)
     if less.configuration.context == more.configuration.context and less.configuration.kv == more.configuration.kv:
         assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
 
 
-def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(subject: PlanInput) -> None:
-    resident = plan(subject, weights="mapped", context=2048).smallest_bytes
-    assert plan(subject, memory=resident, context=2048).configuration.weights == "mapped"
-    streamed = plan(subject, memory=resident - 1, context=2048)
+def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(plan_input: PlanInput) -> None:
+    resident = plan(plan_input, weights="mapped", context=2048).smallest_bytes
+    assert plan(plan_input, memory=resident, context=2048).configuration.weights == "mapped"
+    streamed = plan(plan_input, memory=resident - 1, context=2048)
     assert streamed.configuration.weights == "streamed" and streamed.configuration.window_layers
-    mapped = plan(subject, memory=resident, context=2048)
+    mapped = plan(plan_input, memory=resident, context=2048)
     assert streamed.speed.tokens_per_second < mapped.speed.tokens_per_second
     # Pages of files do not count here, so there is no need to drop any.
-    anonymous = plan(subject, memory=plan(subject, counted="anonymous").smallest_bytes, counted="anonymous")
+    anonymous = plan(plan_input, memory=plan(plan_input, counted="anonymous").smallest_bytes, counted="anonymous")
     assert anonymous.configuration.weights == "mapped"
 
 
-def test_drafts_shrink_to_nothing_with_the_budget(subject: PlanInput) -> None:
-    subject = dataclasses.replace(subject, tokenizers=("kept",))
+def test_drafts_shrink_to_nothing_with_the_budget(plan_input: PlanInput) -> None:
+    plan_input = dataclasses.replace(plan_input, tokenizers=("kept",))
     fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
-    most, least = (plan(subject, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
-    plans = [plan(subject, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
+    most, least = (plan(plan_input, speculation=who, **fixed).planned_bytes for who in ("auto", "off"))
+    plans = [plan(plan_input, memory=size, **fixed) for size in range(most, least - 1, -(most - least) // 60)]
     assert {0, 1, 3} <= {found.draft_max for found in plans} and plans[-1].terms.get("drafting", 0) >= 0
     taken = [found.terms.get("drafting", 0) for found in plans]
     assert taken[0] == max(taken) and all(found.fits for found in plans)
 
 
-def test_four_bits_are_only_for_who_asks(subject: PlanInput) -> None:
-    assert {c.kv for c in configurations(subject, LoadConfig())} == {"float32", "int8"}
-    assert plan(subject, kv="int4").configuration.kv == "int4"
-    assert plan(subject, kv="int4").planned_bytes < plan(subject, kv="int8").planned_bytes < plan(subject).planned_bytes
+def test_four_bits_are_only_for_who_asks(plan_input: PlanInput) -> None:
+    assert {c.kv for c in configurations(plan_input, LoadConfig())} == {"float32", "int8"}
+    assert plan(plan_input, kv="int4").configuration.kv == "int4"
+    assert (
+        plan(plan_input, kv="int4").planned_bytes
+        < plan(plan_input, kv="int8").planned_bytes
+        < plan(plan_input).planned_bytes
+    )
 
 
-def test_what_the_model_does_not_have_is_refused(subject: PlanInput) -> None:
-    bare = dataclasses.replace(subject, kv_types=("float32",), weights_modes=("packed",))
+def test_what_the_model_does_not_have_is_refused(plan_input: PlanInput) -> None:
+    bare = dataclasses.replace(plan_input, kv_types=("float32",), weights_modes=("packed",))
     cases: tuple[tuple[dict[str, Any], str], ...] = (({"kv": "int8"}, "tune"), ({"weights": "streamed"}, "packed"))
     for options, word in cases:
         with pytest.raises(UsageError) as caught:
             plan(bare, **options)
         assert word in str(caught.value)
     with pytest.raises(UsageError, match="in place"):
-        plan(subject, weights="packed")
+        plan(plan_input, weights="packed")
     with pytest.raises(ContextLengthError, match="8192"):
-        plan(subject, context=9000)
+        plan(plan_input, context=9000)
 
 
-def test_a_refusal_tells_the_least_and_what_to_change(subject: PlanInput) -> None:
+def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> None:
     fixed: dict[str, Any] = {"context": 4096, "kv": "float32", "speculation": "copy", "prefix_cache": 10_000_000}
-    least = plan(subject, **fixed).smallest_bytes
-    found = plan(subject, memory=least - 1, **fixed)
+    least = plan(plan_input, **fixed).smallest_bytes
+    found = plan(plan_input, memory=least - 1, **fixed)
     assert not found.fits
     with pytest.raises(BudgetError) as caught:
         found.require_fit()
@@ -199,17 +203,17 @@ def test_a_refusal_tells_the_least_and_what_to_change(subject: PlanInput) -> Non
     assert error.minimum_bytes >= least and error.terms["kv"] > 0 and sum(error.terms.values()) == least
     for way in ("-c", "no --kv", "no --spec", "prefix cache"):
         assert way in error.hint
-    assert plan(subject, memory=error.minimum_bytes, **fixed).fits
+    assert plan(plan_input, memory=error.minimum_bytes, **fixed).fits
 
 
-def test_alternatives_differ_and_tell_whether_they_fit(subject: PlanInput) -> None:
-    found = plan(subject, all_ways=True)
+def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) -> None:
+    found = plan(plan_input, all_ways=True)
     ways = {way.name: way for way in found.alternatives}
     assert {"smallest", "no drafting", "cache in int8", "weights streamed", "context of 512"} <= set(ways)
     assert len({way.configuration for way in ways.values()} | {found.configuration}) == len(ways) + 1
     assert all(way.fits for way in ways.values())
     assert ways["smallest"].planned_bytes == found.smallest_bytes
-    tight = plan(subject, all_ways=True, memory=found.smallest_bytes + 1_000_000)
+    tight = plan(plan_input, all_ways=True, memory=found.smallest_bytes + 1_000_000)
     assert not {way.name: way for way in tight.alternatives}["no concessions"].fits
     data = tight.to_dict()
     assert data["alternatives"][0]["choice"]["context"] and data["speed"]["measured"] is True
@@ -233,9 +237,9 @@ def _configuration(**changes: Any) -> Configuration:
     return dataclasses.replace(base, **changes)
 
 
-def test_tuned_settings_come_first_and_give_way_to_the_budget(subject: PlanInput) -> None:
-    tuned = dataclasses.replace(subject, settings=TunedSettings(prefill_chunk=1024))
-    free, usual = plan(tuned), plan(subject)
+def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput) -> None:
+    tuned = dataclasses.replace(plan_input, settings=TunedSettings(prefill_chunk=1024))
+    free, usual = plan(tuned), plan(plan_input)
     assert (free.prefill_chunk, free.tuned, free.given_up) == (1024, ("prefill_chunk",), ())
     assert free.planned_bytes > usual.planned_bytes and free.smallest_bytes == usual.smallest_bytes
     for budget in (usual.planned_bytes, usual.smallest_bytes):
@@ -245,8 +249,8 @@ def test_tuned_settings_come_first_and_give_way_to_the_budget(subject: PlanInput
     assert plan(tuned, prefill_chunk=16).prefill_chunk == 16
 
 
-def test_tuned_weights_come_first_and_stay_the_callers_choice(subject: PlanInput) -> None:
-    both = dataclasses.replace(subject, weights_modes=("packed", "mapped", "streamed"))
+def test_tuned_weights_come_first_and_stay_the_callers_choice(plan_input: PlanInput) -> None:
+    both = dataclasses.replace(plan_input, weights_modes=("packed", "mapped", "streamed"))
     tuned = dataclasses.replace(both, settings=TunedSettings(weights="mapped"))
     assert plan(both).configuration.weights == "packed"
     found = plan(tuned)
@@ -254,5 +258,5 @@ def test_tuned_weights_come_first_and_stay_the_callers_choice(subject: PlanInput
     own = plan(tuned, weights="packed")
     assert own.configuration.weights == "packed" and own.tuned == ()
     # A mode that this backend does not have is not taken.
-    other = dataclasses.replace(subject, settings=TunedSettings(weights="packed"))
+    other = dataclasses.replace(plan_input, settings=TunedSettings(weights="packed"))
     assert plan(other).configuration.weights == "mapped" and plan(other).tuned == ()

@@ -249,7 +249,7 @@ def test_what_is_wrong_is_said_in_one_line(byte_level: Tokenizer) -> None:
         ({"json_schema": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf constraints are not supported. Ch"),
         ({"json_schema": "{"}, "not JSON"),
         ({"json_schema": "[]"}, "not an object"),
-        ({"json_schema": '{"minimum": NaN}'}, "NaN is no number"),
+        ({"json_schema": '{"minimum": NaN}'}, "NaN is not a number"),
         ({"json_schema": {"const": {1, 2}}}, "cannot be written as JSON"),
         ({"regex": "["}, "unclosed character class"),
         ({"regex": r"(?=a)b"}, "look-around"),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.sampling import LogitsProcessor, Penalties, TokenCounts, uniform
+from edgeinfer.runtime.sampling.distributions import token_logprobs
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -147,7 +148,7 @@ def test_unusable_logits_are_the_backends_fault() -> None:
     several: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 2, "top_p": 0.9}]
     for row, options in product(rows, several):
         processor, logits = LogitsProcessor(GenerationConfig(**options), 3, 0), np.array(row, np.float32)
-        for call in (processor.sample, processor.logprobs):
+        for call in (processor.sample, token_logprobs):
             with pytest.raises(BackendError, match="No token can be chosen"):
                 call(logits, 0)
                 pytest.fail(f"{row} with {options}")
@@ -178,9 +179,8 @@ def test_extreme_temperatures_stay_finite() -> None:
 @given(ROWS, st.integers(0, 60))
 def test_logprobs_are_the_models_own(row: list[float], top: int) -> None:
     logits = np.array(row, np.float32)
-    processor = LogitsProcessor(GenerationConfig(temperature=0.3, top_k=1, logit_bias={0: 5.0}), len(row), 0)
     chosen = row.index(max(row))
-    found = processor.logprobs(logits, chosen, top)
+    found = token_logprobs(logits, chosen, top)
     normaliser = math.log(sum(math.exp(x) for x in row))
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:top]
     assert [token for token, _ in found.top] == order
@@ -197,7 +197,7 @@ def test_half_precision_logits_work() -> None:
 def test_edges_of_the_interval_never_reach_impossible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     row = np.array([-math.inf, 0.0, 1.0, 0.5, -math.inf], np.float32)
     for u, token in ((0.0, 1), (1 - 2.0**-53, 3)):
-        monkeypatch.setattr("edgeinfer.runtime.sampling.logits.uniform", lambda seed, position, u=u: u)
+        monkeypatch.setattr("edgeinfer.runtime.sampling.sampler.uniform", lambda seed, position, u=u: u)
         assert LogitsProcessor(GenerationConfig(temperature=1.0), 5, 0).sample(row, 0) == token
 
 

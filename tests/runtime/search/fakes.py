@@ -171,7 +171,7 @@ class Trial:
         text = [*self.prompt, *found]
         assert self.backend.held == text[: self.backend.cache.length]
         assert self.backend.cache.places == list(range(self.backend.cache.length))
-        assert self.engine.held == tuple(self.backend.held)
+        assert self.engine.cached_tokens == tuple(self.backend.held)
         assert self.backend.cache.length >= len(self.prompt)
 
 

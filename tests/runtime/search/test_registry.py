@@ -70,7 +70,7 @@ def test_only_some_follow_a_constraint(name: str) -> None:
     backend = LettersBackend()
     parts = SearchParts(backend, sampler, config, frozenset({END}), Letters(), lambda: False, continues=False)
     if not SEARCH_KINDS[name].constrained:
-        with pytest.raises(UsageError, match="follows no grammar"):
+        with pytest.raises(UsageError, match="cannot follow a grammar"):
             make_search(parts, forgets=False)
         return
     trial = Trial(backend, **options_of(name))

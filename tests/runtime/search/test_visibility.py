@@ -13,10 +13,11 @@ from edgeinfer.bundle.graph import TREE_ROWS
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.options.config import StaticOptions
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, Visibility
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
+from edgeinfer.runtime.backends.visibility import Visibility
 from tests.runtime.models import bundle_of
 from tests.runtime.test_engine import TableBackend
 

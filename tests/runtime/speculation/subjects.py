@@ -21,9 +21,9 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.governor import Governor
@@ -137,7 +137,7 @@ class Subject:
         model = self._model() if {"model", "hierarchical"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
-        parts = DrafterParts(self.backend, model, 8, Tuning(), bundle=self.bundle)
+        parts = DrafterParts(self.backend, model, 8, LayerDrafting(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
             if not names:

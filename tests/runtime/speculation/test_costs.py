@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation import measuring as module
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Guess
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess
 from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes
 
 CURVES = st.builds(

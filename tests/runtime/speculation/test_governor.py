@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Resumption, Round, State, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import (
+    Context,
+    Draft,
+    Drafter,
+    Guess,
+    Resumption,
+    Round,
+    State,
+    Verdict,
+)
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices

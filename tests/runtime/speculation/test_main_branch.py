@@ -15,7 +15,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Verdict, keep_main_branch, main_branch_first
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Verdict, keep_main_branch, main_branch_first
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel

@@ -17,8 +17,8 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import Context
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
+from edgeinfer.runtime.speculation.drafters.contract import Context
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import find_verification

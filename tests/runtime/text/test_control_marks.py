@@ -112,7 +112,7 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
         "messages": messages,
         "tools": draw(st.sampled_from([None, tools])),
         "variables": draw(st.sampled_from([None, {"mood": draw(mixtures)}])),
-        "begun": draw(st.just("") | mixtures),
+        "partial_reply": draw(st.just("") | mixtures),
     }
 
 
@@ -128,7 +128,7 @@ def check(kind: str, name: str, data: dict[str, Any]) -> None:
         assert tokenizer(kind).decode(ids, skip_special_tokens=False) == "".join(parts)
     if name not in ("curious", "capitals", "macros"):
         rendered = template(name).render(data["messages"], True, data["tools"], data["variables"])
-        assert "".join(parts) == rendered + data["begun"]
+        assert "".join(parts) == rendered + data["partial_reply"]
 
 
 @settings(max_examples=12, deadline=None)
@@ -314,4 +314,4 @@ def test_ten_thousand_messages_with_marks_make_no_control_tokens(shared: Path) -
             words.insert(chance.randrange(len(words) + 1), "".join(chance.choices(PIECES, k=chance.randint(1, 4))))
         message = {"role": "user", "content": chance.choice(["", " "]).join(words)}
         kind, name = list(KINDS)[place % len(KINDS)], NAMES[place // len(KINDS) % len(NAMES)]
-        check(kind, name, {"messages": [message], "tools": None, "variables": None, "begun": ""})
+        check(kind, name, {"messages": [message], "tools": None, "variables": None, "partial_reply": ""})

@@ -13,7 +13,7 @@ from edgeinfer.bundle.gguf.library import listening
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp import memory
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
-from edgeinfer.runtime.backends.llamacpp.stairs import Stairs
+from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
 from tests.runtime.backends.llamacpp.conftest import Q4_0, Q8_0
 from tests.runtime.backends.llamacpp.models import Shape
 
@@ -63,12 +63,14 @@ def test_buffers_are_as_large_as_said(gguf_bundle: Make, shape: Shape, kv: str) 
 
 def test_rows_are_filled_up_where_weights_are_packed(gguf_bundle: Make) -> None:
     gguf = gguf_bundle(DENSE, file_type=Q4_0).gguf
-    assert Stairs.of(gguf, "mapped") == Stairs(0, 0) == Stairs.of(gguf_bundle(SPARSE, file_type=Q4_0).gguf, "packed")
+    assert (
+        RowSteps.of(gguf, "mapped") == RowSteps(0, 0) == RowSteps.of(gguf_bundle(SPARSE, file_type=Q4_0).gguf, "packed")
+    )
     # The head of a file of this type is Q6_K, which is not packed everywhere.
-    assert 0.5 < Stairs.of(gguf, "packed").layers <= 1
+    assert 0.5 < RowSteps.of(gguf, "packed").layers <= 1
     sizes, added = range(1, 9), {1.0: (0, 2, 1, 0, 0, 2, 1, 0), 0.5: (0, 0, 1, 0, 0, 0, 1, 0), 0.1: (0,) * 8}
     for share, wanted in added.items():
-        assert tuple(Stairs(share, 0).padding(size, size)[0] for size in sizes) == wanted
-    assert [Stairs(1, 1).padding(6, outputs)[1] for outputs in range(7)] == [0, 0, 2, 1, 0, 0, 2]
-    assert Stairs(1, 1).padding(13, 13) == (memory.PADDING, memory.PADDING)
-    assert Stairs(1, 0).padding(6, 6) == (2, 0) and Stairs(1, 1).padding(7, 2) == (1, 1)
+        assert tuple(RowSteps(share, 0).padding(size, size)[0] for size in sizes) == wanted
+    assert [RowSteps(1, 1).padding(6, outputs)[1] for outputs in range(7)] == [0, 0, 2, 1, 0, 0, 2]
+    assert RowSteps(1, 1).padding(13, 13) == (memory.PADDING, memory.PADDING)
+    assert RowSteps(1, 0).padding(6, 6) == (2, 0) and RowSteps(1, 1).padding(7, 2) == (1, 1)

@@ -19,11 +19,11 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.contracts import Lost
-from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
-from edgeinfer.runtime.profile.drafting import Tuning
+from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
+from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
-from edgeinfer.runtime.sampling.logits import Logits
+from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.governor import Governor
@@ -70,7 +70,7 @@ class Writer:
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
         self.backend: Backend = OnnxBackend(bundle, capacity)
-        self.engine = Engine(self.backend, chunk, make_overflow(policy, bundle, self.backend))
+        self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
 
     def write(
         self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()
@@ -83,7 +83,7 @@ class Writer:
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = OnnxBackend(self.bundle, self.backend.cache.capacity) if "model" in names else None
-        parts = DrafterParts(self.backend, small, 8, Tuning())
+        parts = DrafterParts(self.backend, small, 8, LayerDrafting())
         if not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [make_drafter(name, parts) for name in names]

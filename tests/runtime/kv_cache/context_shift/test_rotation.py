@@ -14,7 +14,7 @@ from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.kv_cache.context_shift.rotation import Rotation
+from edgeinfer.runtime.kv_cache.context_shift.policy import Rotation
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 
 if TYPE_CHECKING:

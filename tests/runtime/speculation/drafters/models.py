@@ -16,7 +16,16 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Draw, Guess, Probabilities, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import (
+    Context,
+    Draft,
+    Drafter,
+    Draw,
+    Guess,
+    Probabilities,
+    Round,
+    Verdict,
+)
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context, Draft, Drafter, Guess, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round, Verdict
 
 __all__ = ["ask", "chain", "searched", "settled"]
 

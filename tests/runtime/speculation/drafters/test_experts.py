@@ -12,8 +12,12 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.onnx.resident_backend import ResidentBackend
-from edgeinfer.runtime.speculation.drafters.self_drafters import ExpertsDrafter, ResidentDrafter, fewer_experts
+from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+from edgeinfer.runtime.speculation.drafters.self_drafters import (
+    CachedExpertsDrafter,
+    ExpertsDrafter,
+    fewer_experts,
+)
 from tests.runtime.speculation.drafters.models import (
     Plain,
     assert_same_cache,
@@ -101,20 +105,20 @@ def test_only_experts_in_memory_draft() -> None:
     assert isinstance(inner, OnnxBackend)
     decoder = bundle.manifest.decoder
     assert decoder is not None
-    target = ResidentBackend(inner, decoder, 10_000_000)
-    residency = target.residency
-    drafter = ResidentDrafter(target, residency.bias)
+    target = CachedExpertsBackend(inner, decoder, 10_000_000)
+    cache = target.expert_cache
+    drafter = CachedExpertsDrafter(target, cache.bias)
     plain = Plain.decode(target, PROMPT, 12)
     assert speculate(target, drafter, plain, 0) == list(plain.reply)
     assert_same_cache("native", target.cache.snapshot(), plain.cache)
     # One token's experts are there, so drafts use no others.
-    residency.forget()
+    cache.forget()
     target.cache.trim(0)
     take_in(target, PROMPT[:1])
-    held = residency.resident.copy()
+    held = cache.cached.copy()
     drafter.begin(PROMPT[:2])
     now, drafted = context(PROMPT[:2]), [7, 8, 9]
     assert drafter.guesses(now, drafted, 1)
     assert held.any(axis=1).all()
-    np.testing.assert_array_equal(residency.resident, held)
+    np.testing.assert_array_equal(cache.cached, held)
     target.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.runtime.speculation.contracts import Context, Guess
+from edgeinfer.runtime.speculation.drafters.contract import Context, Guess
 from edgeinfer.runtime.speculation.drafters.copy import ForcedDrafter
 from tests.runtime.speculation.drafters.rounds import ask, settled
 

@@ -17,7 +17,8 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.contracts import (
+from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
+from edgeinfer.runtime.speculation.drafters.contract import (
     Context,
     Draft,
     Guess,
@@ -26,7 +27,6 @@ from edgeinfer.runtime.speculation.contracts import (
     Verdict,
     main_branch_end,
 )
-from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.governor import Governor

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.speculation.contracts import Context, Drafter, Draw, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.drafters.models import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.contracts import Context
+from edgeinfer.runtime.speculation.drafters.contract import Context
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from tests.runtime.speculation.drafters.models import committed, context
 

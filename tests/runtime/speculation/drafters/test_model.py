@@ -18,7 +18,7 @@ from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.errors import BundleError, ModelError, StorageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.speculation.contracts import Probabilities
+from edgeinfer.runtime.speculation.drafters.contract import Probabilities
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from tests.runtime.speculation.drafters.models import (
     Plain,

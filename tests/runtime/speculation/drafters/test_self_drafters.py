@@ -13,7 +13,7 @@ from edgeinfer.bundle import Capabilities
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.speculation.contracts import Drafter
+from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     BitsDrafter,
     EarlyExitDrafter,

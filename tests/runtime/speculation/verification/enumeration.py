@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Probabilities, Verdict, Verifier
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities, Verdict, Verifier
 
 __all__ = [
     "Laws",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.special import gammaincc
 
-from edgeinfer.runtime.speculation.contracts import Draft, Guess, Probabilities
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Probabilities
 from edgeinfer.runtime.speculation.verification import VERIFIERS
 from tests.runtime.speculation.verification.enumeration import plain_probabilities, random_laws
 

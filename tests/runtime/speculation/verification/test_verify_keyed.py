@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
 from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.runtime.speculation.verification.enumeration import (
     Laws,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
 from edgeinfer.runtime.speculation.rejection import solve_rho, verify_kseq, verify_rejection
 from tests.runtime.speculation.verification.enumeration import (
     Laws,

@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.sampling.logits import draw_from
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities, Verdict
+from edgeinfer.runtime.sampling.distributions import draw_from
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, Verdict
 from edgeinfer.runtime.speculation.rejection import residual, verify_rejection, without
 from edgeinfer.runtime.speculation.verification import VERIFIERS
 from tests.runtime.speculation.verification.enumeration import (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
 from edgeinfer.runtime.speculation.verification import VERIFIERS, find_verification
 from tests.runtime.speculation.verification.enumeration import TableTarget, make_draft
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.sampling import LogitsProcessor, TokenCounts, uniform
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
 from edgeinfer.runtime.speculation.verification import VERIFIERS, verify_keyed
 from tests.runtime.speculation.verification.enumeration import (
     drafts,

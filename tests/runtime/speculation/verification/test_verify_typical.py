@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.speculation.contracts import Draft, Probabilities
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities
 from edgeinfer.runtime.speculation.verification import find_verification, threshold, verify_keyed, verify_typical
 from tests.runtime.speculation.verification.enumeration import TableTarget, lossless_error, make_draft, random_laws
 

@@ -1,0 +1,242 @@
+"""Trains heads that draft from a target's states: Medusa's residual blocks, and Hydra's, which also read tokens.
+
+The state at token t predicts the root, t + 1; head i, counted from 0, predicts the token at t + 2 + i, as the target
+would predict it after the tokens before that place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from edgeinfer.bundle.heads import Heads
+from edgeinfer.errors import UsageError
+from edgeinfer.export.training.losses import divergence
+from edgeinfer.export.training.models import Target
+from edgeinfer.export.training.options import require
+from edgeinfer.export.training.tasks import Batches
+from edgeinfer.export.training.text import TokenFile
+
+__all__ = ["HeadsShape", "HeadsTask", "HydraTask", "MedusaTask", "final_states", "half"]
+
+# A later place is reached less often, and counts so much less (Medusa).
+_FADING = 0.8
+# Windows that agreement is measured on.
+_WINDOWS = 24
+_MOST_ROWS = 1024
+_TINY = 1e-6
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """How many heads there are, and which tokens they guess.
+
+    Attributes:
+        count: places that are guessed.
+        tokens: that may be guessed, the most frequent ones; None is 1024, or all of a smaller vocabulary.
+    """
+
+    count: int = 3
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        require(1 <= self.count <= 8, "count", self.count, "between 1 and 8")
+        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
+
+    def rows(self, vocabulary: int) -> int:
+        """Tokens that may be guessed, of so many."""
+        return min(vocabulary, self.tokens or _MOST_ROWS)
+
+
+@torch.no_grad()
+def final_states(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B, S, D)
+    """States after the final norm, as the model's head sees them."""
+    states: torch.Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return states
+
+
+def half(tensor: torch.Tensor) -> NDArray[np.float16]:
+    """A tensor in the type that heads are stored in."""
+    stored: NDArray[np.float16] = tensor.detach().cpu().numpy().astype(np.float16)
+    return stored
+
+
+class HeadsTask(ABC):
+    """Heads over the states of a frozen target. Implements `trainer.Task`.
+
+    Args:
+        sources: what the target said and other text; they take turns.
+
+    Raises:
+        UsageError: there is too little text.
+    """
+
+    kind: str
+
+    def __init__(self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, shape: HeadsShape) -> None:
+        for tokens in sources:
+            tokens.require(batches.length, "The text")
+        if batches.length < shape.count + 2:
+            raise UsageError(
+                f"Windows of {batches.length} tokens are too short for {shape.count} heads.", "Use longer windows."
+            )
+        self.name = f"{self.kind} heads"
+        self.shape = shape
+        self._target, self._sources, self._batches = target, sources, batches
+        model = target.model
+        self._tokens = _frequent(sources, shape.rows(model.lm_head.weight.shape[0]))  # (K,)
+        self._rows = model.lm_head.weight.detach()[self._tokens]  # (K, D)
+        self._norm = model.model.norm.weight.detach()
+        self._modules = self._make(self._rows.shape[1]).to(target.device)
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        digests = {"target": self._target.digest, "sources": [tokens.digest for tokens in self._sources]}
+        return digests | self._batches.facts | asdict(self.shape)
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The parameters of all heads."""
+        return dict(self._modules.named_parameters())
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Mean divergence of every head from the target's prediction at its place, later places counting less."""
+        batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
+        states = final_states(self._target.model, batch)  # (B, S, D)
+        places, total, weights = batch.shape[1] - 1 - self.shape.count, torch.zeros((), device=batch.device), 0.0
+        for head in range(self.shape.count):
+            guessed = self._guess(head, states[:, :places], batch[:, 1:])  # (B, n, D)
+            taught = states[:, 1 + head : 1 + head + places]
+            weight = _FADING**head
+            total = total + weight * divergence(guessed.flatten(0, 1), self._rows, taught.flatten(0, 1), self._rows)
+            weights += weight
+        return total / weights
+
+    def heads(self, notes: Mapping[str, str]) -> Heads:
+        """The trained heads as a bundle keeps them."""
+        shared = {
+            "norm": self._norm.cpu().numpy().astype(np.float32),
+            "tokens": self._tokens.cpu().numpy().astype(np.int32),
+            "rows": half(self._rows),
+        }
+        return Heads(self.kind, shared | self._arrays(), notes)
+
+    @torch.no_grad()
+    def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
+        """How often each head's likeliest token is the target's, on held-out text."""
+        right = torch.zeros(self.shape.count, dtype=torch.float64)
+        seen = 0
+        for window in held_out.windows(self._batches.length, _WINDOWS):
+            batch = torch.from_numpy(window)[None].to(self._target.device)
+            states = final_states(self._target.model, batch)
+            said = (states @ self._target.model.lm_head.weight.T).argmax(-1)  # (1, S)
+            places = batch.shape[1] - 1 - self.shape.count
+            for head in range(self.shape.count):
+                guessed = self._guess(head, states[:, :places], batch[:, 1:]) @ self._rows.T
+                chosen = self._tokens[guessed.argmax(-1)]
+                right[head] += float((chosen == said[:, 1 + head : 1 + head + places]).sum())
+            seen += places
+        return tuple((right / max(1, seen)).tolist())
+
+    @abstractmethod
+    def _make(self, size: int) -> torch.nn.Module:
+        """Makes untrained heads."""
+
+    @abstractmethod
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """A head's output, which the rows multiply; of the tokens that follow it may see the first n + i.
+
+        states (B, n, D), following (B, ...) -> (B, n, D)
+        """
+
+    @abstractmethod
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """The heads' arrays, by the names that bundles use."""
+
+
+def _frequent(sources: tuple[TokenFile, ...], count: int) -> torch.Tensor:  # (K,)
+    """The most frequent tokens, ascending; of equals the lower ids."""
+    most = max(int(tokens.ids.max()) for tokens in sources) + 1
+    counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)
+    chosen = np.argsort(-np.asarray(counts), kind="stable")[:count]
+    return torch.from_numpy(np.sort(chosen).astype(np.int64))
+
+
+class MedusaTask(HeadsTask):
+    """Head i is x + SiLU(W x + b), which is x before training. Implements `trainer.Task`."""
+
+    kind = "medusa"
+
+    def _make(self, size: int) -> torch.nn.Module:
+        blocks = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(self.shape.count))
+        for parameter in blocks.parameters():
+            torch.nn.init.zeros_(parameter)
+        return blocks
+
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._modules, torch.nn.ModuleList)
+        return states + F.silu(self._modules[head](states))
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        values = dict(self._modules.named_parameters())
+        heads = range(self.shape.count)
+        return {
+            "weight": half(torch.stack([values[f"{head}.weight"] for head in heads])),
+            "bias": half(torch.stack([values[f"{head}.bias"] for head in heads])),
+        }
+
+
+class _Block(torch.nn.Module):
+    """P z + SiLU(W z + b), which is the state alone before training."""
+
+    def __init__(self, size: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, size, inputs * size))
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+        with torch.no_grad():
+            self.weight[0, :, :size] = torch.eye(size)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:  # (..., inputs * D) -> (..., D)
+        """The block's output."""
+        projected: torch.Tensor = F.linear(z, self.weight[0]) + F.silu(F.linear(z, self.weight[1], self.bias))
+        return projected
+
+
+class HydraTask(HeadsTask):
+    """Head i reads the state, the root and i tokens behind it; tokens that are not guessed enter as zeros.
+
+    Implements `trainer.Task`.
+    """
+
+    kind = "hydra"
+
+    def _make(self, size: int) -> torch.nn.Module:
+        embedding = self._target.model.model.embed_tokens.weight.detach()  # (V, D)
+        kept = embedding[self._tokens]
+        # Of the scale of states, whatever the model's own is.
+        kept = kept / (kept.square().mean(-1, keepdim=True) + _TINY).sqrt()
+        # Rounded as they will be stored.
+        self._known = torch.zeros_like(embedding)
+        self._known[self._tokens] = kept.half().float()
+        return torch.nn.ModuleList(_Block(size, 2 + head) for head in range(self.shape.count))
+
+    def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._modules, torch.nn.ModuleList)
+        count = states.shape[1]
+        seen = [self._known[following[:, place : place + count]] for place in range(1 + head)]
+        guessed: torch.Tensor = self._modules[head](torch.cat([states, *seen], -1))
+        return guessed
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {"embeddings": half(self._known[self._tokens])}
+        for name, value in self._modules.named_parameters():
+            head, part = name.split(".")
+            arrays[f"{part}.{head}"] = half(value)
+        return arrays

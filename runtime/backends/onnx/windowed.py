@@ -1,0 +1,157 @@
+"""Backends whose passes are cut into windows of layers, and the one that drops its weights behind every window.
+
+So a model larger than the memory runs, slowly: the hidden states of one window enter the next, and the pages of its
+weights are dropped when it has run. Embedding and LM head are windows of their own. Every row of the result is the same
+bits as without.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import CapabilityError
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.wrapped import WrappedBackend
+from edgeinfer.runtime.weights.weight_pages import WeightPart
+
+__all__ = ["StreamedBackend", "Window", "WindowedBackend"]
+
+B = TypeVar("B", bound=Backend)
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers of a pass that run together.
+
+    Attributes:
+        layers: attention and MLP of each layer, true where they are in the window. (2 L,)
+        before: called before it runs.
+        after: called with what came of it.
+    """
+
+    layers: NDArray[np.bool_]
+    before: Callable[[], None]
+    after: Callable[[ForwardOutput], None]
+
+
+class WindowedBackend(WrappedBackend[B]):
+    """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
+    states of one enter the next. Every row of the result is the same bits as without."""
+
+    def __init__(self, inner: B) -> None:
+        super().__init__(inner)
+        self._cancelled = False
+        self._run_ns = 0
+
+    @property
+    def run_ns(self) -> int:
+        """Nanoseconds of the last pass inside the execution engine, which fetches the weights there."""
+        return self._run_ns
+
+    @abstractmethod
+    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+        """The windows of a pass, at least one, which together run its layers in order."""
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread, between two windows or in one."""
+        self._cancelled = True
+        self._inner.cancel()
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
+        self._cancelled = False
+        start, run_ns = self.cache.length, 0
+        windows, hidden = self._windows(batch), batch.hidden
+        used: Ints | None = None  # (L, S, k)
+        try:
+            for window in windows:
+                if self._cancelled:
+                    raise PassCancelledError("The pass was cancelled.")
+                # Each window writes the same rows of the cache, in its own layers.
+                self.cache.trim(start)
+                window.before()
+                mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
+                wanted = batch.rows if window is windows[-1] else _NO_ROWS
+                output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
+                used = _merged(used, output.experts)
+                window.after(output)
+                hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
+        except BaseException:
+            self.cache.trim(start)
+            raise
+        self._run_ns = run_ns
+        return replace(output, experts=used)
+
+
+def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, k) each
+    """The experts that the windows of a pass used so far: -1 but in the layers that ran in one of them."""
+    if before is None or window is None:
+        return None if window is None else window.copy()
+    merged: Ints = np.maximum(before, window, out=before)
+    return merged
+
+
+# Layers that run together, (2 L,) true where theirs, and their weights.
+_Layers = tuple[NDArray[np.bool_], WeightPart]
+
+
+class StreamedBackend(WindowedBackend[OnnxBackend]):
+    """Implements `contract.Backend` around a backend that reads its weights in place.
+
+    Args:
+        inner: whose passes can skip layers and resume from hidden states; this closes it.
+        window_layers: layers whose weights are in memory together; the most is all of them.
+
+    Raises:
+        CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
+    """
+
+    def __init__(self, inner: OnnxBackend, window_layers: int) -> None:
+        can = inner.capabilities
+        if inner.pages is None or not (can.layer_skip and can.hidden):
+            hint = "Load it with weights mapped, and export it in our own format."
+            raise CapabilityError("The weights of this model cannot be dropped behind a pass.", hint)
+        super().__init__(inner)
+        self._pages = inner.pages
+        layers = self.geometry.num_layers
+        self._layers: list[_Layers] = []
+        for first in range(0, layers, window_layers):
+            mask = np.zeros(2 * layers, np.bool_)  # (2 L,)
+            mask[2 * first : 2 * (first + window_layers)] = True
+            self._layers.append((mask, self._pages.layers(first, min(first + window_layers, layers))))
+        nothing = np.zeros(2 * layers, np.bool_)  # (2 L,)
+        self._head = nothing, self._pages.head()
+        # Alone, because the system may map far more of the table than the rows that are looked up.
+        self._embedding = nothing, self._pages.embedding()
+        self._pages.release()
+
+    def _windows(self, batch: ForwardInput) -> Sequence[Window]:
+        """Those in which something runs; at least one, which appends the rows."""
+        mask = batch.layer_mask
+        needed = [self._embedding] if batch.hidden is None else []
+        needed += [each for each in self._layers if mask is None or (each[0] & mask).any()]
+        if len(batch.rows) or not needed:
+            needed.append(self._head)
+        ahead = [*needed[1:], self._layers[0]]
+        return [
+            Window(layers, following.prefetch, partial(_release, weights))
+            for (layers, weights), (_, following) in zip(needed, ahead, strict=True)
+        ]
+
+    def drop_pages(self) -> None:
+        """Does nothing: between two passes no weights are in memory but some rows of the embedding."""
+
+
+def _release(weights: WeightPart, output: ForwardOutput) -> None:
+    weights.release()

@@ -1,0 +1,169 @@
+"""What a policy for full caches promises, and what is known of a text that has lost some of its rows.
+
+A context shift happens when every row of the cache is taken and one more token is to be fed, so when it happens
+depends on the text's length alone, not on how the text was cut into passes or drafted. Afterwards the position of every
+row is its index again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.results import Overflow
+from edgeinfer.runtime.arrays import Floats
+
+__all__ = [
+    "ContextShiftPolicy",
+    "Indices",
+    "Lost",
+    "Removed",
+    "Rotation",
+    "context_shift_summary",
+    "cosines",
+    "merge_rows",
+]
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What one context shift did.
+
+    Attributes:
+        rows: by how many the cache is shorter.
+        merged: rows that went into others, the mean over layers and heads; the remaining ones were dropped.
+    """
+
+    rows: int
+    merged: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What of a text has left the cache.
+
+    Attributes:
+        events: context shifts so far.
+        tokens: tokens of the text less rows of the cache.
+        merged: of them, those that went into others; the mean over layers and heads.
+        since: tokens of the text at the last context shift. Rows of later tokens are theirs alone and may be cut;
+            what the rows of earlier ones were cannot be had back.
+    """
+
+    events: int = 0
+    tokens: int = 0
+    merged: float = 0.0
+    since: int = 0
+
+    def after(self, removed: Removed, since: int) -> Lost:
+        """With one more context shift, at a text of `since` tokens."""
+        return Lost(self.events + 1, self.tokens + removed.rows, self.merged + removed.merged, since)
+
+
+class ContextShiftPolicy(Protocol):
+    """Makes room in one backend's cache. All its choices are functions of the text, the same every time."""
+
+    @property
+    def name(self) -> str:
+        """As options name it."""
+
+    def make_room(self, tokens: Sequence[int]) -> Removed:
+        """Shortens a full cache.
+
+        Args:
+            tokens: of the text, all that was fed; the last of them are in the last rows, one each.
+
+        Raises:
+            PassCancelledError: a pass it needed was cancelled; the cache has lost some of its last rows, no others.
+            BackendError: it failed; the cache must not be used again before it is emptied.
+        """
+
+    def forget(self) -> None:
+        """Another text begins."""
+
+
+def context_shift_summary(policy: ContextShiftPolicy | None, lost: Lost) -> Overflow:
+    """What a reply says about what was lost before it ended; None is a context that nothing is lost of."""
+    if policy is None:
+        return Overflow()
+    merged = round(lost.merged, 2)
+    return Overflow(policy.name, lost.events, round(lost.tokens - merged, 2), merged, lost.events == 0)
+
+
+Positions = NDArray[np.intp]  # (n,), or (H, n) where heads differ
+
+
+class Rotation:
+    """The rotary tables of a context, for keys that were rotated by them.
+
+    A key is turned by the difference of two entries, not by a table of differences: the tables' angles are rounded to
+    float32, which at position 2000 is a ten-thousandth of a radian, and the turned key must be the one that a pass at
+    its new position would have written.
+
+    Args:
+        spec: of the model.
+        capacity: tokens that the cache may hold.
+    """
+
+    def __init__(self, spec: RopeSpec, capacity: int) -> None:
+        self._half = spec.dim // 2
+        self._cos, self._sin = rope_tables(spec, capacity, capacity)  # (C, r/2)
+        # Both tables carry the attention factor, so products of two entries carry it twice.
+        self._scale = np.float32(1 / spec.attention_factor**2)
+
+    @staticmethod
+    def planned_bytes(spec: RopeSpec, capacity: int) -> int:
+        """Bytes of the tables, and of what is picked from them for one layer's rows."""
+        return 5 * capacity * spec.dim * 4
+
+    def moved(self, keys: Floats, old: Positions, new: Positions) -> Floats:  # (H, n, h) -> (H, n, h)
+        """Keys at `old` positions as they would be at `new` ones; dimensions that are not rotated stay."""
+        half = self._half
+        cos_old, sin_old, cos_new, sin_new = self._cos[old], self._sin[old], self._cos[new], self._sin[new]
+        cos = (cos_new * cos_old + sin_new * sin_old) * self._scale
+        sin = (sin_new * cos_old - cos_new * sin_old) * self._scale
+        out = keys.copy()
+        a, b = keys[..., :half], keys[..., half : 2 * half]
+        out[..., :half] = a * cos - b * sin
+        out[..., half : 2 * half] = b * cos + a * sin
+        return out
+
+
+Indices = NDArray[np.intp]
+
+
+def cosines(a: Floats, b: Floats) -> Floats:  # (n, h), (m, h) -> (n, m)
+    """Cosine of the angle between each two rows; 0 where one has no direction."""
+    similar: Floats = _directions(a) @ _directions(b).T
+    return similar
+
+
+def _directions(x: Floats) -> Floats:  # (n, h) -> (n, h)
+    lengths = np.sqrt((x * x).sum(axis=-1, keepdims=True))
+    directions: Floats = x / np.maximum(lengths, np.float32(1e-20))
+    return directions
+
+
+def merge_rows(
+    rows: Floats,  # (n, d)
+    counts: Floats,  # (n,), tokens that each row stands for
+    sources: Indices,  # (e,), different ones
+    targets: Indices,  # (e,), none of them a source
+) -> None:
+    """Replaces each target by the mean of the tokens of itself and its sources, in place, and counts them."""
+    if not len(sources):
+        return
+    order = np.argsort(targets, kind="stable")
+    sources = sources[order]
+    touched, starts = np.unique(targets[order], return_index=True)
+    weights = counts[sources]
+    sums = rows[touched] * counts[touched, None]
+    sums += np.add.reduceat(rows[sources] * weights[:, None], starts)
+    counts[touched] += np.add.reduceat(weights, starts)
+    rows[touched] = sums / counts[touched, None]

@@ -1,0 +1,1 @@
+"""Which backend runs a bundle, above all backends."""

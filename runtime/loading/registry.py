@@ -1,0 +1,129 @@
+"""Which backend runs a bundle: chosen once for a load, with its device and the layout of the weights."""
+
+from __future__ import annotations
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
+from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
+from edgeinfer.runtime.backends.onnx.factory import OnnxFactory, OptimumFactory
+from edgeinfer.runtime.backends.reference.factory import ReferenceFactory
+from edgeinfer.runtime.backends.static.factory import StaticFactory
+from edgeinfer.runtime.devices.selection import choose_device
+from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, kv_types_on, memory_on, weights_modes_on
+from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
+from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.weights.layouts import Progress
+
+__all__ = [
+    "BACKENDS",
+    "choose_backend",
+    "engine_version",
+    "kernel_name",
+    "make_backend",
+    "own_tokenizer",
+    "plan_input_of",
+    "tunable",
+]
+
+BACKENDS: dict[str, BackendFactory] = {
+    "onnx": OnnxFactory(),
+    "onnx-static": StaticFactory(),
+    "onnx-optimum": OptimumFactory(),
+    "llamacpp": LlamaCppFactory(),
+    "reference": ReferenceFactory(),
+}
+
+
+def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
+    """What will run a bundle: the backend asked for, else its own, the device, and the layout of the weights.
+
+    Raises:
+        UsageError: no backend or device has the name asked for, or it cannot run the bundle as asked.
+        BundleError: the bundle needs a backend that this edgeinfer lacks, or cannot be run by the one asked for.
+        DeviceError: the device is not installed, or does not run such a bundle.
+        NativeUnavailableError: the native kernel is asked for and not there.
+    """
+    name = config.backend or bundle.manifest.backend
+    if name not in BACKENDS:
+        if config.backend:
+            raise UsageError(f"There is no backend {name!r}.", f"Choose one of {', '.join(BACKENDS)}.")
+        raise BundleError(f"The bundle needs the backend {name!r}.", "Update edgeinfer, or export the model again.")
+    factory = BACKENDS[name]
+    device = choose_device(config, factory.graphs)
+    return BackendChoice(name, bundle, factory.layout(bundle, config, device), device)
+
+
+def kernel_name(choice: BackendChoice) -> str:
+    """What will multiply, as `Backend.kernel` will say."""
+    return BACKENDS[choice.name].kernel(choice.bundle, choice.layout)
+
+
+def engine_version(choice: BackendChoice) -> str:
+    """Name and version of what runs the model, and on which device if not the CPU."""
+    engine = BACKENDS[choice.name].engine()
+    return engine if choice.device.on_cpu else f"{engine} on {choice.device.name}"
+
+
+def tunable(choice: BackendChoice) -> tuple[str, ...]:
+    """Names of the tuned settings that change how fast a backend is."""
+    return BACKENDS[choice.name].tunes
+
+
+def plan_input_of(
+    choice: BackendChoice,
+    config: LoadConfig,
+    drafter: PlanInput | None = None,
+    settings: TunedSettings = UNTUNED,
+) -> PlanInput:
+    """What a plan of a bundle has to choose from.
+
+    Args:
+        drafter: a small model that drafts.
+        settings: that were tuned, and hold beside what the caller set.
+    """
+    factory, bundle, layout, device = BACKENDS[choice.name], choice.bundle, choice.layout, choice.device
+    return PlanInput(
+        choice.name,
+        bundle,
+        layout,
+        drafter,
+        kv_types=kv_types_on(device, factory.kv_types(bundle, layout)),
+        weights_modes=weights_modes_on(device, factory.weights_modes(bundle, layout)),
+        tokenizers=factory.tokenizers(bundle),
+        threads=thread_count(config, settings),
+        memory=memory_on(device, factory.memory(choice, config), cache=factory.graphs == "ordinary"),
+        modes_differ=factory.modes_differ,
+        loads_experts=factory.loads_experts,
+        settings=settings,
+        device=device,
+    )
+
+
+def own_tokenizer(choice: BackendChoice, backend: Backend) -> TokenizerLike:
+    """The tokenizer of a model's own file, for configurations whose tokenizer is "model"."""
+    return BACKENDS[choice.name].tokenizer(backend)
+
+
+def make_backend(
+    choice: BackendChoice,
+    config: LoadConfig,
+    configuration: Configuration,
+    progress: Progress | None = None,
+    settings: TunedSettings = UNTUNED,
+) -> Backend:
+    """The backend that was chosen.
+
+    Args:
+        configuration: as planned.
+        progress: called while weights are converted to the layout that runs, or loaded.
+        settings: that were tuned, and hold beside what the caller set.
+
+    Raises:
+        DeviceError: the device fails.
+    """
+    order = BackendOrder(choice.bundle, choice.layout, config, configuration, progress, choice.device, settings)
+    return BACKENDS[choice.name].make(order)

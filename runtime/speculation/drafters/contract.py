@@ -1,0 +1,367 @@
+"""What drafters promise, what a draft is and what a round tells.
+
+Words: the *root* is the last committed token, which is chosen but not yet in the target's cache. A draft is a tree of
+tokens below the root; a chain is a tree without branches. The target's pass feeds the root and then the draft's nodes,
+so node i is row i + 1 of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.arrays import Floats, Ints
+
+__all__ = [
+    "Context",
+    "Draft",
+    "Drafter",
+    "Draw",
+    "Further",
+    "Guess",
+    "Probabilities",
+    "ProbingDrafter",
+    "Resumption",
+    "Round",
+    "State",
+    "TargetView",
+    "Verdict",
+    "Verifier",
+    "keep_main_branch",
+    "main_branch_end",
+    "main_branch_first",
+]
+
+Probabilities = NDArray[np.float64]  # (V,), a distribution over tokens
+State = Mapping[str, NDArray[Any]]
+
+
+class Draw(Protocol):
+    """How a drafter that has logits chooses from them."""
+
+    def __call__(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:  # (V,)
+        """The token after context and drafted tokens, and the distribution it was drawn from; None is deterministic.
+
+        Deterministic draws use the target's own sampler with the draw of that position, so that a drafter that
+        agrees with the target proposes what the target will sample.
+        """
+
+
+class Further(Protocol):
+    """How further tokens are drawn from a distribution at a place where some were drawn before."""
+
+    def __call__(
+        self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]
+    ) -> int | None:  # (V,)
+        """The next draw after `taken`: without replacement, or independent where the verification wants that.
+
+        None where nothing is left.
+        """
+
+
+def _nothing(probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
+    return None
+
+
+def _all_there() -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a round starts from.
+
+    Attributes:
+        tokens: all committed tokens, prompt and reply; the last is the root. A live list that only grows during a
+            generation; not to be changed by drafters.
+        draw: chooses from a drafter's logits.
+        forced: tokens that a grammar or template leaves no choice about after these drafted ones; usually none.
+        further: draws siblings of a token that `draw` drew from a distribution.
+        lost: by how many tokens the text is longer than the target's cache with the root would be, because the text
+            has outgrown the context; 0 as long as it has not. It changes between rounds only.
+    """
+
+    tokens: list[int]
+    draw: Draw
+    forced: Callable[[Sequence[int]], Sequence[int]]
+    further: Further = _nothing
+    lost: Callable[[], int] = _all_there
+
+    @property
+    def root_row(self) -> int:
+        """The row of the target's cache that the root will take."""
+        return len(self.tokens) - 1 - self.lost()
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One proposed token.
+
+    Attributes:
+        token: its id.
+        sign: the evidence behind it, in [0, drafter.signs): acceptance is learnt for each sign apart.
+        distribution: what it was drawn from, for verification by ratio; None is deterministic.
+    """
+
+    token: int
+    sign: int
+    probabilities: Probabilities | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that one pass of the target will verify.
+
+    Attributes:
+        guesses: the nodes, parents before children; of a chain in order.
+        parents: index of each node's parent, -1 for the root.
+        sources: name of the drafter of each node.
+    """
+
+    guesses: tuple[Guess, ...] = ()
+    parents: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.guesses)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The nodes' tokens."""
+        return [guess.token for guess in self.guesses]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def children(self, node: int) -> list[int]:
+        """Nodes below a node, or below the root (-1), in order."""
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def depth(self, node: int) -> int:
+        """Nodes above this one: 0 for a child of the root."""
+        depth, parent = 0, self.parents[node]
+        while parent >= 0:
+            depth, parent = depth + 1, self.parents[parent]
+        return depth
+
+    def branch(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root's child to this one; empty for the root (-1)."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(nodes[::-1])
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child to this node; empty for the root (-1)."""
+        return [self.guesses[node].token for node in self.branch(node)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided.
+
+    Attributes:
+        accepted: nodes on the accepted path, from the root down.
+        token: chosen after the last of them: the recovered token where a proposal was rejected, else the bonus.
+        bonus: whether the path ended at a node (or root) that had no child to reject.
+    """
+
+    accepted: tuple[int, ...]
+    token: int
+    bonus: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of the target decided, told to every drafter, whoever drafted; or several plain ones, without rows.
+
+    Attributes:
+        draft: what was verified; may be empty.
+        verdict: what came of it.
+        committed: tokens that the context grew by: the accepted ones and the verdict's.
+        fed: tokens of the pass: the root, then the draft's nodes. (S,)
+        logits: after each of them; a view that is valid during `observe`. (S, V)
+        hidden: states after the last layer of each of them, or, of plain steps, of the last one alone, which predicted
+            the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
+            (S, D) or (1, D)
+        probes: probe rows of the pass.
+        probed: logits after them, where the committed path ended at the node that they follow; a view. (P, V)
+    """
+
+    draft: Draft
+    verdict: Verdict
+    committed: tuple[int, ...]
+    fed: Ints
+    logits: Floats
+    hidden: Floats | None = None
+    probes: int = 0
+    probed: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a verification pass goes on where drafting left the target.
+
+    Attributes:
+        hidden: states of every fed row that enter the first layer of the mask. (S, D)
+        layer_mask: layers still to run. (2 L,)
+    """
+
+    hidden: Floats
+    layer_mask: NDArray[np.bool_]
+
+
+class TargetView(Protocol):
+    """What verification may ask of the target after a pass; nodes count as in `Draft`, -1 is the root."""
+
+    def token(self, node: int) -> int:
+        """The token that plain decoding chooses after this node, with the draw keyed by its position."""
+
+    def probabilities(self, node: int) -> Probabilities:  # (V,)
+        """The distribution after this node: penalties, bans, masks, temperature and truncation of its path applied."""
+
+    def uniform(self, depth: int, draw: int) -> float:
+        """A number in [0, 1) for choosing at this depth (`Draft.depth`: 0 for what follows the root).
+
+        Independent for each draw, of the draw behind `token` and of drafters' draws.
+        """
+
+
+class Verifier(Protocol):
+    """Decides about a draft; a pure function of the draft and the target's view."""
+
+    def __call__(self, draft: Draft, target: TargetView) -> Verdict:
+        """The accepted path and the token after it."""
+
+
+class Drafter:
+    """Proposes tokens. Its state follows the context by `begin` and `observe`; `guesses` must not disturb it.
+
+    Attributes:
+        name: as the command line knows it.
+        priors: acceptance of each sign before anything was observed; its length is the number of signs.
+        uses_target: whether guessing runs passes of the target, whose rows the engine drops before it verifies.
+        branches: whether `guesses` can give more than one.
+        draws: whether its guesses are drawn by `Context.draw`, so that they may carry distributions.
+    """
+
+    name: str
+    priors: Sequence[float]
+    uses_target: bool = False
+    branches: bool = False
+    draws: bool = False
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A generation begins after this prompt, or whatever of it differs from what is known already.
+
+        Of a text that has outgrown the context it is the latest tokens, as many as the context holds.
+        """
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""
+        raise NotImplementedError
+
+    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+        """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
+
+        Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.
+        """
+        return None
+
+    def observe(self, round: Round) -> None:
+        """Learns from a round."""
+
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return 0
+
+    def state(self) -> State:
+        """What is worth keeping for the next session with the same bundle; empty for none."""
+        return {}
+
+    def restore(self, state: State) -> None:
+        """Takes back what `state` gave.
+
+        Raises:
+            StorageError: it is damaged or of another model.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+class ProbingDrafter(Drafter):
+    """A drafter that adds probe rows to the verification pass and learns from their logits.
+
+    They follow the last node of the draft's main branch, the root where there is no draft, one behind the other;
+    nothing of the text sees them, and they leave no rows in the cache.
+
+    Attributes:
+        probes: probe rows of a pass, P.
+    """
+
+    probes: int
+
+    def embed(self, fed: Ints) -> Floats | None:  # (S,) -> (S + P, D)
+        """What enters the first layer: embeddings of the tokens of a pass, the model's own to the last bit, and those
+        of the probe rows; None where they cannot be had now.
+
+        May run passes of the target, whose rows the engine drops. A view that is valid until the next call.
+        """
+        raise NotImplementedError
+
+
+def main_branch_first(draft: Draft) -> Draft:
+    """The same tree with its main branch, the chain of first children, in front; other nodes keep their order.
+
+    A row sums over the keys it sees in the order of their places in the cache. The main branch, fed right behind the
+    root, has the places that a chain has, so its rows are bit-identical to plain decoding's, whatever rows follow.
+    Rows of side branches are not, nor are their keys and values from the second layer on.
+    """
+    if draft.is_chain:
+        return draft
+    main: list[int] = []
+    children = draft.children(-1)
+    while children:
+        main.append(children[0])
+        children = draft.children(children[0])
+    order = [*main, *sorted(set(range(len(draft))) - set(main))]
+    place = {-1: -1} | {node: new for new, node in enumerate(order)}
+    return Draft(
+        tuple(draft.guesses[node] for node in order),
+        tuple(place[draft.parents[node]] for node in order),
+        tuple(draft.sources[node] for node in order),
+    )
+
+
+def main_branch_end(draft: Draft) -> int:
+    """The last node of a draft's main branch, which comes first in it; -1, the root, where it is empty."""
+    length = 0
+    while length < len(draft) and draft.parents[length] == length - 1:
+        length += 1
+    return length - 1
+
+
+def keep_main_branch(draft: Draft, verdict: Verdict) -> Verdict:
+    """What a verdict comes to if side branches are not trusted: their first token, which the main branch chose.
+
+    No token is lost that the next pass does not give: it begins with that one instead of a later one.
+
+    Args:
+        draft: with its main branch first.
+        verdict: over it.
+    """
+    accepted, kept = verdict.accepted, 0
+    # The main branch's node at depth i is node i, and no other path of nodes counts up so.
+    while kept < len(accepted) and accepted[kept] == kept:
+        kept += 1
+    if kept == len(accepted):
+        return verdict
+    return Verdict(accepted[:kept], draft.guesses[accepted[kept]].token, False)

@@ -1,0 +1,218 @@
+"""Experts left out of memory: every pass gives the same bits, and no more than the limit is ever resident."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.errors import CapabilityError
+from edgeinfer.export import ExportConfig
+from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.runtime.system.memory import process_memory
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are not dropped elsewhere")
+
+LAYERS, EXPERTS, CAPACITY = 4, 6, 64
+
+
+def export(layout: Layout = NATIVE, **sizes: Any) -> Bundle:
+    settings = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS} | sizes
+    return bundle_of("qwen3-moe", ExportConfig(bits=4, keep_small=False, layout=layout), **settings)
+
+
+def decoder_of(bundle: Bundle) -> DecoderSpec:
+    assert bundle.manifest.decoder is not None
+    return bundle.manifest.decoder
+
+
+def takes(bundle: Bundle) -> ExpertBytes:
+    return ExpertBytes.of(decoder_of(bundle), tensors_in(bundle.manifest, NATIVE))
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    require_kernel()
+    return export()
+
+
+Pair = tuple[CachedExpertsBackend | StreamedBackend, OnnxBackend]
+
+
+@pytest.fixture(scope="module", params=["least", "half", "all", "streamed"])
+def pair(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Pair]:
+    """A backend that leaves experts out of memory and one that does not."""
+    whole = takes(bundle)
+    inner = OnnxBackend(bundle, CAPACITY)
+    if request.param == "streamed":
+        other: CachedExpertsBackend | StreamedBackend = StreamedBackend(inner, 1)
+    else:
+        limits = {"least": whole.least, "half": max(whole.least, whole.total // 2), "all": 10 * whole.total}
+        other = CachedExpertsBackend(inner, decoder_of(bundle), limits[request.param])
+    plain = OnnxBackend(bundle, CAPACITY)
+    yield other, plain
+    other.close()
+    plain.close()
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> dict[str, Any]:
+    size = draw(st.integers(1, 6))
+    tree = draw(st.none() | st.tuples(*(st.integers(-1, row - 1) for row in range(size))).map(np.array))
+    mask = draw(st.none() | st.lists(st.booleans(), min_size=2 * LAYERS, max_size=2 * LAYERS).map(np.array))
+    bias = draw(st.none() | st.integers(0, 9))
+    choice = draw(st.none() | st.integers(1, 3))
+    return {
+        "tokens": np.array(draw(st.lists(st.integers(0, 319), min_size=size, max_size=size))),
+        "rows": np.array(draw(st.lists(st.integers(0, size - 1), max_size=size)), np.int64),
+        "tree": tree,
+        "layer_mask": mask,
+        "experts": None if choice is None else ExpertChoice(choice, None if bias is None else _bias(bias)),
+    }
+
+
+def _bias(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Hides two experts of every layer."""
+    hidden = np.random.default_rng(seed).permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1) < 2
+    return np.where(hidden, np.float32(-1e9), np.float32(0))
+
+
+@given(script=st.lists(passes(), min_size=1, max_size=5))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]) -> None:
+    for backend in pair:
+        backend.cache.trim(0)
+        backend.forward(ForwardInput(np.array([5, 6]), np.arange(2), np.array([1])))
+    for asked in script:
+        how = dict(asked)
+        tokens, start = how.pop("tokens"), pair[0].cache.length
+        depths = np.arange(len(tokens))
+        if how["tree"] is not None:
+            for row, parent in enumerate(how["tree"]):
+                depths[row] = 0 if parent < 0 else depths[parent] + 1
+        mine, theirs = (backend.forward(ForwardInput(tokens, start + depths, **how)) for backend in pair)
+        np.testing.assert_array_equal(mine.logits, theirs.logits)
+        assert mine.experts is not None and theirs.experts is not None
+        np.testing.assert_array_equal(mine.experts, theirs.experts)
+        bias = None if how["experts"] is None else how["experts"].bias
+        used = theirs.experts
+        if bias is not None:
+            layers = np.broadcast_to(np.arange(LAYERS)[:, None, None], used.shape)
+            assert not bias[layers[used >= 0], used[used >= 0]].any()
+        if how["layer_mask"] is not None:
+            assert (used[~how["layer_mask"][1::2]] == -1).all()
+            for backend in pair:
+                backend.cache.trim(start)
+
+
+def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
+    whole = takes(bundle)
+    backend = CachedExpertsBackend(
+        OnnxBackend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2)
+    )
+    chance = np.random.default_rng(0)
+    for start in range(0, 40):
+        used = backend.forward(ForwardInput(chance.integers(0, 320, 1), np.array([start]), np.array([0]))).experts
+        assert used is not None
+        # Those of the last layers ran last, and nothing has taken their place.
+        assert backend.expert_cache.cached[LAYERS - 1][used[LAYERS - 1, 0]].all()
+        assert backend.expert_cache.cached_bytes <= backend.expert_cache.limit
+    assert backend.expert_cache.hit_rate is not None and 0.2 < backend.expert_cache.hit_rate < 1
+    backend.drop_pages()
+    assert backend.expert_cache.cached_bytes == 0
+    backend.close()
+
+
+@pytest.mark.slow
+def test_memory_is_what_the_expert_cache_says() -> None:
+    """Pages of the file that the process has, against what it believes to have."""
+    require_kernel()
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "num_experts": 24,
+        "num_experts_per_tok": 2,
+    }
+    bundle = export(**sizes)
+    whole = takes(bundle)
+    plain = OnnxBackend(bundle, CAPACITY)
+
+    def peak(backend: OnnxBackend | CachedExpertsBackend, first: int) -> int:
+        """Most resident bytes of files after any of a prompt's and a reply's passes."""
+        chance, most = np.random.default_rng(1), 0
+        backend.cache.trim(0)
+        for size in (first, *[1] * 20):
+            tokens = chance.integers(0, 320, size)
+            backend.forward(ForwardInput(tokens, backend.cache.length + np.arange(size), np.array([size - 1])))
+            most = max(most, process_memory().file)
+        return most
+
+    everything = peak(plain, 32)
+    plain.drop_pages()
+    nothing = process_memory().file
+    limit = whole.total // 3
+    assert limit > whole.least
+    backend = CachedExpertsBackend(plain, decoder_of(bundle), limit)
+    some = peak(backend, 32) - nothing
+    others = sum(t.nbytes for t in tensors_in(bundle.manifest, NATIVE) if find_expert(t.name) is None)
+    assert 0.5 * limit < some < limit + others + 1_000_000
+    assert everything - nothing > 1.8 * some
+    backend.close()
+
+
+def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
+    backend = CachedExpertsBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
+    ran = ExpertCache.used
+
+    def used(cache: ExpertCache, ids: Any) -> None:
+        ran(cache, ids)
+        backend.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertCache, "used", used)
+        with pytest.raises(PassCancelledError):
+            backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+    assert backend.cache.length == 0
+    backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+    backend.close()
+
+
+def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[int] = []
+    monkeypatch.setattr(ExpertCache, "used", lambda cache, ids: windows.append(len(ids)))
+    for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
+        backend = CachedExpertsBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), limit)
+        backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
+        assert len(windows) == expected
+        windows.clear()
+        backend.close()
+
+
+def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
+    inner = OnnxBackend(bundle, CAPACITY)
+    with pytest.raises(CapabilityError, match=r"experts of one layer take .* give more memory"):
+        CachedExpertsBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
+    inner.close()
+
+
+def test_experts_in_one_matrix_are_refused() -> None:
+    bundle = export(layout=PORTABLE)
+    inner = OnnxBackend(bundle, CAPACITY)
+    with pytest.raises(CapabilityError, match="cannot be left out of memory"):
+        CachedExpertsBackend(inner, decoder_of(bundle), 10**9)
+    inner.close()

@@ -1,0 +1,378 @@
+"""Replies that take less compute, token by token: what is fed when, what stays in the cache, what floors do.
+
+On random models, whose every layer matters, against the same thing done in the obvious way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
+from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
+from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
+from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
+from edgeinfer.runtime.layer_skip.policies import importance
+from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptStates
+from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
+from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
+from tests.runtime.speculation.drafters.models import export, make_backend
+
+PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
+LAYERS = 4
+COSTS = BlockCosts(1.0, (1.0,) * (2 * LAYERS), (1.0 + 2 * LAYERS, 1.1 + 2 * LAYERS))
+SKIPS = np.array([1, 1, 0, 1, 1, 0, 1, 1], np.bool_)
+MOST = 20
+
+
+class Greedy(Sampler):
+    """Takes the likeliest token and notes the logits it was taken from."""
+
+    def __init__(self) -> None:
+        self.logits: list[Floats] = []
+
+    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
+        assert position == len(PROMPT) + len(self.logits)
+        return int(logits.argmax())
+
+    def accept(self, token: int, logits: Logits) -> None:
+        self.logits.append(logits.copy())
+
+
+class Fixed:
+    """A policy that knows what it wants."""
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+
+    def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
+        return self._mask
+
+
+class Script:
+    """A policy that says whose turn it is, and notes the entropies."""
+
+    def __init__(self, turns: Sequence[bool]) -> None:
+        self._turns = list(turns)
+        self.entropies: list[float] = []
+
+    def seen(self, entropy: float) -> None:
+        self.entropies.append(entropy)
+
+    def large(self) -> bool:
+        return self._turns.pop(0)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return make_backend("portable", export("portable"))
+
+
+@pytest.fixture(scope="module")
+def other() -> Backend:
+    return make_backend("portable", export("portable", num_hidden_layers=2, seed=9))
+
+
+@pytest.fixture
+def engine(backend: Backend) -> Iterator[Engine]:
+    backend.cache.trim(0)
+    yield Engine(backend, 4)
+    backend.cache.trim(0)
+
+
+def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
+    return StrategyArguments(backend, sampler, ComputeOptions(**options), chunk, 16, 2.0)
+
+
+def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: int = MOST) -> list[int]:
+    """Tokens of a reply; afterwards the cache holds whole rows of the first tokens, as the engine believes."""
+    made = [
+        step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
+    ]
+    text = [*PROMPT, *made]
+    assert engine.backend.cache.length == len(engine.cached_tokens)
+    assert list(engine.cached_tokens) == text[: len(engine.cached_tokens)]
+    held = engine.backend.cache.snapshot()
+    engine.backend.cache.trim(0)
+    again = list(feed(whole_pass(engine.backend), text[: held.length], 0, [], 4))
+    assert again == []
+    whole = engine.backend.cache.snapshot()
+    assert all(map(np.array_equal, (*held.keys, *held.values), (*whole.keys, *whole.values)))
+    return made
+
+
+def plain(engine: Engine, most: int = MOST) -> tuple[list[int], list[Floats]]:
+    sampler = Greedy()
+    made = reply(engine, None, sampler, most)
+    engine.forget()
+    return made, sampler.logits
+
+
+def test_skipping_nothing_is_plain(engine: Engine) -> None:
+    expected, logits = plain(engine)
+    sampler = Greedy()
+    steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(np.ones_like(SKIPS)), COSTS)
+    assert reply(engine, steps, sampler) == expected
+    assert all(map(np.array_equal, sampler.logits, logits))
+    use = steps.compute_use()
+    assert use.lossless and (use.tokens, use.reduced, use.skipped_share) == (MOST - 1, 0, 0)
+
+
+def test_skipped_blocks_do_not_run(engine: Engine) -> None:
+    """As if every token after the prompt were fed with the mask, one by one."""
+    sampler, backend = Greedy(), engine.backend
+    steps = LayerSkipDecoding(given(backend, sampler), Fixed(SKIPS), COSTS)
+    made = reply(engine, steps, sampler)
+    assert made != plain(engine)[0]
+    list(feed(whole_pass(backend), PROMPT, 0, [], 4))
+    for token, said in zip(made, sampler.logits[1:], strict=False):
+        place = np.array([backend.cache.length])
+        output = backend.forward(ForwardInput(np.array([token]), place, np.zeros(1, np.int64), layer_mask=SKIPS))
+        assert np.array_equal(output.logits[0], said)
+    use = steps.compute_use()
+    assert not use.lossless and use.reduced == MOST - 1
+    assert use.skipped_share == pytest.approx(2 / 8) and use.layer_mask == tuple(SKIPS.tolist())
+    assert use.predicted_ms == COSTS.ms(SKIPS) and use.divergence is None
+
+
+def test_a_generous_floor_measures_and_lets_pass(engine: Engine) -> None:
+    sampler = Greedy()
+    steps = LayerSkipDecoding(given(engine.backend, sampler, quality_floor=1e3), Fixed(SKIPS), COSTS)
+    made = reply(engine, steps, sampler, 40)
+    use = steps.compute_use()
+    assert use.reduced == 39 and use.stopped_at is None and use.sampled >= 16 and use.caught_up >= 24
+    # What it measured is how far those tokens' predictions were from the whole model's.
+    assert use.divergence is not None and 0 < use.divergence < 1e3
+    assert len(made) == 40
+
+
+def test_a_tight_floor_skips_nothing(engine: Engine) -> None:
+    """The prompt shows already that these blocks matter."""
+    sampler = Greedy()
+    steps = LayerSkipDecoding(given(engine.backend, sampler, quality_floor=1e-4), Fixed(SKIPS), COSTS)
+    assert reply(engine, steps, sampler) == plain(engine)[0]
+    assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
+
+
+def test_a_floor_ends_skipping_within_the_reply(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerSkipDecoding, "_try", lambda self, share: None)
+    sampler = Greedy()
+    steps = LayerSkipDecoding(given(engine.backend, sampler, quality_floor=1e-4), Fixed(SKIPS), COSTS)
+    made = reply(engine, steps, sampler)
+    use = steps.compute_use()
+    assert (use.stopped_at, use.reduced) == (8, 8)
+    # From there on it is the whole model's reply to what there is.
+    engine.forget()
+    text = [*PROMPT, *made]
+    rows = dict(feed(whole_pass(engine.backend), text[:-1], 0, [], 4))
+    assert rows == {}
+    engine.backend.cache.trim(0)
+    after = range(len(PROMPT) + 8, len(text) - 1)
+    for index, logits in feed(whole_pass(engine.backend), text[:-1], 0, list(after), 4):
+        assert int(logits.argmax()) == text[index + 1]
+
+
+def test_a_full_cache_ends_a_reply(engine: Engine) -> None:
+    sampler = Greedy()
+    steps = LayerSkipDecoding(given(engine.backend, sampler), Fixed(SKIPS), COSTS)
+    made = [s.token for s in engine.generate(PROMPT, sampler, max_tokens=None, stop_ids=frozenset(), strategy=steps)]
+    assert len(made) == engine.backend.cache.capacity - len(PROMPT) + 1
+
+
+def test_sure_of_nothing_is_plain(engine: Engine) -> None:
+    for most in (1, 2, 9, MOST):
+        expected, logits = plain(engine, most)
+        sampler = Greedy()
+        steps = EarlyExitDecoding(given(engine.backend, sampler, exit_confidence=1.0), 2, COSTS)
+        assert reply(engine, steps, sampler, most) == expected
+        assert all(map(np.array_equal, sampler.logits, logits))
+        assert steps.compute_use().lossless
+        engine.forget()
+
+
+def test_exits_follow_their_confidence(engine: Engine) -> None:
+    """Token by token, the first layers where they are sure, else the whole model, both with whole rows before them."""
+    backend, sampler, first = engine.backend, Greedy(), np.arange(2 * LAYERS) < 4
+    steps = EarlyExitDecoding(given(backend, sampler, exit_confidence=0.05), 2, COSTS)
+    made = reply(engine, steps, sampler, 40)
+    left = waiting = 0
+    engine.forget()
+    list(feed(whole_pass(backend), PROMPT, 0, [], 4))
+    one = np.zeros(1, np.int64)
+    for token, said in zip(made, sampler.logits[1:], strict=False):
+        start = backend.cache.length
+        early = (
+            backend.forward(ForwardInput(np.array([token]), np.array([start]), one, layer_mask=first)).logits[0].copy()
+        )
+        backend.cache.trim(start)
+        whole = backend.forward(ForwardInput(np.array([token]), np.array([start]), one)).logits[0]
+        sure = 1 / np.exp(early - early.max()).sum() >= 0.05
+        waiting = waiting + 1 if sure else 0
+        if waiting == 8:
+            sure, waiting = False, 0
+        left += sure
+        assert np.array_equal(early if sure else whole, said)
+    use = steps.compute_use()
+    assert 5 < left < 39 and use.reduced == left
+    assert 0 < use.caught_up <= left
+
+
+def test_below_fills_deeper_layers_from_the_last_that_ran(engine: Engine) -> None:
+    backend, sampler = engine.backend, Greedy()
+    steps = EarlyExitDecoding(given(backend, sampler, exit_confidence=0.0, skip_cache="below"), 2, COSTS)
+    seen: list[Any] = []
+    forward = backend.forward
+
+    def watched(batch: ForwardInput) -> ForwardOutput:
+        if batch.hidden is not None:
+            seen.append((len(batch.tokens), backend.cache.snapshot(len(PROMPT))))
+        return forward(batch)
+
+    backend.forward = watched  # type: ignore[method-assign]
+    try:
+        reply(engine, steps, sampler, 10)
+    finally:
+        del backend.forward
+    # Eight tokens wait at most: the last of them alone goes deeper, behind seven filled rows.
+    assert [size for size, _ in seen] == [1]
+    held = seen[0][1]
+    assert held.length == 7
+    for layer in (2, 3):
+        assert np.array_equal(held.keys[layer], held.keys[1]) and np.array_equal(held.values[layer], held.values[1])
+    assert not np.array_equal(held.keys[0], held.keys[1])
+    assert backend.cache.length == len(PROMPT)  # nothing that rests on filled rows stays
+    assert steps.compute_use().caught_up == 0
+
+
+def test_exits_are_measured_by_the_passes_that_catch_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EarlyExitDecoding, "_try", lambda self, share: None)
+    sampler = Greedy()
+    steps = EarlyExitDecoding(given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4), 2, COSTS)
+    reply(engine, steps, sampler)
+    use = steps.compute_use()
+    assert use.reduced == use.sampled == use.stopped_at == 7
+    assert use.divergence is not None and use.divergence * use.tokens / 7 > 1e-4
+
+
+def test_there_is_no_such_exit(backend: Backend) -> None:
+    for layer in (0, LAYERS, LAYERS + 3):
+        with pytest.raises(UsageError, match="no exit"):
+            EarlyExitDecoding(given(backend, Greedy()), layer, COSTS)
+            pytest.fail(f"an exit after layer {layer}")
+
+
+def test_states_are_those_between_the_layers(engine: Engine) -> None:
+    backend = engine.backend
+    list(feed(whole_pass(backend), PROMPT, 0, [], 4))
+    before = backend.cache.snapshot()
+    states = PromptStates(backend, PROMPT, 4).states()
+    assert states.shape == (LAYERS + 1, len(PROMPT), backend.geometry.hidden_size)
+    after = backend.cache.snapshot()
+    assert all(map(np.array_equal, (*before.keys, *before.values), (*after.keys, *after.values)))
+    for layer in range(LAYERS + 1):
+        backend.cache.trim(0)
+        mask = np.arange(2 * LAYERS) < 2 * layer
+        output = backend.forward(
+            ForwardInput(np.array(PROMPT), np.arange(len(PROMPT)), np.zeros(0, np.int64), layer_mask=mask)
+        )
+        assert output.hidden is not None
+        np.testing.assert_allclose(states[layer], output.hidden, rtol=1e-4, atol=1e-4)
+    assert (importance(states) > 0).all()
+
+
+def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
+    """Whoever's turn it is says what it would say of the text that there is."""
+    backend, sampler = engine.backend, Greedy()
+    turns = [True, False, False, False, True, True, *[False] * 6, True, False, False, True, False, False, False]
+    policy = Script(turns)
+    steps = ModelSwitchDecoding(given(backend, sampler, chunk=4), ModelDrafter(other, 4), policy, 0.25)
+    made = reply(engine, steps, sampler)
+    text = [*PROMPT, *made]
+    said = {}
+    for name, model in ((True, backend), (False, other)):
+        model.cache.trim(0)
+        rows = range(len(PROMPT) - 1, len(text) - 1)
+        said[name] = {index: row.copy() for index, row in feed(whole_pass(model), text[:-1], 0, list(rows), 4)}
+    for place, (turn, logits) in enumerate(zip([True, *turns], sampler.logits, strict=True)):
+        np.testing.assert_allclose(said[turn][len(PROMPT) - 1 + place], logits, rtol=1e-4, atol=1e-4)
+    use = steps.compute_use()
+    assert (use.tokens, use.reduced, use.switches) == (MOST - 1, 14, 7)
+    assert use.large_share == pytest.approx(5 / 19)
+    assert use.parameter_share == pytest.approx((5 + 14 * 0.25) / 19)
+    # The large model fed what it had missed in three turns.
+    assert use.caught_up == 3 + 6 + 2
+    assert len(policy.entropies) == MOST
+
+
+def test_a_large_model_alone_is_plain(engine: Engine, other: Backend) -> None:
+    expected, logits = plain(engine)
+    sampler = Greedy()
+    steps = ModelSwitchDecoding(given(engine.backend, sampler), ModelDrafter(other, 4), Script([True] * MOST), 0.25)
+    assert reply(engine, steps, sampler) == expected
+    assert all(map(np.array_equal, sampler.logits, logits))
+    assert steps.compute_use().lossless
+
+
+@pytest.mark.parametrize("way", ["exit", "entropy"])
+def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backend, way: str) -> None:
+    """As `test_a_tight_floor_skips_nothing`, where tokens rather than blocks are left out."""
+    expected, logits = plain(engine)
+    sampler, drafter = Greedy(), ModelDrafter(other, 4)
+    parts = given(engine.backend, sampler, exit_confidence=0.0, quality_floor=1e-4)
+    steps = (
+        EarlyExitDecoding(parts, 2, COSTS)
+        if way == "exit"
+        else ModelSwitchDecoding(parts, drafter, Script([False] * 50), 0.25)
+    )
+    assert reply(engine, steps, sampler) == expected
+    assert all(map(np.array_equal, sampler.logits, logits))
+    assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
+
+
+def test_a_floor_gives_the_text_to_the_large_model(
+    engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promising = DivergenceLimit(1e-3)
+    promising.add(np.zeros(4, np.float32), np.zeros(4, np.float32))
+    monkeypatch.setattr(ModelSwitchDecoding, "_try", lambda self, share: self._limit.expect(promising))
+    sampler = Greedy()
+    parts = given(engine.backend, sampler, quality_floor=1e-3)
+    steps = ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
+    reply(engine, steps, sampler, 45)
+    use = steps.compute_use()
+    # It looks after four tokens, and stays.
+    assert use.reduced == 4 and use.stopped_at == 4 and use.switches == 2
+    assert use.sampled == 4 and use.divergence is not None and use.divergence > 1e-3
+
+
+def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine) -> None:
+    bundle = export("portable", num_hidden_layers=2, seed=9)
+    short = ModelDrafter(make_backend("portable", bundle, 16), 4)
+    sampler = Greedy()
+    steps = ModelSwitchDecoding(given(engine.backend, sampler), short, Script([False] * 30), 0.25)
+    reply(engine, steps, sampler)
+    use = steps.compute_use()
+    assert use.reduced == 16 - len(PROMPT) and use.tokens == MOST - 1
+
+
+def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    can = dataclasses.replace(engine.backend.capabilities, layer_skip=False)
+    monkeypatch.setattr(engine.backend, "capabilities", can)
+    for make in (
+        lambda: LayerSkipDecoding(given(engine.backend, Greedy()), Fixed(SKIPS), COSTS),
+        lambda: EarlyExitDecoding(given(engine.backend, Greedy()), 2, COSTS),
+    ):
+        with pytest.raises(CapabilityError, match="cannot"):
+            make()

@@ -1,0 +1,394 @@
+"""A profile gives back what it was given or nothing, whatever happened to its files, and nobody else reads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import stat
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import open_bundle
+from edgeinfer.errors import UsageError
+from edgeinfer.hub import resolve
+from edgeinfer.runtime.profile import device_profile as module
+from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, forget, profile_folder, stamped
+
+COSTS = stamped(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05))
+TABLES: dict[str, NDArray[Any]] = {
+    "counts": np.arange(12, dtype=np.uint16).reshape(3, 4),
+    "file": np.array([0.5, -1.0], np.float32),
+    "copy.seen": np.zeros((0, 3)),
+    "mask": np.array([True, False]),
+    "one": np.array(7),
+}
+posix = pytest.mark.skipif(sys.platform == "win32", reason="has no such permissions")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a profile belongs, in an empty cache of this user."""
+    monkeypatch.setattr(module, "user_cache", lambda: tmp_path)
+    return tmp_path / "edgeinfer" / "speculation" / ("0" * 64)
+
+
+@pytest.fixture
+def kept(folder: Path) -> Path:
+    """A profile with something in it."""
+    profile = DeviceProfile.open(folder)
+    profile.save_costs(COSTS)
+    profile.save_arrays("ngram", TABLES)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "edgeinfer"):
+        yield caplog
+
+
+def assert_same(found: dict[str, NDArray[Any]] | None, wanted: dict[str, NDArray[Any]]) -> None:
+    assert found is not None and found.keys() == wanted.keys()
+    for key, array in wanted.items():
+        assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape)
+        assert np.array_equal(found[key], array, equal_nan=array.dtype.kind == "f")
+        assert found[key].flags.writeable
+
+
+def test_what_is_saved_comes_back_in_another_session(kept: Path, log: pytest.LogCaptureFixture) -> None:
+    again = DeviceProfile.open(kept)
+    assert again.costs() == COSTS
+    assert_same(again.arrays("ngram"), TABLES)
+    assert again.arrays("recycle") is None
+    assert log.messages == []
+
+
+PLAIN = st.sampled_from([np.bool_, np.int8, np.uint16, np.int64, np.float32, np.float64])
+ARRAYS = st.dictionaries(
+    st.from_regex(r"[a-z0-9_][a-z0-9_.-]{0,20}", fullmatch=True),
+    PLAIN.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0))),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(ARRAYS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_arrays_of_any_shape_come_back(folder: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    DeviceProfile.open(folder).save_arrays("some", arrays)
+    assert_same(DeviceProfile.open(folder).arrays("some"), arrays)
+
+
+def test_the_file_is_numpys_own(kept: Path) -> None:
+    with np.load(kept / "ngram.npz", allow_pickle=False) as found:
+        assert_same(dict(found), TABLES)
+
+
+def test_a_transposed_array_is_kept(folder: Path) -> None:
+    array = np.arange(6).reshape(2, 3).T
+    DeviceProfile.open(folder).save_arrays("some", {"a": array})
+    assert_same(DeviceProfile.open(folder).arrays("some"), {"a": array})
+
+
+def test_saving_nothing_or_dropping_forgets_an_array(kept: Path) -> None:
+    profile = DeviceProfile.open(kept)
+    profile.save_arrays("ngram", {})
+    assert profile.arrays("ngram") is None
+    profile.save_arrays("ngram", TABLES)
+    profile.drop("ngram")
+    profile.drop("ngram")
+    assert profile.arrays("ngram") is None and profile.costs() == COSTS
+
+
+def test_names_stay_inside_the_folder(kept: Path) -> None:
+    for name in ("", "..", "../ngram", "a/b", "Ngram", "a.b", "a" * 65, "a\n"):
+        for act in (DeviceProfile.open(kept).arrays, DeviceProfile.open(kept).drop):
+            with pytest.raises(UsageError, match="cannot be a name"):
+                act(name)
+                pytest.fail(f"{name!r} was taken")
+
+
+def test_only_plain_numbers_are_kept(folder: Path) -> None:
+    for array in (np.array([{}]), np.array(["a"]), np.zeros(1, np.complex64), np.zeros(1, ">i4")):
+        with pytest.raises(UsageError, match="plain numbers"):
+            DeviceProfile.open(folder).save_arrays("some", {"a": array})
+            pytest.fail(f"{array!r} was kept")
+    assert not folder.exists()
+
+
+def as_npz(*members: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, data in members:
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def as_npy(array: NDArray[Any], **changes: Any) -> bytes:
+    """A .npy file, with a header that may say something else."""
+    header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape} | changes
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, header)
+    return buffer.getvalue() + (pickle.dumps(array.tolist()) if array.dtype.hasobject else array.tobytes())
+
+
+class Trap:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+FOUR = np.arange(4, dtype=np.int32)
+DAMAGE = {
+    "empty": b"",
+    "garbage": b"\x00\xff" * 200,
+    "json": b"{}",
+    "no zip": as_npy(FOUR),
+    "a member that is no array": as_npz(("a.npy", b"garbage")),
+    "an empty member": as_npz(("a.npy", b"")),
+    "a foreign member": as_npz(("../a.npy", as_npy(FOUR))),
+    "another suffix": as_npz(("a.txt", as_npy(FOUR))),
+    "compressed": as_npz(("a.npy", as_npy(FOUR)), compression=zipfile.ZIP_DEFLATED),
+    "objects": as_npz(("a.npy", as_npy(np.array([None], object)))),
+    "texts": as_npz(("a.npy", as_npy(np.array(["abc"])))),
+    "other byte order": as_npz(("a.npy", as_npy(FOUR.astype(">i4")))),
+    "fortran order": as_npz(("a.npy", as_npy(FOUR.reshape(2, 2), fortran_order=True))),
+    "wider numbers": as_npz(("a.npy", as_npy(FOUR, descr="<i8"))),
+    "a fifth number": as_npz(("a.npy", as_npy(FOUR, shape=(5,)))),
+    "a number less": as_npz(("a.npy", as_npy(FOUR, shape=(3,)))),
+    "a shape beyond memory": as_npz(("a.npy", as_npy(FOUR, shape=(1 << 40, 1 << 20)))),
+    "a negative shape": as_npz(("a.npy", as_npy(FOUR, shape=(-4,)))),
+    "a shape of texts": as_npz(("a.npy", as_npy(FOUR, shape=("4",)))),
+    "an odd byte": as_npz(("a.npy", as_npy(FOUR) + b"x")),
+    "format 2": as_npz(("a.npy", b"\x93NUMPY\x02\x00" + as_npy(FOUR)[8:])),
+    "truths beyond 1": as_npz(("a.npy", as_npy(np.full(4, 7, np.uint8), descr="|b1"))),
+    "many members": as_npz(*((f"a{i}.npy", as_npy(FOUR)) for i in range(65))),
+}
+
+
+def test_a_damaged_table_is_dropped_and_made_again(kept: Path, log: pytest.LogCaptureFixture) -> None:
+    for damage, data in DAMAGE.items():
+        log.clear()
+        (kept / "ngram.npz").write_bytes(data)
+        profile = DeviceProfile.open(kept)
+        assert profile.arrays("ngram") is None, damage
+        assert len(log.messages) == 1 and "is dropped" in log.messages[0], damage
+        assert not (kept / "ngram.npz").exists(), damage
+        assert profile.costs() == COSTS, damage
+        profile.save_arrays("ngram", TABLES)
+        assert_same(profile.arrays("ngram"), TABLES)
+
+
+def test_a_pickle_is_never_loaded(kept: Path, tmp_path: Path) -> None:
+    trap = np.array([Trap(tmp_path / "sprung")], object)
+    np.savez(kept / "ngram.npz", a=trap, allow_pickle=True)
+    (kept / "bare.npz").write_bytes(pickle.dumps(trap))
+    assert [DeviceProfile.open(kept).arrays(name) for name in ("ngram", "bare")] == [None, None]
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_file_cut_anywhere_is_no_crash(kept: Path) -> None:
+    for name in ("costs.json", "ngram.npz"):
+        whole = (kept / name).read_bytes()
+        for length in range(0, len(whole) - 1, max(1, len(whole) // 60)):
+            (kept / name).write_bytes(whole[:length])
+            profile = DeviceProfile.open(kept)
+            assert (profile.costs() if name == "costs.json" else profile.arrays("ngram")) is None
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_changed_byte_is_no_crash(kept: Path, data: st.DataObject) -> None:
+    DeviceProfile.open(kept).save_arrays("ngram", TABLES)
+    whole = bytearray((kept / "ngram.npz").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    (kept / "ngram.npz").write_bytes(whole)
+    found = DeviceProfile.open(kept).arrays("ngram")
+    assert found is None or all(array.dtype.kind in "biuf" for array in found.values())
+
+
+def test_damaged_costs_are_dropped(kept: Path, log: pytest.LogCaptureFixture) -> None:
+    texts = ("", "null", "[]", "{}", '{"passes": 1', "[" * 100_000, '{"a": NaN}', "1" * 10_000, "\ud800", " " * 70_000)
+    for text in texts:
+        log.clear()
+        (kept / "costs.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert DeviceProfile.open(kept).costs() is None, text[:20]
+        assert len(log.messages) == 1 and not (kept / "costs.json").exists(), text[:20]
+
+
+def test_costs_with_unknown_fields_are_dropped(kept: Path) -> None:
+    (kept / "costs.json").write_text(json.dumps(COSTS.to_dict() | {"more": 1}), "utf-8")
+    assert DeviceProfile.open(kept).costs() is None
+
+
+def test_costs_of_another_device_are_not_used(kept: Path) -> None:
+    profile = DeviceProfile.open(kept)
+    profile.save_costs(replace(COSTS, processor="another"))
+    assert profile.costs() is None
+    profile.save_costs(COSTS)
+    assert profile.costs() == COSTS
+
+
+@posix
+def test_nobody_else_reads_a_profile(kept: Path) -> None:
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in kept.iterdir()] == [0o600, 0o600]
+    kept.chmod(0o755)
+    DeviceProfile.open(kept)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+@posix
+def test_another_users_folder_is_refused(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    profile = DeviceProfile.open(kept)
+    assert profile.costs() is None and profile.arrays("ngram") is None and not profile.keeps
+    assert len(log.messages) == 1 and "another user" in log.messages[0]
+
+
+@posix
+def test_links_are_not_followed(kept: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.npz"
+    (kept / "ngram.npz").rename(elsewhere)
+    (kept / "ngram.npz").symlink_to(elsewhere)
+    assert DeviceProfile.open(kept).arrays("ngram") is None
+    assert elsewhere.exists() and not (kept / "ngram.npz").is_symlink()
+    link = kept.with_name("1" * 64)
+    link.symlink_to(kept)
+    assert not DeviceProfile.open(link).keeps
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing_and_says_so_once(
+    folder: Path, log: pytest.LogCaptureFixture
+) -> None:
+    folder.parent.parent.write_text("in the way")
+    profile = DeviceProfile.open(folder)
+    assert profile.keeps and profile.costs() is None
+    profile.save_costs(COSTS)
+    profile.save_arrays("ngram", TABLES)
+    assert not profile.keeps
+    assert profile.costs() is None and profile.arrays("ngram") is None
+    assert len(log.messages) == 1 and "is not kept" in log.messages[0]
+
+
+@posix
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path, log: pytest.LogCaptureFixture) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.parent.chmod(0o500)
+    profile = DeviceProfile.open(folder)
+    profile.save_costs(COSTS)
+    folder.parent.chmod(0o700)
+    assert not profile.keeps and len(log.messages) == 1
+
+
+def test_without_a_folder_nothing_is_kept(log: pytest.LogCaptureFixture) -> None:
+    profile = DeviceProfile.open(None)
+    profile.save_costs(COSTS)
+    profile.save_arrays("ngram", TABLES)
+    profile.drop("ngram")
+    assert profile.costs() is None and profile.arrays("ngram") is None and not profile.keeps
+    assert log.messages == []
+
+
+def test_a_crash_while_writing_leaves_the_old_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        DeviceProfile.open(kept).save_arrays("ngram", {"other": FOUR})
+    assert_same(DeviceProfile.open(kept).arrays("ngram"), TABLES)
+    assert {path.name for path in kept.iterdir()} == {"costs.json", "ngram.npz"}
+
+
+def test_what_is_too_large_is_not_kept(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    profile = DeviceProfile.open(kept)
+    monkeypatch.setattr(module, "_MOST_ARRAYS_BYTES", 5_000)
+    profile.save_arrays("ngram", {"a": np.zeros(5_000, np.uint8)})
+    assert_same(profile.arrays("ngram"), TABLES)
+    monkeypatch.setattr(module, "_MOST_PROFILE_BYTES", 7_000)
+    profile.save_arrays("a", {"a": np.zeros(2_000, np.uint8)})
+    profile.save_arrays("a", {"a": np.zeros(2_500, np.uint8)})
+    profile.save_arrays("b", {"a": np.zeros(3_000, np.uint8)})
+    found = profile.arrays("a")
+    assert found is not None and len(found["a"]) == 2_500 and profile.arrays("b") is None
+    assert len(log.messages) == 2 and profile.keeps
+
+
+def test_a_file_larger_than_any_is_not_read(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_ARRAYS_BYTES", 100)
+    assert DeviceProfile.open(kept).arrays("ngram") is None
+
+
+def test_profiles_written_longest_ago_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [folder.with_name(str(digit) * 64) for digit in range(4)]
+    monkeypatch.setattr(module, "_MOST_BYTES", 3_500)
+    for age, each in enumerate(reversed(folders[:3])):
+        DeviceProfile.open(each).save_arrays("a", {"a": np.zeros(800, np.uint8)})
+        os.utime(each, (age, age))
+    stranger = folder.with_name("not a digest")
+    stranger.mkdir()
+    DeviceProfile.open(folders[3]).save_arrays("a", {"a": np.zeros(800, np.uint8)})
+    assert [each.exists() for each in folders] == [True, True, False, True]
+    assert stranger.exists()
+
+
+def test_forgetting_removes_a_profile_and_no_more(kept: Path) -> None:
+    other = kept.with_name("1" * 64)
+    DeviceProfile.open(other).save_costs(COSTS)
+    (kept / ".ngram.npz.ab12_x").write_bytes(b"left by a crash")
+    (other / "letter.txt").write_text("someone's")
+    forget(kept)
+    forget(kept)
+    assert not kept.exists() and (other / "costs.json").exists()
+    forget()
+    assert [path.name for path in other.iterdir()] == ["letter.txt"]
+
+
+def test_the_folder_depends_on_all_that_costs_and_texts_depend_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "user_cache", lambda: tmp_path)
+    bundle = open_bundle(resolve(None))
+    name, entry = next(iter(bundle.manifest.files.items()))
+    files = bundle.manifest.files | {name: replace(entry, sha256="0" * 64)}
+    changed = replace(bundle, manifest=replace(bundle.manifest, files=files))
+    folders = [
+        profile_folder(bundle, "native", "avx2", 1, True),
+        profile_folder(changed, "native", "avx2", 1, True),
+        profile_folder(bundle, "portable", "avx2", 1, True),
+        profile_folder(bundle, "native", "neon", 1, True),
+        profile_folder(bundle, "native", "avx2", 2, True),
+        profile_folder(bundle, "native", "avx2", 1, False),
+    ]
+    folders.append(profile_folder(bundle, "native", "avx2", 1, True, variant="int8"))
+    monkeypatch.setattr(module, "VERSION", "9.9")
+    folders.append(profile_folder(bundle, "native", "avx2", 1, True))
+    assert len(set(folders)) == len(folders)
+    assert all(folder.parent == tmp_path / "edgeinfer" / "speculation" for folder in folders)

@@ -1,0 +1,254 @@
+"""Tuned settings and the file they are kept in: what is taken back, what is refused, and what the caller's own wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.config import LoadConfig
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.runtime.profile import tuned
+from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
+from edgeinfer.runtime.profile.tuned import (
+    TunedProfile,
+    forget_profile,
+    keep_profile,
+    kept_profile,
+    read_profile,
+    write_profile,
+)
+from edgeinfer.runtime.system import machine
+from edgeinfer.runtime.system.machine import physical_cores, pinning, processor_name, usable_processors
+
+MODEL = "ab" * 32
+MACHINE = Fingerprint("A processor", 4, 8, "Linux x86_64", "1.0", "engine 2", "avx2")
+SETTINGS = TunedSettings(threads=3, affinity="2;3,4", prefill_chunk=128, weights="mapped")
+PROFILE = TunedProfile(MODEL, "tales", MACHINE, 3, SETTINGS, "2026-11-22T10:00:00+00:00")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tuned, "user_cache", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+# Settings.
+
+
+def test_settings_come_back() -> None:
+    assert TunedSettings.from_dict(SETTINGS.to_dict()) == SETTINGS
+    assert SETTINGS.names == ("threads", "affinity", "prefill_chunk", "weights")
+    assert TunedSettings().names == () and TunedSettings() == UNTUNED
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"threads": 0},
+        {"threads": True},
+        {"threads": 2.0},
+        {"threads": 10**6},
+        {"prefill_chunk": 4},
+        {"prefill_chunk": 10**9},
+        {"weights": "streamed"},
+        {"weights": 3},
+        {"affinity": "0"},
+        {"affinity": "1;;2"},
+        {"affinity": "1;2\n"},
+        {"affinity": None},
+        {"affinity": "1," * 20_000 + "1"},
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        TunedSettings(**bad)
+    with pytest.raises(UsageError):
+        TunedSettings.from_dict(SETTINGS.to_dict() | bad)
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"threads": 1}, SETTINGS.to_dict() | {"speed": 9}], ids=str)
+def test_settings_of_other_fields_are_refused(data: Any) -> None:
+    with pytest.raises(UsageError, match="not as expected"):
+        TunedSettings.from_dict(data)
+
+
+def test_the_callers_own_are_never_overridden() -> None:
+    cores = physical_cores()
+    settings = dataclasses.replace(SETTINGS, threads=cores, affinity="")
+    assert settings.beside(LoadConfig(), cores) == settings
+    assert settings.beside(LoadConfig(prefill_chunk=16), cores) == dataclasses.replace(settings, prefill_chunk=None)
+    assert settings.beside(LoadConfig(weights="streamed"), cores) == dataclasses.replace(settings, weights=None)
+    assert settings.beside(LoadConfig(expert_memory=10**6), cores) == dataclasses.replace(settings, weights=None)
+    # Nobody knows what the others do with another number of threads.
+    assert settings.beside(LoadConfig(threads=cores + 1), cores) == UNTUNED
+    assert settings.beside(LoadConfig(threads=cores), cores) == dataclasses.replace(settings, threads=None)
+    chunk = TunedSettings(prefill_chunk=128)
+    assert chunk.beside(LoadConfig(), cores) == chunk and chunk.beside(LoadConfig(), cores + 1) == UNTUNED
+
+
+# The file.
+
+
+def test_a_profile_comes_back(cache: Path, tmp_path: Path) -> None:
+    path = keep_profile(PROFILE)
+    assert path == kept_profile(MODEL) and path.is_relative_to(cache)
+    assert read_profile(path) == PROFILE
+    write_profile(PROFILE, tmp_path / "out.json")
+    assert read_profile(tmp_path / "out.json") == PROFILE
+    assert forget_profile(MODEL) and not forget_profile(MODEL) and not path.exists()
+
+
+def test_an_older_profile_gives_way(cache: Path) -> None:
+    keep_profile(PROFILE)
+    newer = dataclasses.replace(PROFILE, settings=UNTUNED)
+    assert read_profile(keep_profile(newer)) == newer
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such permissions")
+def test_profiles_are_this_users_own(cache: Path) -> None:
+    folder = keep_profile(PROFILE).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    keep_profile(PROFILE)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_is_a_file_is_said(cache: Path) -> None:
+    kept_profile(MODEL).parent.parent.mkdir(parents=True)
+    kept_profile(MODEL).parent.write_text("")
+    with pytest.raises(StorageError):
+        keep_profile(PROFILE)
+
+
+def test_only_so_many_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "_MOST_KEPT", 3)
+    for number in range(5):
+        path = keep_profile(dataclasses.replace(PROFILE, model=f"{number:064x}"))
+        os.utime(path, (number, number))
+    assert sorted(path.name[63] for path in path.parent.iterdir()) == ["2", "3", "4"]
+
+
+def damaged(**changes: Any) -> str:
+    return json.dumps(json.loads(PROFILE.to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[1]",
+        '"text"',
+        "[" * 20_000,
+        "\x00\xff",
+        damaged(format=2),
+        damaged(extra=1),
+        damaged(model="x"),
+        damaged(model=None),
+        damaged(name="n" * 1000),
+        damaged(threads=2),
+        damaged(threads=None),
+        damaged(threads="3"),
+        damaged(threads=10**30),
+        damaged(machine={}),
+        damaged(machine=None),
+        damaged(machine=dataclasses.asdict(MACHINE) | {"cores": 0}),
+        damaged(machine=dataclasses.asdict(MACHINE) | {"engine": 4}),
+        damaged(machine=dataclasses.asdict(MACHINE) | {"engine": "e" * 1000}),
+        damaged(settings={}),
+        damaged(settings=SETTINGS.to_dict() | {"threads": -1}),
+        damaged(settings=SETTINGS.to_dict() | {"affinity": "2"}),
+        damaged(settings=SETTINGS.to_dict() | {"unknown": 1}),
+    ],
+    ids=lambda text: text[:20] + text[-40:],
+)
+def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match="is not a profile of edgeinfer") as raised:
+        read_profile(path)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500 + len(str(path))
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "is not a file"), (tmp_path / "missing", "is not a file")):
+        with pytest.raises(UsageError, match=words):
+            read_profile(path)
+    (tmp_path / "huge").write_bytes(b" " * (1 << 17))
+    with pytest.raises(UsageError, match="too large"):
+        read_profile(tmp_path / "huge")
+
+
+# The machine.
+
+
+def test_machines_and_versions_are_told_apart() -> None:
+    assert MACHINE.difference(MACHINE) == ""
+    assert Fingerprint.from_dict(dataclasses.asdict(MACHINE)) == MACHINE
+    changes: tuple[tuple[str, Any, str], ...] = (
+        ("processor", "Another", "processor"),
+        ("cores", 2, "number of cores"),
+        ("processors", 3, "number of processors"),
+        ("system", "Darwin arm64", "system"),
+        ("edgeinfer", "2.0", "version of edgeinfer"),
+        ("engine", "engine 3", "version of the engine"),
+        ("kernel", "neon", "kernel"),
+    )
+    for name, value, words in changes:
+        other = dataclasses.replace(MACHINE, **{name: value})
+        assert words in MACHINE.difference(other) and str(value) in MACHINE.difference(other)
+
+
+def test_this_machine_is_described() -> None:
+    here = Fingerprint.here("engine", "kernel")
+    assert here == Fingerprint.here("engine", "kernel")
+    assert here.processor == processor_name()[:256] != ""
+    assert 1 <= here.processors == len(usable_processors()) <= (os.cpu_count() or 1)
+
+
+# Processors.
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two fast cores of two threads each, numbered first and last, and two slow ones of one."""
+    cores = {0: "0-1", 1: "0-1", 2: "2", 3: "3", 4: "4-5", 5: "4-5"}
+    for processor, siblings in cores.items():
+        folder = tmp_path / f"cpu{processor}"
+        (folder / "topology").mkdir(parents=True)
+        (folder / "cpufreq").mkdir()
+        (folder / "topology" / "thread_siblings_list").write_text(siblings + "\n")
+        (folder / "cpufreq" / "cpuinfo_max_freq").write_text("2000000\n" if processor in (2, 3) else "5000000\n")
+    monkeypatch.setattr(machine, "_CPUS", tmp_path)
+    monkeypatch.setattr(machine, "usable_processors", lambda: tuple(cores))
+    monkeypatch.setattr(sys, "platform", "linux")
+    return tmp_path
+
+
+def test_one_processor_of_each_core_the_fastest_first(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The calling thread is free; the others are counted from 1.
+    assert [pinning(n) for n in (1, 2, 3, 4, 5)] == ["", "5", "5;3", "5;3;4", ""]
+    monkeypatch.setattr(machine, "usable_processors", lambda: (1, 2, 3))
+    assert [pinning(n) for n in (2, 3, 4)] == ["3", "3;4", ""]
+
+
+def test_capacities_tell_more_than_frequencies(hybrid: Path) -> None:
+    for processor in range(6):
+        (hybrid / f"cpu{processor}" / "cpu_capacity").write_text("1024" if processor in (2, 3) else "400")
+    assert pinning(2) == "4" and pinning(3) == "4;1"
+
+
+def test_nothing_is_pinned_where_cores_are_not_known(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hybrid / "cpu3" / "topology" / "thread_siblings_list").unlink()
+    assert pinning(2) == ""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert pinning(2) == ""
