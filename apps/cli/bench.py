@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from edgeinfer.apps.cli.bench_files import require_place, write_text
 from edgeinfer.apps.cli.bench_peers import add_peers_parser
-from edgeinfer.apps.cli.bench_quality import add_quality_parser
 from edgeinfer.apps.cli.bench_report import add_report_parser
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, progress_bar
@@ -56,7 +55,6 @@ def add_parser(commands: Subparsers) -> None:
             )
             groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
-    add_quality_parser(kinds)
     add_peers_parser(kinds)
     add_report_parser(kinds)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from edgeinfer.apps.bench.pages.tune_section import tune_section
 from edgeinfer.apps.bench.peers_figures import peers_section
-from edgeinfer.apps.bench.quality_report import quality_section
 from edgeinfer.apps.bench.registry import BENCHMARKS
 from edgeinfer.apps.bench.render import Facts, Section, common, machine_facts, page_html
 from edgeinfer.errors import UsageError
@@ -21,7 +20,6 @@ __all__ = ["read_section", "report_html"]
 _KINDS: dict[str, Callable[[Any], Section]] = {
     **{each.key: each.section for each in BENCHMARKS},
     "peers": peers_section,
-    "quality": quality_section,
     "tune": tune_section,
 }
 _MOST_BYTES = 256 * 1024**2
