@@ -1,4 +1,4 @@
-"""The engines of `edgeinfer bench peers`: what each needs, is given and is called; knows nothing of timing.
+"""The engines of `edgeinfer bench peers`: what each needs, is given and is called.
 
 To add one: a file in engines/, its line in worker.ENGINES, and a line in PEERS.
 """

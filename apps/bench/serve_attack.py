@@ -44,7 +44,7 @@ _LEVEL = 1.1
 
 @dataclass
 class Phase:
-    """What ordinary clients met for a while, and what the server held.
+    """What ordinary clients met for a while, and the memory of the server.
 
     Attributes:
         first_ms: from a request to the first of its text.
@@ -71,10 +71,10 @@ class Phase:
 
 async def measure(url: str, pid: int, *, clients: int, seconds: float) -> Phase:
     """Lets ordinary clients ask for a while."""
-    phase, begun = Phase(), time.perf_counter()
+    phase, started = Phase(), time.perf_counter()
 
     async def one(client: httpx.AsyncClient) -> None:
-        while time.perf_counter() - begun < seconds:
+        while time.perf_counter() - started < seconds:
             await _ask(client, url, phase)
             await asyncio.sleep(_PAUSE_S)
 
@@ -86,7 +86,7 @@ async def measure(url: str, pid: int, *, clients: int, seconds: float) -> Phase:
 
 
 async def _ask(client: httpx.AsyncClient, url: str, phase: Phase) -> None:
-    begun, first = time.perf_counter(), None
+    started, first = time.perf_counter(), None
     try:
         async with client.stream("POST", f"{url}/v1/chat/completions", json=_BODY) as answer:
             if answer.status_code != 200:
@@ -94,18 +94,18 @@ async def _ask(client: httpx.AsyncClient, url: str, phase: Phase) -> None:
                 return
             async for line in answer.aiter_lines():
                 if first is None and '"content":"' in line and '"content":""' not in line:
-                    first = time.perf_counter() - begun
+                    first = time.perf_counter() - started
     except httpx.HTTPError as error:
         phase.refused.append(type(error).__name__)
         return
-    phase.first_ms.append((first or time.perf_counter() - begun) * 1e3)
+    phase.first_ms.append((first or time.perf_counter() - started) * 1e3)
 
 
 async def watch(pid: int, phase: Phase) -> None:
     """Notes what a process holds until it is cancelled."""
-    server, begun = psutil.Process(pid), time.perf_counter()
+    server, started = psutil.Process(pid), time.perf_counter()
     while True:
-        phase.rss.append((time.perf_counter() - begun, server.memory_info().rss))
+        phase.rss.append((time.perf_counter() - started, server.memory_info().rss))
         await asyncio.sleep(_SAMPLE_S)
 
 

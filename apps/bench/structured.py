@@ -54,7 +54,7 @@ class Followed:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Followed) -> None:
-        """Takes in another group's."""
+        """Adds another group's."""
         self.schemas += other.schemas
         self.refused += other.refused
         self.compile_ms += other.compile_ms
@@ -94,8 +94,8 @@ def read_schemas(folder: Path, sample: int | None, seed: int = 0) -> dict[str, l
     if not total:
         raise UsageError(f"{folder} has no schemas.", "Give the folder of jsonschemabench's .jsonl files.")
     share = 1.0 if sample is None else min(1.0, sample / total)
-    chance = random.Random(seed)
-    return {name: chance.sample(cases, max(1, round(share * len(cases)))) for name, cases in groups.items()}
+    generator = random.Random(seed)
+    return {name: generator.sample(cases, max(1, round(share * len(cases)))) for name, cases in groups.items()}
 
 
 def follow(model: edgeinfer.Model, cases: Sequence[Mapping[str, Any]], **options: Any) -> Followed:
