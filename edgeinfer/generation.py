@@ -16,7 +16,7 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.kv_cache.context_shift.policy import overflow_summary
+from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.sampling import (
     ChoiceConstraint,
     Constraint,
@@ -147,7 +147,7 @@ class TokenStream:
         self._turns.if_running(self, self._parts.engine.cancel)
 
     def pause(self) -> bool:
-        """Lets other replies of the model run; the next chunk goes on, and the text is the same. Whether it could.
+        """Lets other replies of the model run, and tells whether it could; the next chunk goes on with the same text.
 
         It can where the model was loaded with a prefix cache (LoadConfig.prefix_cache), which keeps what the reply
         rests on as far as it has room; what has none is evaluated again.
@@ -250,7 +250,7 @@ class TokenStream:
                 self._finish("cancelled")
 
     def _step(self) -> Step | None:
-        """The engine's next step, its generation taken up again after a pause; None where the reply is over."""
+        """Takes the engine's next step, starting its generation again after a pause; None where the reply is over."""
         if self._steps is None:
             if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
                 return None
@@ -351,7 +351,7 @@ class TokenStream:
             ),
             speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),
             model=parts.info,
-            overflow=overflow_summary(parts.engine.context_shift, parts.engine.lost),
+            overflow=context_shift_summary(parts.engine.context_shift, parts.engine.lost),
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),
@@ -364,7 +364,7 @@ class TokenStream:
 def _make_strategy(
     parts: ModelParts, sampler: Sampler, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
 ) -> DecodingStrategy:
-    """The strategy that decodes a reply.
+    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
 
     Args:
         sampler: of the reply's tokens.

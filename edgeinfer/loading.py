@@ -24,7 +24,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.registry import make_overflow
+from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
 from edgeinfer.runtime.kv_cache.session_file import origin_of
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute, ReducedComputeParts
 from edgeinfer.runtime.loading.registry import (
@@ -45,7 +45,7 @@ from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettin
 from edgeinfer.runtime.profile.tuned import find_settings
 from edgeinfer.runtime.speculation.assembly import make_speculator
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
@@ -199,7 +199,7 @@ def make_parts(
     verification = Verification(opened, keeps=config.remember)
     try:
         parts = _make_somewhere(bundles, config, progress, started, plan, verification)
-        verification.settle()
+        verification.finish()
         return parts
     except (ModelError, BackendError):
         # What failed on a damaged file says less than that it is damaged.
@@ -268,7 +268,7 @@ def _make_parts(
     parsed = parsed or _parse(lambda: own_tokenizer(subject.choice, backend))
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
-    overflow = make_overflow(plan.overflow, bundle, backend)
+    overflow = make_context_shift(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)

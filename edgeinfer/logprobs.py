@@ -1,4 +1,4 @@
-"""Log-probabilities of a reply's tokens, told as their text shows."""
+"""Log-probabilities of a reply's tokens are given out as the tokens' text shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ShownLogprobs"]
 
 
 class ShownLogprobs:
-    """Of one reply, whose text may show later than its tokens come, or never, as that of a stop string.
+    """Matches log-probabilities with text, which may show later than its tokens come, or never, as a stop string does.
 
     Args:
         tokenizer: of the model.
@@ -29,7 +29,7 @@ class ShownLogprobs:
         self._shown = 0  # of those, that were shown
 
     def push(self, token: int, decoded: str) -> None:
-        """The reply's next token, and the text that became certain with it."""
+        """Adds the reply's next token, and the text that became certain with it."""
         if not self._found:
             return
         found = self._found[self._tokens]
@@ -40,7 +40,7 @@ class ShownLogprobs:
         self._decoded += len(decoded)
 
     def show(self, text: str, *, rest: bool = False) -> tuple[TokenLogprob, ...]:
-        """Those of the tokens that this text, the next to be shown, begins to show.
+        """Gives those of the tokens that this text, the next to be shown, starts to show.
 
         Args:
             rest: those of all tokens that wait, at the end of a reply without a stop string.

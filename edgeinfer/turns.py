@@ -20,11 +20,11 @@ class Turn(Protocol):
         """Whether only the calling thread can still be reading it."""
 
     def close(self) -> None:
-        """Finishes it now, which leaves."""
+        """Finishes it now; it leaves the list by that."""
 
 
 class Turns:
-    """The replies of a model that are not finished. Any thread may ask."""
+    """Keeps the unfinished replies of a model, of which one runs at a time. Any thread may ask."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may ask while its thread is in here
@@ -39,7 +39,7 @@ class Turns:
         return bool(self._paused)
 
     def claim(self, turn: Turn) -> None:
-        """It is this reply's turn now.
+        """Gives the turn to this reply.
 
         Raises:
             UsageError: another runs, or another thread works with the model.
@@ -55,14 +55,14 @@ class Turns:
                 self._paused.remove(turn)
 
     def pause(self, turn: Turn) -> None:
-        """The reply whose turn it is lets others run."""
+        """Pauses the reply whose turn it is, so that others can run."""
         with self._lock:
             if self._running is turn:
                 self._running = None
                 self._paused.append(turn)
 
     def leave(self, turn: Turn) -> None:
-        """A reply is finished."""
+        """Takes a finished reply off the list."""
         with self._lock:
             if self._running is turn:
                 self._running = None
@@ -92,7 +92,7 @@ class Turns:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Has the model for what is no reply of a user's: other threads begin nothing before the block ends.
+        """Reserves the model for work that is no user's reply: other threads start nothing before the block ends.
 
         Raises:
             UsageError: as `require_idle`.
@@ -113,7 +113,7 @@ class Turns:
                     self._worker = None
 
     def close(self) -> None:
-        """Finishes all."""
+        """Finishes all replies."""
         with self._lock:
             turns = (self._running, *self._paused)
         for turn in turns:

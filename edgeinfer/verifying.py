@@ -42,5 +42,5 @@ def verify(
             progress(check.name, index, len(checks))
         if accept and check.sha256 is not None:
             raise UsageError(f"{check.path} comes with a digest, which it has to match.", "Leave out --accept.")
-        found[check.name] = accept_file(check, notes) if accept else check_file(check, notes, anew=True)
+        found[check.name] = accept_file(check, notes) if accept else check_file(check, notes, again=True)
     return found

@@ -186,8 +186,8 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     if size == 0 or len(batch.positions) != size:
         raise BackendError(f"A pass of {size} tokens has {len(batch.positions)} positions.")
     if backend.cache.length + size > backend.cache.capacity:
-        held = f"the cache holds {backend.cache.length} of {backend.cache.capacity}"
-        raise BackendError(f"A pass of {size} tokens does not fit: {held}.")
+        rows = f"the cache holds {backend.cache.length} of {backend.cache.capacity}"
+        raise BackendError(f"A pass of {size} tokens does not fit: {rows}.")
     # Python's own min and max: on the few numbers of a decoding step they take a tenth of numpy's time.
     wanted, ids = batch.rows.tolist(), tokens.tolist()
     if wanted and not 0 <= min(wanted) <= max(wanted) < size:

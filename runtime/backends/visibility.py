@@ -50,8 +50,8 @@ def in_window(
     Args:
         places: positions of the first T' rows, at least of all but the new ones; None where they count up.
     """
-    held = total - len(positions)
-    rows = np.concatenate([np.arange(held) if places is None else places[:held], positions])
+    cached = total - len(positions)
+    rows = np.concatenate([np.arange(cached) if places is None else places[:cached], positions])
     near: NDArray[np.bool_] = positions[:, None] - rows < window
     return near
 

@@ -1,7 +1,4 @@
-"""What backends that run another one in some way share: what they leave to it, and passes cut into windows of layers.
-
-Knows nothing of what they add.
-"""
+"""Backends around another one: what they leave to it, and the one that counts the experts that its passes use."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class WrappedBackend(Generic[B]):
-    """Implements `contracts.Backend` but for `forward`, which takes a turn of its own.
+    """Implements `contract.Backend` but for `forward`, which takes a turn of its own.
 
     Args:
         inner: that runs the passes; this closes it.
@@ -91,7 +88,7 @@ class WrappedBackend(Generic[B]):
 
 
 class ExpertCountingBackend(WrappedBackend[Backend]):
-    """Implements `contracts.Backend` around another one; its passes are the same.
+    """Implements `contract.Backend` around another one; its passes are the same.
 
     Args:
         inner: of a model with experts; this closes it.

@@ -14,7 +14,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, OverflowPolicy
+from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
 
@@ -23,7 +23,7 @@ __all__ = ["Engine", "Prefill", "Step"]
 
 @dataclass(frozen=True)
 class Prefill:
-    """How a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
+    """Tells how a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
 
     cached: int
     evaluated: int
@@ -48,7 +48,7 @@ _FEW = 16
 
 
 class Engine:
-    """One conversation's worth of state over a backend.
+    """Keeps one conversation in a backend's cache and makes its replies.
 
     Args:
         backend: evaluates passes; its cache belongs to this engine alone.
@@ -61,7 +61,7 @@ class Engine:
     """
 
     def __init__(
-        self, backend: Backend, chunk: int, context_shift: OverflowPolicy | None = None, prefix_bytes: int = 0
+        self, backend: Backend, chunk: int, context_shift: ContextShiftPolicy | None = None, prefix_bytes: int = 0
     ) -> None:
         if prefix_bytes and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
@@ -114,7 +114,7 @@ class Engine:
         return self._steps(prompt, left, stop_ids, strategy or DecodingStrategy(self.backend, sampler))
 
     def allowance(self, prompt: int, max_tokens: int | None) -> int:
-        """Tokens that the reply to a prompt of so many tokens may have."""
+        """Counts the tokens that the reply to a prompt of so many tokens may have."""
         room = self.backend.cache.capacity - prompt + 1 if self.context_shift is None else self.backend.cache.capacity
         return room if max_tokens is None else max_tokens if self.context_shift is not None else min(max_tokens, room)
 
@@ -124,7 +124,7 @@ class Engine:
         return self._prefixes.cap > 0 and self.context_shift is None
 
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
-        """Evaluates up to so many tokens of a prompt that will be continued; whether only its last one is left.
+        """Evaluates up to so many tokens of a prompt that will be continued; tells whether only its last one is left.
 
         Raises:
             PromptError, ContextLengthError: as `generate`.
@@ -225,7 +225,7 @@ class Engine:
         return logits
 
     def room(self) -> int:
-        """Tokens that can be fed before the context is full; where it is, after the context shift has made room."""
+        """Counts the tokens that can be fed before the context is full; a context shift makes room where it is."""
         self._make_room()
         return self.backend.cache.capacity - self.backend.cache.length
 
@@ -244,7 +244,7 @@ class Engine:
         return logits
 
     def _make_room(self) -> None:
-        """Has the context shift shorten a full cache."""
+        """Lets the context shift shorten a full cache."""
         if self.context_shift is None or self.backend.cache.length < self.backend.cache.capacity:
             return
         try:
@@ -260,11 +260,11 @@ class Engine:
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """The tokens whose rows the cache holds, one for one; none where an context shift has changed the rows."""
+        """Tokens whose rows the cache holds, one for one; none where a context shift has changed the rows."""
         return () if self.lost.tokens else tuple(self._tokens)
 
     def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
-        """Takes rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
+        """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
 
         Raises:
             BackendError: they are another model's, or too many; the cache is then empty.
@@ -287,7 +287,7 @@ class Engine:
         self._prefixes.evict(keep_bytes)
 
     def _reuse(self, prompt: Sequence[int]) -> int:
-        """Cuts the cache to what the prompt shares with it, or puts back more that was kept; the tokens that remain."""
+        """Cuts the cache to what it shares with the prompt, or puts back more that was kept; counts what remains."""
         most = min(len(prompt) - 1, self.backend.cache.capacity)
         cached = min(self.shared(prompt), len(prompt) - 1)
         if cached < self.lost.since:
@@ -314,7 +314,7 @@ class Engine:
             self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many of the first tokens are those that were fed."""
+        """Counts the first tokens that are those that were fed."""
         shared = 0
         for mine, theirs in zip(self._tokens, tokens, strict=False):
             if mine != theirs:
@@ -328,7 +328,7 @@ class Engine:
 
 
 def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
-    """The tokens up to and with the first stop id."""
+    """Cuts tokens behind the first stop id."""
     for place, token in enumerate(tokens):
         if token in stop_ids:
             return tokens[: place + 1]

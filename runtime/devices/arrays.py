@@ -1,4 +1,4 @@
-"""Arrays in the memory of a device, as far as the KV cache needs them; knows nothing of what they hold.
+"""Arrays in the memory of a device, as far as the KV cache needs them.
 
 onnxruntime copies whole arrays between memories, no parts of them. So reading or writing some rows copies the array
 over and back: that is for what happens between replies. A pass reads and writes where the array lies, and cutting the

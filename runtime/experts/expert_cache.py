@@ -1,4 +1,4 @@
-"""Which experts' weights are in memory: a budget of bytes, and who goes when another comes; knows nothing of passes.
+"""Which experts' weights are in memory: a budget of bytes, and who goes when another comes.
 
 Least frequently used with ageing: every use adds to an expert's worth, and all worth halves every `_HALF_LIFE` tokens.
 The pages of experts that go are dropped; they come back when a router chooses them again.
@@ -27,7 +27,7 @@ class Pages(Protocol):
     """Weights in a file, as `weight_pages.WeightPart` has them."""
 
     def release(self) -> None:
-        """Drops the resident pages."""
+        """Drops the pages that are in memory."""
 
     def prefetch(self) -> None:
         """Has the system read them."""
@@ -39,7 +39,7 @@ class ExpertCache:
     Args:
         parts: weights of each expert by layer and expert, in the order of the file.
         sizes: their bytes; 0 in layers without experts. (L, E)
-        limit: bytes of experts that may be resident at once, what the system maps around them included.
+        limit: bytes of experts that may be in memory at once, what the system maps around them included.
 
     Attributes:
         cached: those whose pages may be in memory. (L, E)
@@ -84,8 +84,8 @@ class ExpertCache:
         # A layer that may use all its experts takes no more for having some of them already.
         whole = inside & (most >= self.cached.shape[1])
         goes = self.cached & ~whole[:, None]
-        held = int(self._sizes[goes].sum())
-        over = held + sum(self.need(layer, most) for layer in layers) - self.limit
+        cached = int(self._sizes[goes].sum())
+        over = cached + sum(self.need(layer, most) for layer in layers) - self.limit
         if over <= 0:
             return
         places = np.argwhere(goes)  # (n, 2)

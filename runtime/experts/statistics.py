@@ -1,4 +1,4 @@
-"""How tokens use experts: how often each, and how many of them a token and a run of tokens touch; knows no backend.
+"""How tokens use experts: how often each, and how many of them a token and a run of tokens touch.
 
 BlockFFN's measures (arXiv:2507.08771): token-level sparsity is 1 less the mean share of a layer's experts that a token
 uses, chunk-level sparsity the same for the union over consecutive tokens. Counted are tokens that stayed in the text: a
@@ -134,11 +134,11 @@ class ExpertCounter:
         """Takes over the rows of the last pass that the cache still holds; whether `length` follows them."""
         if self._last is None:
             return False
-        held = length - self._start
+        cached = length - self._start
         # A shorter cache is another text's: what the last pass was of is not known to have stayed.
-        if held > 0:
-            self._kept.append(self._last[:, :held])
-        follows = bool(0 <= held <= self._last.shape[1])
+        if cached > 0:
+            self._kept.append(self._last[:, :cached])
+        follows = bool(0 <= cached <= self._last.shape[1])
         self._last, self._start = (None, 0) if not follows else (self._last[:, :0], length)
         return follows
 

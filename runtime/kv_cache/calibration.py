@@ -3,8 +3,7 @@
 Keys are taken as cached, after rotation, but as if every row lay anywhere in the context: what a channel holds changes
 with the position, slowly in some channels, so that the places of a short text would show a part of it. int8 scales
 reach beyond the largest magnitude of each channel. int4 has 16 levels, so the few largest values cost the others too
-much: its scales are those that make the squared error of the calibration rows least. Knows nothing of bundles or of
-who uses the scales.
+much: its scales are those that make the squared error of the calibration rows least.
 """
 
 from __future__ import annotations
@@ -67,27 +66,27 @@ def calibrate(
     if backend.cache.snapshot(0, 0).kv != FLOAT32:
         raise UsageError("Scales are found with a float32 cache.", f"Load the model with kv={FLOAT32!r}.")
     most = min(max(1, MOST_ROWS // len(texts)), backend.cache.capacity)
-    held: list[CacheSnapshot] = []
+    cached: list[CacheSnapshot] = []
     for number, text in enumerate(texts[:MOST_ROWS]):
         if progress is not None:
             progress("calibrating the cache", number, len(texts))
         backend.cache.trim(0)
         _read(backend, text[:most], min(reply_tokens, most - len(text[:most])), np.random.default_rng(number))
-        held.append(backend.cache.snapshot())
+        cached.append(backend.cache.snapshot())
     backend.cache.trim(0)
     found: dict[str, list[LayerScales]] = {kv: [] for kv in QUANTIZED_KV}
-    turns = _turns(held, inverse_frequencies(rope, backend.cache.capacity), backend.geometry.max_positions)
+    turns = _turns(cached, inverse_frequencies(rope, backend.cache.capacity), backend.geometry.max_positions)
     for layer in range(backend.geometry.num_layers):
-        keys = np.concatenate([snapshot.keys[layer] for snapshot in held], axis=1)
-        values = np.concatenate([snapshot.values[layer] for snapshot in held], axis=1)
+        keys = np.concatenate([snapshot.keys[layer] for snapshot in cached], axis=1)
+        values = np.concatenate([snapshot.values[layer] for snapshot in cached], axis=1)
         keys = rotate(keys.swapaxes(0, 1), *turns).swapaxes(0, 1)
         for kv, scales in found.items():
             scales.append(LayerScales(_scales(KV[kv], keys), _scales(KV[kv], values)))
-    return KVScales({kv: tuple(scales) for kv, scales in found.items()}, sum(snapshot.length for snapshot in held))
+    return KVScales({kv: tuple(scales) for kv, scales in found.items()}, sum(snapshot.length for snapshot in cached))
 
 
 def _read(backend: Backend, text: Sequence[int], more: int, random: np.random.Generator) -> None:
-    """Takes in a text and what the model goes on with."""
+    """Evaluates a text and what the model goes on with."""
     logits: Floats = np.zeros((0, 0), np.float32)
     for start in range(0, len(text), _CHUNK):
         tokens = np.array(text[start : start + _CHUNK], np.int64)
@@ -99,9 +98,9 @@ def _read(backend: Backend, text: Sequence[int], more: int, random: np.random.Ge
         logits = backend.forward(ForwardInput(np.array([token]), np.array([position]), np.zeros(1, np.int64))).logits
 
 
-def _turns(held: Sequence[CacheSnapshot], frequencies: Floats, places: int) -> tuple[Floats, Floats]:  # 2 x (N, r/2)
+def _turns(cached: Sequence[CacheSnapshot], frequencies: Floats, places: int) -> tuple[Floats, Floats]:  # 2 x (N, r/2)
     """Cosine and sine of what turns the keys of all rows to places drawn from the whole context."""
-    rows = np.concatenate([np.arange(snapshot.length) for snapshot in held])
+    rows = np.concatenate([np.arange(snapshot.length) for snapshot in cached])
     moves = np.random.default_rng(0).integers(0, places, len(rows)) - rows
     angles = moves[:, None].astype(np.float32) * frequencies
     return np.cos(angles), np.sin(angles)

@@ -1,6 +1,6 @@
 """What quantized caches do to attention, layer by layer: its output over rows stored and loaded, against the rows.
 
-Knows nothing of who asks. Every layer sees the hidden states of a float32 cache, so that errors do not add up.
+Every layer sees the hidden states of a float32 cache, so that errors do not add up.
 """
 
 from __future__ import annotations

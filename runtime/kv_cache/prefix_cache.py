@@ -1,4 +1,4 @@
-"""Rows of conversations other than the current one, stored once per shared prefix under a cap; knows no backend.
+"""Rows of conversations other than the current one, stored once per shared prefix under a cap.
 
 A tree of spans: each node holds the tokens that follow its parent's and the keys and values of their rows, so that two
 conversations with the same system message keep its rows once. What was used longest ago is dropped first, ends of
@@ -106,26 +106,26 @@ class PrefixCache:
         if self._kind is None:
             self._kind = copy(0, 0)
         path = list(self._path(ids))
-        held, tick = sum(shared for _, shared in path), next(self._clock)
-        if path and path[-1][1] < len(path[-1][0].tokens) and held < len(ids):
+        cached, tick = sum(shared for _, shared in path), next(self._clock)
+        if path and path[-1][1] < len(path[-1][0].tokens) and cached < len(ids):
             self._split(*path[-1])
         spans = [span for span, _ in self._path(ids)]
         for span in spans:
             span.used = tick
         pinned = {*spans, *(span for span, _ in self._path(np.array(wanted, _ID)))}
         room = self.cap // self._token_bytes - sum(len(span.tokens) for span in pinned)
-        new = min(len(ids) - held, room)
+        new = min(len(ids) - cached, room)
         if new < 1:
             return
         self._evict(self.cap - new * self._token_bytes, pinned)
         try:
-            rows = copy(held, held + new)
+            rows = copy(cached, cached + new)
         except MemoryError:
             _log.warning("There is no memory to keep another conversation; those kept are dropped.")
             self.evict(0)
             return
         parent = spans[-1] if spans else self._root
-        self._add(ids[held : held + new].copy(), [*rows.keys, *rows.values], parent, tick)
+        self._add(ids[cached : cached + new].copy(), [*rows.keys, *rows.values], parent, tick)
 
     def evict(self, keep_bytes: int = 0) -> None:
         """Drops what was used longest ago until no more than this is kept."""

@@ -1,4 +1,4 @@
-"""Session files: the tokens of a conversation, their rows of the KV cache and a text; knows no backend and no chat.
+"""Session files: the tokens of a conversation, their rows of the KV cache and a text.
 
 A safetensors file. Its tensors, in this order: `tokens` I32 (T,); `rows.{start}` (2 L, kv_heads, n, width), keys of
 each layer and then values as the cache stores them, for consecutive runs of n tokens; `text` U8, UTF-8. `__metadata__`

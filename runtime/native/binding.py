@@ -1,4 +1,4 @@
-"""The C functions of the kernel library with Python types; knows nothing of where the library lies or if it is right.
+"""The C functions of the kernel library with Python types.
 
 The other side is exports.c; the structures are those of lowbit.h.
 """

@@ -1,4 +1,4 @@
-"""Finds the kernel library beside this file and tells whether it can be trusted; knows nothing of models.
+"""Finds the kernel library beside this file and tells whether it can be trusted.
 
 `EDGEINFER_NATIVE=0` switches the kernel off, `EDGEINFER_NATIVE_ISA` names the instruction set to use.
 """

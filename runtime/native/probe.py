@@ -1,4 +1,4 @@
-"""Measures what this machine can do at best with the native kernel's own instructions; knows nothing of models."""
+"""Measures what this machine can do at best with the native kernel's own instructions."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def _together(pool: ThreadPoolExecutor, threads: int, work: Callable[[int], None
 
     def timed(index: int) -> tuple[float, float]:
         gate.wait()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work(index)
-        return begun, time.perf_counter()
+        return started, time.perf_counter()
 
     spans = list(pool.map(timed, range(threads)))
-    return max(end for _, end in spans) - min(begun for begun, _ in spans)
+    return max(end for _, end in spans) - min(started for started, _ in spans)

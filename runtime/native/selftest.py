@@ -1,4 +1,4 @@
-"""Whether the kernel computes what it should on this machine: tiny cases of every format; knows nothing of files.
+"""Whether the kernel computes what it should on this machine: tiny cases of every format.
 
 The portable path is compared with numpy, an instruction set with the portable path, to the last bit: a compiler or a
 processor that rounds otherwise is found before anything is computed with it.

@@ -1,1 +1,1 @@
-"""Ways of decoding that look at several continuations in one cache, or weigh one in other ways than the model."""
+"""Searches: strategies that look at several continuations in one cache, or weigh one otherwise than the model."""

@@ -18,7 +18,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.visibility import Visibility
-from edgeinfer.runtime.decoding.statistics import SearchStatistics
+from edgeinfer.runtime.decoding.strategy import SearchStatistics
 from edgeinfer.runtime.search.strategy import Passes, SearchParts
 
 __all__ = ["Branch", "Branches"]
@@ -29,7 +29,7 @@ _FEW = 64
 
 @dataclass(eq=False)
 class Branch:
-    """One continuation.
+    """A continuation.
 
     Attributes:
         sees: rows of the cache that it is made of, the trunk's too if it is a continuation of that. (C,)
@@ -44,7 +44,7 @@ class Branches:
     """The branches that begin where the cache ends now.
 
     Args:
-        parts: of the way.
+        parts: of the search.
         statistics: counts passes, rows and branches.
     """
 
@@ -66,7 +66,7 @@ class Branches:
         return self._backend.cache.capacity - self._trunk - int(self._used().sum())
 
     def begin(self, *, apart: bool = False, rows: Sequence[CacheSnapshot] = ()) -> Branch:
-        """A new branch of the trunk and of rows that are copied in; or `apart`, a text that begins at position 0."""
+        """Begins a branch of the trunk and of rows that are copied in; or `apart`, a text that begins at position 0."""
         sees = np.zeros(self._backend.cache.capacity, np.bool_)
         sees[: 0 if apart else self._trunk] = True
         branch = Branch(sees, 0 if apart else self._trunk)
@@ -81,14 +81,14 @@ class Branches:
         return branch
 
     def fork(self, branch: Branch) -> Branch:
-        """A branch that goes on from where another is now, whose rows both have."""
+        """Begins a branch that goes on from where another is now, whose rows both have."""
         forked = Branch(branch.sees.copy(), branch.place)
         self._live.append(forked)
         self._statistics.branches += 1
         return forked
 
     def drop(self, branch: Branch) -> None:
-        """The branch is needed no more."""
+        """Drops a branch."""
         self._live.remove(branch)
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 @dataclass
 class Drawn:
-    """One of the replies.
+    """A reply that is drawn.
 
     Attributes:
         score: sum of its tokens' log-probabilities.
@@ -37,7 +37,7 @@ class Drawn:
         return self.score / len(self.text.tokens)
 
     def draw(self, logits: Floats, place: int) -> None:  # (V,)
-        """Its next token."""
+        """Draws its next token."""
         token = self.sampler.sample(logits, place)
         self.sampler.accept(token, logits)
         self.score += logprob(logits, token)

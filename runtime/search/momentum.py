@@ -1,4 +1,4 @@
-"""Momentum decoding: greedy, but a token pays for closing a run that the text already has; a sampler and no more."""
+"""Momentum decoding: greedy, but a token pays for closing a run that the text has already."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Momentum(SearchStrategy):
         return self._choose(self._passes.feed(self._root))
 
     def _choose(self, logits: Floats) -> tuple[int]:  # (V,)
-        chances = np.exp(log_probabilities(logits))
-        candidates = likeliest(chances, self._count)
-        scores = [chances[token] - self._resistance[self._runs.closed(token)] for token in candidates.tolist()]
+        probabilities = np.exp(log_probabilities(logits))
+        candidates = likeliest(probabilities, self._count)
+        scores = [probabilities[token] - self._resistance[self._runs.closed(token)] for token in candidates.tolist()]
         # Where all are infinitely resisted, the likeliest.
         token = int(candidates[int(np.argmax(scores))])
         self._statistics.trials += token != int(candidates[0])

@@ -1,4 +1,4 @@
-"""Which way of searching a name stands for, and what it goes together with."""
+"""Searches by name, and the options that each goes together with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["SEARCH_KINDS", "make_search"]
 
 @dataclass(frozen=True)
 class SearchKind:
-    """How a way is made.
+    """Tells how a search is made and what it goes together with.
 
     Attributes:
         draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
@@ -50,7 +50,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
 
 
 def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
-    """The way that the options ask for.
+    """Makes the search that the options ask for.
 
     Args:
         forgets: the context is made to hold more than it has room for, by a context shift.

@@ -61,7 +61,7 @@ class _Reply:
 
 
 class ParallelSamples(SearchStrategy):
-    """Answers with reply 0; the others are told at the end."""
+    """Answers with reply 0; the others stand in the result."""
 
     lossless = True
 

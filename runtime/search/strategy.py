@@ -1,4 +1,4 @@
-"""What searches share: their build arguments, passes that are counted, texts that are read, and going on plainly.
+"""The base of searches: their build arguments, counted passes, and falling back to plain decoding.
 
 Between two of a search's answers the rows of the cache are those of the reply alone, each computed in a pass of the
 reply's own text, so that the next turn rests on the same bits as without.
@@ -19,8 +19,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
-from edgeinfer.runtime.decoding.statistics import SearchStatistics
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import ReplyText, TokenizerLike
 from edgeinfer.searching import SearchedText, SearchUse
@@ -43,7 +42,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class SearchParts:
-    """What a way is made of.
+    """Holds what a search is made of.
 
     Attributes:
         sampler: of the reply's tokens.
@@ -61,7 +60,7 @@ class SearchParts:
     continues: bool
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
-        """Chooses for one of several replies, by the seed that follows the reply's own by its index."""
+        """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""
         processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
         return Sampler(processor, prompt)
 
@@ -72,10 +71,10 @@ class SearchParts:
 
 
 class Passes:
-    """Passes over one text at a time, counted.
+    """Runs passes over one text at a time, and counts them.
 
     Args:
-        parts: of the way.
+        parts: of the search.
         statistics: counts them.
     """
 
@@ -111,7 +110,7 @@ class Passes:
 
 
 class SearchStrategy(DecodingStrategy):
-    """What all searches share; where the context has no room for several texts, they go on plainly.
+    """Does what all searches share; where the context has no room for several texts, they go on plainly.
 
     Attributes:
         lossless: as `SearchUse` has it.

@@ -54,7 +54,7 @@ _RECOVERY = 0.01
 
 
 class RoundCosts(Protocol):
-    """What a round costs on this device."""
+    """Tells what a round costs on this device."""
 
     def pass_ms(self, rows: int) -> float:
         """One pass of the target over so many new tokens with all their logits."""
@@ -167,7 +167,7 @@ class Governor:
 
     @property
     def rest(self) -> int:
-        """Plain steps before anybody is asked: plain decoding has been faster, or asking is not paid for yet.
+        """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet.
 
         Where a draft promised something that could not be risked, asking again at once would only spend what is to pay
         for it.
@@ -186,7 +186,7 @@ class Governor:
         return self._spent
 
     def rested(self, steps: int) -> None:
-        """So many plain steps were taken."""
+        """Learns that so many plain steps were taken."""
         ms, kept = self._pass_ms[0] * steps, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
         self._saved += ms * _LOSS_BUDGET
@@ -199,7 +199,7 @@ class Governor:
         return self._tokens / self._ms
 
     def draft(self, context: Context, room: int) -> Draft:
-        """What to verify next; empty where nothing pays.
+        """Builds the draft to verify next; empty where nothing pays.
 
         Args:
             room: tokens that the cache and the reply have room for.

@@ -1,15 +1,19 @@
-"""Which drafter a name stands for: how it is made, and whether `auto` counts on it."""
+"""Which drafter a name stands for: how it is made, whether `auto` asks it, and what it takes in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, Geometry
-from edgeinfer.bundle.heads import Heads, has_heads, read_heads
+from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.kv_cache import prefix_cache
+from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
+from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.plan_input import OptionBytes
 from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
@@ -28,12 +32,12 @@ from edgeinfer.runtime.speculation.drafters.self_drafters import (
 )
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 
-__all__ = ["KINDS", "DrafterParts", "make_drafter"]
+__all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "drafting_bytes", "heads_taken", "make_drafter"]
 
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What drafters are made of.
+    """Holds what drafters are made of.
 
     Attributes:
         target: the backend whose text is drafted.
@@ -77,7 +81,7 @@ class DrafterParts:
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """How a drafter is made.
+    """Tells how a drafter is made.
 
     Attributes:
         make: of its parts.
@@ -173,10 +177,49 @@ KINDS: dict[str, DrafterKind] = {
 
 
 def make_drafter(name: str, parts: DrafterParts) -> Drafter:
-    """The drafter of this name, a key of KINDS.
+    """Makes the drafter of this name, a key of KINDS.
 
     Raises:
         UsageError: it needs something that is not there.
         CapabilityError: the target's backend cannot do what it needs.
     """
     return KINDS[name].make(parts)
+
+
+# The governor's and the drafters' own objects, besides their tables.
+_BOOKKEEPING_BYTES = 1_000_000
+_FLOAT_BYTES = 4
+
+
+def drafting_bytes(
+    drafters: Sequence[str], geometry: Geometry, context: int, draft_max: int, heads: Mapping[str, int] | None = None
+) -> int:
+    """Bytes of these drafters' tables and of what the largest verification pass gives out.
+
+    Args:
+        heads: what drafters with heads take, as `heads_taken`.
+    """
+    tables = sum(KINDS[name].table_bytes(geometry, context) + (heads or {}).get(name, 0) for name in drafters)
+    rows = (1 + draft_max) * (geometry.vocab_size + 2 * geometry.hidden_size) * _FLOAT_BYTES
+    return _BOOKKEEPING_BYTES + tables + rows
+
+
+def heads_taken(bundle: Bundle) -> dict[str, int]:
+    """Bytes that drafters with heads in a bundle take, by their names: the heads, and what they work with."""
+    geometry, taken = bundle.manifest.geometry, dict[str, int]()
+    for name in ("medusa", "hydra", "prompt"):
+        if stored := heads_bytes(bundle, name):
+            taken[name] = stored + 2 * _FLOAT_BYTES * geometry.vocab_size
+    if "prompt" in taken:
+        # Prompt tokens are also probe rows of passes, each with a row of logits.
+        probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
+        taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, 2 * probes)
+    return taken
+
+
+def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
+    drafters, most = configuration.drafters, configuration.draft_max
+    return drafting_bytes(drafters, bundle.manifest.geometry, configuration.context, most, heads_taken(bundle))
+
+
+OPTION_BYTES = OptionBytes(_configured_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes)

@@ -41,7 +41,7 @@ _NOISE_SIGMAS = 2.5
 
 @dataclass(frozen=True)
 class ExactCheck:
-    """What differently cut passes over one text gave.
+    """Tells what differently cut passes over one text gave.
 
     Attributes:
         bit_identical: every logit, key and value was the same.
@@ -146,7 +146,7 @@ def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
 
 
 def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
-    """Between a text evaluated token by token and again in wide passes, each over what it put into the cache itself."""
+    """Compares a text evaluated token by token with wide passes, each over what it put into the cache itself."""
     differences = _Differences()
     most = min(_MOST_ROWS, backend.cache.capacity - past)
     tokens = filler_tokens(backend, past + most)[past:]

@@ -102,7 +102,7 @@ class Speculator:
         return median(self._plain_ms) if self._plain_ms else None
 
     def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
-        """How a generation decodes: speculatively, or plainly.
+        """Makes the strategy of a generation: speculative, or plain decoding.
 
         Raises:
             UsageError: it asks for drafters that the model was not loaded with, or that need what is not there.
@@ -159,7 +159,7 @@ class Speculator:
         return True
 
     def plan_for(self, drafters: tuple[str, ...], most: int) -> None:
-        """Drafts by these of the drafters it was loaded with, and so far at most, from the next reply on."""
+        """Sets the drafters, of those it was loaded with, and how far they draft, from the next reply on."""
         self._planned = drafters
         self._most = self._limit = most
         self._close(self._drafters.keys() - set(drafters))
@@ -220,7 +220,7 @@ class Speculator:
         return config.draft_width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> Speculation:
-        """What drafting did in a reply.
+        """Tells what drafting did in a reply.
 
         Args:
             per_token_ms: mean milliseconds of the reply's tokens after the first.

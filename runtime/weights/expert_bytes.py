@@ -1,6 +1,6 @@
 """How many different experts a pass needs, and the bytes that takes: what a pass over a model with experts costs.
 
-Knows nothing of measured times. MoESD (arXiv:2505.19645): tokens that choose K of E experts independently need
+MoESD (arXiv:2505.19645): tokens that choose K of E experts independently need
 N(t) = E (1 - (1 - K/E)^t) of them in a pass over t tokens. Real texts need fewer, as neighbours choose alike.
 """
 
@@ -22,7 +22,7 @@ AROUND_BYTES = 2 * (64 - 4) * 1024
 
 
 def expected_experts(experts: int, top_k: float, tokens: int) -> float:
-    """Different experts of a layer that so many tokens need, each choosing `top_k` of them as by chance."""
+    """Different experts of a layer that so many tokens need, each choosing `top_k` of them at random."""
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 

@@ -1,6 +1,6 @@
 """Which layout of a bundle's weights runs here, and where it lies: converted once where it is not the stored one.
 
-Knows nothing of what runs it. A converted file is kept in the user's cache, named by what it was made of, so that it
+A converted file is kept in the user's cache, named by what it was made of, so that it
 serves every bundle with the same weights and is never taken for another.
 """
 

@@ -1,6 +1,6 @@
-"""What mapping weights, and streaming them through memory, takes in bytes and in time; knows nothing of what runs.
+"""What mapping weights, and streaming them through memory, takes in bytes and in time.
 
-Formulas for the plan: of streamed weights the largest window of layers is resident, and every pass reads all of them
+Formulas for the plan: of streamed weights the largest window of layers is in memory, and every pass reads all of them
 again. The tensors are those of the layout that runs (edgeinfer.bundle.tables.tensors_in).
 """
 
@@ -38,7 +38,7 @@ _SAMPLE_BYTES, _PIECES = 64 << 20, 16
 
 
 def mapped_bytes(tensors: Iterable[TensorEntry]) -> int:
-    """Resident bytes of a file of packed weights: all that is read but the embedding, of which only rows are."""
+    """Bytes in memory of a file of packed weights: all that is read but the embedding, of which only rows are."""
     tensors = list(tensors)
     return pass_bytes(tensors) + looked_up_bytes(tensors)
 
@@ -53,7 +53,7 @@ def loading_bytes(tensors: Iterable[TensorEntry]) -> tuple[int, int]:
 
 
 def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int) -> int:
-    """Most bytes of weights that are resident at once where they are streamed: the largest window, head or embedding.
+    """Most bytes of weights in memory at once where they are streamed: the largest window, head or embedding.
 
     Of the embedding all count, because around each row that is looked up the system may map far more.
     """
@@ -97,5 +97,5 @@ def _read_bytes(tensor: TensorEntry) -> int:
 
 
 def looked_up_bytes(tensors: Iterable[TensorEntry]) -> int:
-    """Resident bytes of an embedding of which only rows are read, and dropped from time to time."""
+    """Bytes in memory of an embedding of which only rows are read, and dropped from time to time."""
     return sum(min(t.nbytes, _LOOKUP_BYTES) for t in tensors if t.name == _EMBED)

@@ -1,4 +1,4 @@
-"""Compares the files of bundles with their digests beside the loading of what they hold; knows nothing of that.
+"""Compares the files of bundles with their digests beside the loading of what they hold.
 
 Small files are read every time. Of large ones it is noted what they were when they were found whole, and they are read
 again when that has changed. A plain GGUF file comes without a digest, unless it lies in a hub's cache under it: the one
@@ -39,7 +39,7 @@ class FileCheck:
     """A file and what it should be.
 
     Attributes:
-        sha256: None where nobody said.
+        sha256: None where it is not known.
         plain: it is a model by itself, without a manifest.
         tail: bytes behind all that the file says it holds.
     """
@@ -82,29 +82,29 @@ class _StoppedError(Exception):
 def check_file(
     check: FileCheck,
     notes: VerifiedFiles,
-    begun: FileIdentity | None = None,
+    identity: FileIdentity | None = None,
     *,
     stopped: Callable[[], bool] = lambda: False,
-    anew: bool = False,
+    again: bool = False,
 ) -> Outcome:
     """Compares a file with its digest, or with what it was when it was last found whole.
 
     Args:
-        begun: what the file was when loading began; None takes what it is now.
-        anew: reads it also where it has not changed since.
+        identity: what the file was when loading began; None takes what it is now.
+        again: reads it also where it has not changed since.
 
     Raises:
         BundleError: it is another one, or cannot be read.
     """
     with _reading(check.path):
-        now = begun or FileIdentity.of(check.path)
+        now = identity or FileIdentity.of(check.path)
         if now.size != check.bytes:
             raise BundleError(f"{check.name} has {now.size} bytes, not {check.bytes}.", _again(check))
         note = None if check.small and check.sha256 else notes.find(check.path)
         wanted = check.sha256
         if wanted is None and note is not None and (note.identity.size == now.size or check.tail):
             wanted = note.sha256
-        unread = not (check.small or anew) and note is not None and note.settled
+        unread = not (check.small or again) and note is not None and note.stable
         if unread and note is not None and (note.identity, note.sha256) == (now, wanted):
             return "before"
         digest, opened = _hash(check.path, stopped)
@@ -174,7 +174,7 @@ class Verification:
 
     def __init__(self, bundles: Sequence[Bundle], *, keeps: bool = True) -> None:
         self._files = files_of(bundles)
-        self._begun = {check: _identity(check.path) for check in self._files}
+        self._identities = {check: _identity(check.path) for check in self._files}
         self._notes = VerifiedFiles(keeps=keeps)
         self._stopped, self._small_done, self._done = threading.Event(), threading.Event(), threading.Event()
         self._error: EdgeInferError | None = None
@@ -203,7 +203,7 @@ class Verification:
                 return word
         return "now"
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits for the small files, and looks whether any file was changed or replaced since the beginning.
 
         Raises:
@@ -211,8 +211,8 @@ class Verification:
         """
         self._small_done.wait()
         self._raise()
-        for check, begun in self._begun.items():
-            if _identity(check.path) != begun:
+        for check, identity in self._identities.items():
+            if _identity(check.path) != identity:
                 raise _changed(check)
 
     def require(self) -> None:
@@ -229,12 +229,12 @@ class Verification:
 
     def await_verdict(self, cancelled: Callable[[], bool]) -> float | None:
         """Milliseconds that `require` waited, whose errors it raises; None where it was cancelled first."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         while not self._done.wait(_PATIENCE):
             if cancelled():
                 return None
         self.require()
-        return (time.perf_counter() - begun) * 1e3
+        return (time.perf_counter() - started) * 1e3
 
     def stop(self) -> None:
         """Reads no further."""
@@ -251,7 +251,7 @@ class Verification:
             for check in self._files:
                 if not check.small:
                     self._small_done.set()
-                found = check_file(check, self._notes, self._begun[check], stopped=self._stopped.is_set)
+                found = check_file(check, self._notes, self._identities[check], stopped=self._stopped.is_set)
                 self._outcomes.append(found)
         except _StoppedError:
             pass

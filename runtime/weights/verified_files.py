@@ -1,4 +1,4 @@
-"""Which files were found whole, and what they were then, in the user's cache; knows nothing of what is in them.
+"""Which files were found whole, and what they were then, in the user's cache.
 
 Each has a small note of its own, so that processes need not wait for each other. A note may be removed at any time;
 one that is damaged, or was written for another file, counts as none. Where the folder cannot be written, nothing is
@@ -38,16 +38,17 @@ class Note:
     """What a file was when it was found whole.
 
     Attributes:
-        settled: it had been left alone for so long that another change would show; otherwise it is read again.
+        stable: it had been left alone for so long that another change would show; otherwise it is read again.
     """
 
     path: str
     sha256: str
     identity: FileIdentity
-    settled: bool = True
+    stable: bool = True
 
     def to_json(self) -> str:
         data = {"format": _FORMAT, **asdict(self)}
+        data["settled"] = data.pop("stable")
         return json.dumps(data | {"check": _check(data)}) + "\n"
 
     @classmethod
@@ -56,6 +57,7 @@ class Note:
         data: dict[str, Any] = json.loads(text)
         if data.pop("check") != _check(data) or data.pop("format") != _FORMAT:
             raise ValueError("not a note")
+        data["stable"] = data.pop("settled")
         return cls(**data | {"identity": FileIdentity(**data["identity"])})
 
 
@@ -88,7 +90,7 @@ class VerifiedFiles:
         if not self._keeps:
             return
         latest = max(identity.modified_ns, identity.changed_ns)
-        note = Note(_name(path), sha256, identity, settled=time.time_ns() - latest > _COARSE_NS)
+        note = Note(_name(path), sha256, identity, stable=time.time_ns() - latest > _COARSE_NS)
         if self.find(path) == note:
             return
         try:

@@ -1,4 +1,4 @@
-"""The pages of a weights file that a running model reads, layer by layer; knows nothing of what runs.
+"""The pages of a weights file that a running model reads, layer by layer.
 
 A page that is dropped comes back from the system's cache of the file, or from the disk, when it is touched again.
 """
@@ -21,7 +21,7 @@ __all__ = ["LookedUp", "Run", "WeightPages", "WeightPart"]
 # Offset and length of bytes in a file.
 Run = tuple[int, int]
 
-# Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them are resident.
+# Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them stay in memory.
 _LOOKUPS = 64
 
 
@@ -45,7 +45,7 @@ class WeightPart:
         return sum(-(-(offset + length) // page) * page - offset // page * page for offset, length in self.runs)
 
     def release(self) -> None:
-        """Drops the resident pages."""
+        """Drops the pages that are in memory."""
         self._pages.release()
 
     def prefetch(self) -> None:
@@ -101,7 +101,7 @@ class WeightPages:
         self._file.small_pages()
 
     def release(self) -> None:
-        """Drops every resident page of the file, read while running or not."""
+        """Drops every page in memory of the file, read while running or not."""
         self._file.release()
 
     def close(self) -> None:

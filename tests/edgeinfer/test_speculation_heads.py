@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import add_heads
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.runtime.speculation.memory import drafting_bytes, heads_taken
+from edgeinfer.runtime.speculation.registry import drafting_bytes, heads_taken
 from tests.heads import DRAFTING, random_heads, with_heads
 from tests.speculation import BUILTIN, load_eager, needs_builtin, same
 

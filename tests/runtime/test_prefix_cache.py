@@ -17,7 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
@@ -242,7 +242,7 @@ def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -
     backend = OnnxBackend(bundle, 96)
 
     def engine(prefix_bytes: int) -> Engine:
-        return Engine(backend, 16, make_overflow(name, bundle, backend), prefix_bytes)
+        return Engine(backend, 16, make_context_shift(name, bundle, backend), prefix_bytes)
 
     plain, kept = engine(0), engine(UNBOUNDED)
     assert conversations(kept, 3)[0] == conversations(plain, 3)[0]

@@ -69,7 +69,7 @@ def test_a_file_is_read_once(check: FileCheck, reads: Reads, notes_folder: Path)
     assert reads(lambda: check_file(check, VerifiedFiles())) == SIZE
     assert check_file(check, VerifiedFiles()) == "before"
     assert reads(lambda: check_file(check, VerifiedFiles())) == 0
-    assert reads(lambda: check_file(check, VerifiedFiles(), anew=True)) == SIZE
+    assert reads(lambda: check_file(check, VerifiedFiles(), again=True)) == SIZE
     assert only(notes_folder).stat().st_size < 1000
     assert notes_folder.stat().st_mode & 0o777 == 0o700
 

@@ -1,1 +1,1 @@
-"""The backend of GGUF files: llama.cpp through llama-cpp-python's low-level calls; knows nothing of sampling."""
+"""The backend of GGUF files: llama.cpp through llama-cpp-python's low-level calls."""

@@ -1,7 +1,7 @@
 """The backend of GGUF files: llama.cpp's passes and cache behind the contract.
 
-Rows of passes of different
-sizes agree to rounding, not bit for bit: which kernel multiplies depends on the size of the pass.
+Rows of passes of different sizes agree to rounding, not bit for bit: which kernel multiplies depends on the size of the
+pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 32
 
 
 class LlamaCppBackend:
-    """Implements `contracts.Backend` for GGUF bundles.
+    """Implements `contract.Backend` for GGUF bundles.
 
     Args:
         bundle: a GGUF file, or a directory with one.

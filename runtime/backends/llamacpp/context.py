@@ -1,4 +1,4 @@
-"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache; knows no contract.
+"""One llama.cpp context: a batch that numpy fills, passes that can be ended, sequences of one cache.
 
 Sequences share the cells of one cache ("unified"), so that copying one into another copies no keys.
 """
@@ -37,7 +37,7 @@ class ContextOptions:
     """What a context is made with.
 
     Attributes:
-        cells: tokens the cache may hold, those of unsettled trees included.
+        cells: tokens the cache may hold, those of pending draft trees included.
         kv: type of the cache.
         threads: of a pass; at most, where they are `elastic`.
         elastic: work with fewer while others use the processors, which changes no bit of the results.
@@ -116,13 +116,13 @@ class LlamaContext:
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
         self._choose_threads()
-        begun = time.perf_counter_ns()
+        started = time.perf_counter_ns()
         answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
         if answer == 0:
             self._lib.llama_synchronize(self.pointer)
         if padding:
             self.cut(self.options.spare, 0)
-        self.run_ns = time.perf_counter_ns() - begun
+        self.run_ns = time.perf_counter_ns() - started
         return answer
 
     def _choose_threads(self) -> None:

@@ -193,7 +193,7 @@ def _inner(gguf: GgufFile) -> int:
 
 @dataclass(frozen=True)
 class GgufMemory:
-    """Implements `model_memory.ModelMemory`."""
+    """Implements `ModelMemory`."""
 
     bundle: Bundle
 

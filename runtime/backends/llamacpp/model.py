@@ -1,4 +1,4 @@
-"""A GGUF file loaded by llama.cpp: which of its weights are copied and which stay in the file; knows no context."""
+"""A GGUF file loaded by llama.cpp: which of its weights are copied and which stay in the file."""
 
 from __future__ import annotations
 

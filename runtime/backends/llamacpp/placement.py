@@ -1,4 +1,4 @@
-"""Which matrices llama.cpp would copy into an order of its own, asked of llama.cpp; knows no model in memory."""
+"""Which matrices llama.cpp would copy into an order of its own, asked of llama.cpp."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def _buffer_type(ggml: Any, tensor: GgufTensor) -> int | None:
             raise UsageError("llama.cpp lays out its tensors differently.", "Keep all weights packed, or all mapped.")
         inputs = ggml.ggml_new_tensor_2d(context, 0, ctypes.c_int64(columns), ctypes.c_int64(1))
         product = ctypes.c_void_p(ggml.ggml_mul_mat(context, ctypes.c_void_p(weight), ctypes.c_void_p(inputs)))
-        held = ctypes.c_void_p.from_address(weight + _TYPE_AND_BUFFER // 2)
+        slot = ctypes.c_void_p.from_address(weight + _TYPE_AND_BUFFER // 2)
         for kind in _kinds(ggml):
             buffer = ctypes.c_void_p(ggml.ggml_backend_buft_alloc_buffer(ctypes.c_void_p(kind), ctypes.c_size_t(0)))
-            held.value = buffer.value
+            slot.value = buffer.value
             fits = ggml.ggml_backend_dev_supports_op(cpu_device(ggml), product)
-            held.value = None
+            slot.value = None
             ggml.ggml_backend_buffer_free(buffer)
             if fits:
                 return kind

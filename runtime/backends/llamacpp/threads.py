@@ -1,4 +1,4 @@
-"""How many threads a pass works with while other programs use the processors too; knows nothing of passes.
+"""How many threads a pass works with while other programs use the processors too.
 
 llama.cpp's threads wait for each other at hundreds of barriers in a pass. Where there is no processor for one of them,
 the others wait until the system lets it run, so that two threads take many times as long as one on two busy processors.
@@ -25,7 +25,7 @@ class ProcessorTimes(NamedTuple):
 
     Attributes:
         wall: since some moment.
-        busy: in which processors worked, for whomever, all of them together.
+        busy: in which processors worked, for any program, all of them together.
         own: in which they worked for this process.
         processors: that there are.
     """
@@ -40,7 +40,7 @@ class SpareThreads:
     """As many threads as there are processors that others leave, at least one.
 
     Args:
-        most: threads when nobody else works.
+        most: threads when no other program works.
         look: tells the time that processors worked.
     """
 

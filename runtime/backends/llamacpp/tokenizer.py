@@ -1,4 +1,4 @@
-"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp; knows nothing of templates or passes."""
+"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ class LlamaTokenizer:
         return size
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; see `text.contracts.TokenizerLike.encode`."""
+        """Token ids of a text; see `text.contract.TokenizerLike.encode`."""
         with self._encoding(text):
             return self._ids(self._normalizer(text, parse_special), add_special_tokens, parse_special)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `text.contracts.TokenizerLike.encode_between`."""
+        """Token ids of text with special tokens; see `text.contract.TokenizerLike.encode_between`."""
         ids: list[int] = []
         with self._encoding("".join(parts)):
             for place, part in enumerate(parts):
                 if place % 2:
                     ids.append(MARK)
                     continue
-                # llama.cpp begins anew behind each special token, too.
+                # llama.cpp starts again behind each special token, too.
                 run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
                 run = self._normalizer(run, parse_special=False, first=place == 0)
                 ids += self._ids(run, add_special_tokens=False, parse_special=False) if run else []

@@ -1,7 +1,7 @@
 """The ONNX backend: one session over a native bundle, with the KV cache updated in place.
 
-Knows the graph's inputs and outputs (edgeinfer.bundle.graph); knows nothing of sampling or text. Facts it relies on,
-measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one buffer, so dropping
+The graph's inputs and outputs are those of edgeinfer.bundle.graph. Facts it relies on, measured on ONNX Runtime 1.31.1:
+GroupQueryAttention works in place when past and present are one buffer, so dropping
 rows is passing a smaller length; a row's result does not depend on the other rows of its pass as long as there are at
 least two (over a quantized cache any number), and an even number where MatMulNBits multiplies in blocks of 64 or 128.
 """
@@ -40,7 +40,7 @@ _MOST_PASSES = 64
 
 
 class OnnxBackend:
-    """Implements `contracts.Backend` for native bundles.
+    """Implements `contract.Backend` for native bundles.
 
     Args:
         bundle: an opened bundle made by the native export.

@@ -1,8 +1,8 @@
 """A backend that keeps only some of a model's experts in memory and reads the others when they are chosen.
 
-Knows whose pages are whose; knows nothing of how experts are chosen. What is not of an expert stays in memory. A pass
+Knows whose pages are whose. What is not of an expert stays in memory. A pass
 that could fetch more than there is room for is cut into windows of layers, and room is made before each of them, so
-that no more than the limit is ever resident. Every row of the result is the same bits as without.
+that no more than the limit is ever in memory. Every row of the result is the same bits as without.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _WINDOW_SHARE = 0.25
 
 
 class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
-    """Implements `contracts.Backend` around a backend that reads its weights in place.
+    """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
         decoder: of the model.
-        limit: bytes of experts that may be resident at once.
+        limit: bytes of experts that may be in memory at once.
 
     Attributes:
         expert_cache: of the experts.
@@ -67,7 +67,7 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
         """As many layers at a time as surely fit."""
         layers = self.geometry.num_layers
         count = self._moe.top_k if batch.experts is None else batch.experts.count
-        # Padding is a twin of a real row, and chooses the same but for rounding.
+        # Padding is a copy of a real row, and chooses the same but for rounding.
         most = len(batch.tokens) * count
         runs = np.ones(2 * layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
         needs = [self.expert_cache.need(layer, most) if runs[2 * layer + 1] else 0 for layer in range(layers)]

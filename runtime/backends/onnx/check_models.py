@@ -1,4 +1,4 @@
-"""Two small models to try a device with: what our graphs ask of it, in a few kilobytes; knows no device.
+"""Two small models to try a device with: what our graphs ask of it, in a few kilobytes.
 
 Written field by field (onnx.proto), as a device that runs bundles has no onnx package.
 """

@@ -1,6 +1,6 @@
 """The backend of bundles exported through Optimum: each pass reads one copy of the KV cache and writes the next.
 
-Knows the graph's inputs and outputs (edgeinfer.bundle.concat_graph); knows nothing of sampling or text. The graph
+The graph's inputs and outputs are those of edgeinfer.bundle.concat_graph. The graph
 concatenates past and new keys itself, so the cache is kept twice and the copies take turns; a cancelled or failed pass
 leaves the copy it read as it was. The graph computes the logits of every row. Rows of passes of different sizes agree
 to rounding, not bit for bit: what attention adds up depends on the size of the pass.
@@ -29,7 +29,7 @@ __all__ = ["ConcatBackend"]
 
 
 class ConcatBackend:
-    """Implements `contracts.Backend` for graphs whose cache grows by concatenation; chains only.
+    """Implements `contract.Backend` for graphs whose cache grows by concatenation; chains only.
 
     Args:
         bundle: an opened bundle made by the optimum export.

@@ -18,7 +18,7 @@ class ConcatCache:
     """Implements `KVCache` by two copies, float32 (1, kv_heads, rows, head_dim), each array packed at the
     start of its memory.
 
-    Memory beyond the packed rows is never touched, so it is not resident until the cache grows into it.
+    Memory beyond the packed rows is never touched, so the system gives it none until the cache grows into it.
     """
 
     copyable = True

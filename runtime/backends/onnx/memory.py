@@ -1,4 +1,4 @@
-"""What a model takes on onnxruntime, or on numpy, by term; knows nothing of budgets and of choosing.
+"""What a model takes on onnxruntime, or on numpy, by term.
 
 All terms are upper bounds. Constants were fitted to measured processes (docs/LOG.md, 2026-11-21).
 """
@@ -34,7 +34,7 @@ _RAW_SHARE = 0.3
 _PACKING_LEFT_BYTES = 4_000_000
 # Rows of the cache that are there from the start.
 _FIRST_ROWS = 256
-# A cache that grows by concatenation is written anew by every pass, from one copy into the other.
+# A cache that grows by concatenation is written again by every pass, from one copy into the other.
 _CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
 _LIVE_WIDTHS = 3
@@ -45,7 +45,7 @@ _MAKING_FLOATS = 4
 
 @dataclass(frozen=True)
 class OnnxMemory:
-    """Implements `model_memory.ModelMemory`.
+    """Implements `ModelMemory`.
 
     Attributes:
         layout: of the weights, as it will run.
@@ -90,8 +90,8 @@ class OnnxMemory:
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of it: all, or what decoding needs."""
         size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
-        held = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
-        return Footprint({"tokenizer": held}, {})
+        kept = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
+        return Footprint({"tokenizer": kept}, {})
 
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
         """While the tokenizer is parsed, which is before anything else is there; while the session is made; and while
@@ -141,7 +141,7 @@ def _multiplied_out(manifest: Manifest) -> Footprint:
 
 
 def _weights(manifest: Manifest, layout: Layout, mode: str, window: int, experts: int) -> Footprint:
-    """Anonymous bytes of packed weights, and file pages that are resident."""
+    """Anonymous bytes of packed weights, and file pages in memory."""
     if not manifest.tensors:
         # An opaque graph: float weights are packed into a copy while the file is mapped.
         size = manifest.weight_bytes
@@ -151,8 +151,8 @@ def _weights(manifest: Manifest, layout: Layout, mode: str, window: int, experts
     if window or not apart:
         return _WEIGHTS[layout](tensors, mode, window)
     others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
-    resident = experts or sum(t.nbytes for t in apart)
-    return _WEIGHTS[layout](others, mode, window) + Footprint({}, {"experts": resident})
+    cached = experts or sum(t.nbytes for t in apart)
+    return _WEIGHTS[layout](others, mode, window) + Footprint({}, {"experts": cached})
 
 
 def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:

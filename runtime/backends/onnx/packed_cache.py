@@ -1,6 +1,6 @@
 """A model's weights with what onnxruntime packs of them, in one file that is mapped and read in place.
 
-Knows nothing of what runs it. onnxruntime packs weights for the processor it runs on, so the file is made on the device
+onnxruntime packs weights for the processor it runs on, so the file is made on the device
 and kept in the user's cache, one folder for each combination of weights, graph, onnxruntime and processor: the weights,
 the packed copies behind them, and a table of both. It may be removed at any time, and what is damaged is made again.
 Making it packs one weight after the other, so it needs no more memory than loading the result does.
@@ -108,7 +108,7 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
 
 
 def is_packed(bundle: Bundle) -> bool:
-    """Whether the file of a bundle's packed weights is there; one that turns out damaged is made anew."""
+    """Whether the file of a bundle's packed weights is there; one that turns out damaged is made again."""
     try:
         return WEIGHTS in bundle.manifest.files and (_folder(bundle) / PACKED).is_file()
     except (StorageError, KeyError):

@@ -1,4 +1,4 @@
-"""Where an ONNX graph names its weights, and how it names packed copies of them; knows nothing of where they lie.
+"""Where an ONNX graph names its weights, and how it names packed copies of them.
 
 onnxruntime writes into the entry of a weight what its packed copies are: `prepacked_<i>` is "<operator>+<digest of the
 packed bytes>|<offset>;<length>;<checksum>", with more of the last where there are more blobs. On loading it packs the

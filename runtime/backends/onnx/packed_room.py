@@ -1,6 +1,6 @@
 """The folders of packed weights in the user's cache: how much they may take, and for which processor they are.
 
-Knows nothing of what is in them. Any of them may be removed at any time, also while it is used: on Linux and macOS the
+Any of them may be removed at any time, also while it is used: on Linux and macOS the
 files stay until the last process that has them open ends, on Windows those in use stay altogether.
 """
 

@@ -182,7 +182,7 @@ class AttentionBias:
 
     def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
         if self._zeros.size < size * total:
-            # Never written, so the zero pages of this buffer are not resident.
+            # Never written, so the zero pages of this buffer take no memory.
             self._zeros = np.zeros(size * self._cache.rows, np.float32)
         return self._zeros[: size * total].reshape(1, 1, size, total)
 

@@ -1,4 +1,4 @@
-"""An ONNX Runtime session: opened for small memory, on a device, timed, can be ended; knows nothing of its graph."""
+"""An ONNX Runtime session: opened for small memory, on a device, timed, can be ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TERMINATED = "terminate flag"
 class _CopiedInputs:
     """A binding on a device with memory of its own, where onnxruntime copies an input over when it is bound.
 
-    So inputs are bound anew for each run; what lies on the device already is not copied.
+    So inputs are bound again for each run; what lies on the device already is not copied.
     """
 
     def __init__(self, binding: ort.IOBinding) -> None:
@@ -155,7 +155,7 @@ class OrtSession:
             BackendError: onnxruntime failed.
         """
         self._run_options.terminate = False
-        begun = time.perf_counter_ns()
+        started = time.perf_counter_ns()
         try:
             self._session.run_with_iobinding(_bound(binding), self._run_options)
         except Exception as error:
@@ -167,7 +167,7 @@ class OrtSession:
             if not self._device.on_cpu:
                 raise device_error(self._device, error) from error
             raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
-        self.run_ns = time.perf_counter_ns() - begun
+        self.run_ns = time.perf_counter_ns() - started
 
     def cancel(self) -> None:
         """Ends the running run; safe from any thread."""

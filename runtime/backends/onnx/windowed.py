@@ -107,11 +107,11 @@ _Layers = tuple[NDArray[np.bool_], WeightPart]
 
 
 class StreamedBackend(WindowedBackend[OnnxBackend]):
-    """Implements `contracts.Backend` around a backend that reads its weights in place.
+    """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
-        window_layers: layers whose weights are resident together; the most is all of them.
+        window_layers: layers whose weights are in memory together; the most is all of them.
 
     Raises:
         CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
@@ -150,7 +150,7 @@ class StreamedBackend(WindowedBackend[OnnxBackend]):
         ]
 
     def drop_pages(self) -> None:
-        """Does nothing: between two passes no weights are resident but some rows of the embedding."""
+        """Does nothing: between two passes no weights are in memory but some rows of the embedding."""
 
 
 def _release(weights: WeightPart, output: ForwardOutput) -> None:

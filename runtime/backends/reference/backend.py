@@ -1,6 +1,6 @@
 """The reference backend: a decoder in plain numpy, slow and obvious, the oracle of the tests.
 
-Reads weights through the bundle's tensor table; knows nothing of the ONNX graph.
+Reads weights through the bundle's tensor table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ReferenceBackend"]
 
 
 class ReferenceBackend:
-    """Implements `contracts.Backend` for every bundle with a decoder description.
+    """Implements `contract.Backend` for every bundle with a decoder description.
 
     Args:
         bundle: an opened bundle with a tensor table.
@@ -62,7 +62,7 @@ class ReferenceBackend:
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        begun = time.perf_counter_ns()
+        started = time.perf_counter_ns()
         start, size = self.cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
         self.cache.reserve(start + size)
@@ -84,7 +84,7 @@ class ReferenceBackend:
         self.cache.length = start + size
         final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
         logits = final @ self._weights["head"].T
-        self.run_ns = time.perf_counter_ns() - begun
+        self.run_ns = time.perf_counter_ns() - started
         return ForwardOutput(logits, x, self._choices(used, size, batch.experts))
 
     @cached_property

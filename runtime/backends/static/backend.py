@@ -1,6 +1,6 @@
 """The backend of static bundles: passes are cut into runs of graphs of fixed shapes, padded, and masked.
 
-Knows the graphs' inputs and outputs (edgeinfer.bundle.static_graph); knows nothing of sampling or text. The cache is
+The graphs' inputs and outputs are those of edgeinfer.bundle.static_graph. The cache is
 the runtime's, in ordinary memory, read by all graphs; new keys and values are copied into it after a run. As a graph
 puts new rows at their places before it sums over them, drafts of any shape are verified, and rows do not depend on how
 a chain is cut into passes: bit for bit on the CPU from two rows on, and elsewhere as far as the device's own kernels
@@ -34,7 +34,7 @@ __all__ = ["StaticBackend", "kernel_of"]
 
 
 class StaticBackend:
-    """Implements `contracts.Backend` for static bundles.
+    """Implements `contract.Backend` for static bundles.
 
     Args:
         bundle: an opened bundle made by the static export.
@@ -42,7 +42,7 @@ class StaticBackend:
         threads: threads of each session.
         device: that runs the graphs.
         affinity: of threads, as `OrtSession` takes it.
-        exact: use such graphs only whose rows are bit-identical, as `static_passes.choose_graphs` says.
+        exact: use such graphs only whose rows are bit-identical, as `passes.choose_graphs` says.
         rows: of the widest pass that is no prompt; None for any.
         chunk: prompt tokens per pass; None for as many as the graph for prompts takes.
         kv: type of the cache, of which only float32 is possible.

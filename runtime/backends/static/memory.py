@@ -1,4 +1,4 @@
-"""What a static bundle takes on onnxruntime, by term; knows nothing of budgets and of choosing.
+"""What a static bundle takes on onnxruntime, by term.
 
 Every graph has a session with packed copies of all weights, and all sessions that a way of running may make are
 counted. All terms are upper bounds; constants were fitted to measured processes (docs/LOG.md, 2026-11-22).
@@ -34,11 +34,11 @@ _FLOAT_BYTES, _ID_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Implements `model_memory.ModelMemory`.
+    """Implements `ModelMemory`.
 
     Attributes:
         ordinary: of the same bundle, which has the tokenizer's terms.
-        exact, on_cpu: as `static_passes.choose_graphs` takes them.
+        exact, on_cpu: as `passes.choose_graphs` takes them.
     """
 
     bundle: Bundle
@@ -79,8 +79,8 @@ class StaticMemory:
     def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
         """While the tokenizer is parsed, while the last session is made, and while a transient tokenizer is parsed."""
         yield next(iter(self.ordinary.phases(outside, running, configuration)))
-        held = dict(running.anonymous) | {"activations": _TURNING_COPIES * max(map(_packed, self._matrices()))}
-        yield Footprint(held, dict(running.file) | {"loading_code": _LOADING_CODE_BYTES})
+        turning = dict(running.anonymous) | {"activations": _TURNING_COPIES * max(map(_packed, self._matrices()))}
+        yield Footprint(turning, dict(running.file) | {"loading_code": _LOADING_CODE_BYTES})
         if configuration.tokenizer == "transient":
             *_, parsing = self.ordinary.phases(outside, running, configuration)
             yield parsing

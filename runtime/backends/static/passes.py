@@ -1,4 +1,4 @@
-"""How a pass is cut into runs of static graphs, and which graphs a way of running needs; knows no session."""
+"""How a pass is cut into runs of static graphs, and which graphs a way of running needs."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ def check_graph_file(bundle: Bundle, graph: StaticGraph, spec: DecoderSpec) -> s
         raise BundleError(f"{path} is not an ONNX graph: {error}.", "Export or download the bundle again.") from error
     except OSError as error:
         raise BundleError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.") from error
-    for wanted, held in zip((graph.inputs(spec), graph.outputs(spec)), found, strict=True):
+    for wanted, declared in zip((graph.inputs(spec), graph.outputs(spec)), found, strict=True):
         expected = {value.name: value for value in wanted}
-        wrong = sorted(name for name in {*expected, *held} if expected.get(name) != held.get(name))
+        wrong = sorted(name for name in {*expected, *declared} if expected.get(name) != declared.get(name))
         if wrong:
             message = f"{path} declares other inputs or outputs than the bundle describes: {', '.join(wrong[:3])}."
             raise BundleError(message, "Export or download the bundle again.")

@@ -1,1 +1,1 @@
-"""What happens when a conversation outgrows the context; knows nothing of text or planning."""
+"""What happens when a conversation outgrows the context."""

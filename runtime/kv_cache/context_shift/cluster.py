@@ -1,4 +1,4 @@
-"""Merges neighbours that are alike, chunk by chunk and head by head; knows nothing of attention or text.
+"""Merges neighbours that are alike, chunk by chunk and head by head.
 
 Chelsea: within a chunk of rows every second one is matched to the most similar of the others, and the most similar
 pairs of all chunks are merged, weighted by how many tokens each row stands for. A merged row gets the share of
@@ -28,7 +28,7 @@ class ClusterOptions:
 
     Attributes:
         sinks: first rows, which stay as they are.
-        freed: share of the context that each overflow frees.
+        freed: share of the context that each context shift frees.
         recent: share of the context, its latest tokens, that stays as it is.
         chunk: rows among which alike ones are looked for.
     """
@@ -40,7 +40,7 @@ class ClusterOptions:
 
 
 class ClusterPolicy:
-    """Implements `contracts.OverflowPolicy`.
+    """Implements `ContextShiftPolicy`.
 
     Args:
         spec: of the model.
@@ -55,11 +55,11 @@ class ClusterPolicy:
         self._backend = backend
         self._options = options or ClusterOptions()
         self._freed, self._recent = _sizes(self._options, backend.cache.capacity)
-        self._counts: dict[int, Floats] = {}  # by layer: tokens that its rows stood for after the last overflow
+        self._counts: dict[int, Floats] = {}  # by layer: tokens that its rows stood for after the last context shift
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """What is remembered between overflows, and what one takes while it runs."""
+        """What is remembered between context shifts, and what one takes while it runs."""
         freed, _ = _sizes(ClusterOptions(), capacity)
         counts = spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
         rows = 8 * capacity * spec.kv_size * 4
@@ -113,7 +113,7 @@ class ClusterPolicy:
 
 
 def _sizes(options: ClusterOptions, capacity: int) -> tuple[int, int]:
-    """Rows that an overflow frees and latest rows that stay, in a cache of so many tokens."""
+    """Rows that a context shift frees and latest rows that stay, in a cache of so many tokens."""
     freed, recent = max(1, int(options.freed * capacity)), int(options.recent * capacity)
     # Every second row between sinks and recent ones can leave.
     return min(freed, (capacity - recent - options.sinks) // 2), recent

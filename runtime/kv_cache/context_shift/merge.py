@@ -1,9 +1,9 @@
-"""Evicts what is attended to least, head by head, and merges it into what is like it; knows nothing of text.
+"""Evicts what is attended to least, head by head, and merges it into what is like it.
 
-EMS (Evict then Merge Similar): a row's score is the attention it got at every overflow so far, older ones counting
+EMS (Evict then Merge Similar): a row's score is the attention it got at every context shift so far, older ones counting
 less, and from the latest tokens. The lowest rows leave; each is merged into the most similar row that stays if the two
 are similar enough, and dropped otherwise. Every head keeps as many rows, each its own, so the cache stays a rectangle.
-Scores are sampled at overflows only: to observe every token's attention would mean a pass of its own for each.
+Scores are sampled at context shifts only: to observe every token's attention would mean a pass of its own for each.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ class MergeOptions:
 
     Attributes:
         sinks: first rows, which stay and into which nothing is merged.
-        freed: share of the context that each overflow frees.
+        freed: share of the context that each context shift frees.
         observed: latest tokens whose attention is observed.
         recent: share of the context, its latest tokens, that stays whatever is attended to; no fewer than `observed`.
-        kept_score: what an overflow leaves of the scores before it.
+        kept_score: what a context shift leaves of the scores before it.
         pooled: a row's score is the highest among so many around it, so that words stay whole; odd.
         similar: least cosine of two keys, before rotation, that are merged.
     """
@@ -152,14 +152,14 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class _Past:
-    """Of a layer's rows as the last overflow left them: what attention they got, and how many tokens they stand for."""
+    """Of a layer's rows as the last context shift left them: their attention, and how many tokens they stand for."""
 
     scores: Floats  # (H, n)
     counts: Floats  # (H, n)
 
 
 class MergePolicy:
-    """Implements `contracts.OverflowPolicy`.
+    """Implements `ContextShiftPolicy`.
 
     Args:
         bundle: with a decoder description and a table of its weights.
@@ -180,7 +180,7 @@ class MergePolicy:
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """What is remembered between overflows, and what one takes while it runs."""
+        """What is remembered between context shifts, and what one takes while it runs."""
         options = MergeOptions()
         freed, observed, _ = _sizes(options, capacity)
         past = 2 * spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
@@ -250,9 +250,9 @@ class MergePolicy:
 
 
 def _sizes(options: MergeOptions, capacity: int) -> tuple[int, int, int]:
-    """Rows that an overflow frees, tokens it observes, latest rows that stay, in a cache of so many tokens."""
+    """Rows that a context shift frees, tokens it observes, latest rows that stay, in a cache of so many tokens."""
     freed = max(1, int(options.freed * capacity))
-    # No more than came since the last overflow: rows of earlier tokens could not be computed again.
+    # No more than came since the last context shift: rows of earlier tokens could not be computed again.
     observed = min(options.observed, freed)
     return freed, observed, max(observed, int(options.recent * capacity))
 

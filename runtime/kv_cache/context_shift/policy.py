@@ -1,8 +1,8 @@
-"""What a policy for full caches promises, and what is known of a text that has lost some of its rows; knows no policy.
+"""What a policy for full caches promises, and what is known of a text that has lost some of its rows.
 
-An overflow happens when every row of the cache is taken and one more token is to be fed, so when it happens depends on
-the text's length alone, not on how the text was cut into passes or drafted. Afterwards the position of every row is its
-index again.
+A context shift happens when every row of the cache is taken and one more token is to be fed, so when it happens
+depends on the text's length alone, not on how the text was cut into passes or drafted. Afterwards the position of every
+row is its index again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["Indices", "Lost", "OverflowPolicy", "Removed", "Rotation", "cosines", "merge_rows", "overflow_summary"]
+__all__ = [
+    "ContextShiftPolicy",
+    "Indices",
+    "Lost",
+    "Removed",
+    "Rotation",
+    "context_shift_summary",
+    "cosines",
+    "merge_rows",
+]
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What one overflow did.
+    """What one context shift did.
 
     Attributes:
         rows: by how many the cache is shorter.
@@ -40,11 +49,11 @@ class Lost:
     """What of a text has left the cache.
 
     Attributes:
-        events: overflows so far.
+        events: context shifts so far.
         tokens: tokens of the text less rows of the cache.
         merged: of them, those that went into others; the mean over layers and heads.
-        since: tokens of the text at the last overflow. Rows of later tokens are theirs alone and may be cut; what the
-            rows of earlier ones were cannot be had back.
+        since: tokens of the text at the last context shift. Rows of later tokens are theirs alone and may be cut;
+            what the rows of earlier ones were cannot be had back.
     """
 
     events: int = 0
@@ -53,11 +62,11 @@ class Lost:
     since: int = 0
 
     def after(self, removed: Removed, since: int) -> Lost:
-        """With one more overflow, at a text of `since` tokens."""
+        """With one more context shift, at a text of `since` tokens."""
         return Lost(self.events + 1, self.tokens + removed.rows, self.merged + removed.merged, since)
 
 
-class OverflowPolicy(Protocol):
+class ContextShiftPolicy(Protocol):
     """Makes room in one backend's cache. All its choices are functions of the text, the same every time."""
 
     @property
@@ -79,7 +88,7 @@ class OverflowPolicy(Protocol):
         """Another text begins."""
 
 
-def overflow_summary(policy: OverflowPolicy | None, lost: Lost) -> Overflow:
+def context_shift_summary(policy: ContextShiftPolicy | None, lost: Lost) -> Overflow:
     """What a reply says about what was lost before it ended; None is a context that nothing is lost of."""
     if policy is None:
         return Overflow()

@@ -1,4 +1,4 @@
-"""Which policy makes room in a full cache, by name, and what it needs; knows nothing of how they choose."""
+"""Which policy makes room in a full cache, by name, and what it needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
-from edgeinfer.runtime.kv_cache.context_shift.policy import OverflowPolicy
+from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 
-__all__ = ["POLICIES", "make_overflow", "planned_bytes"]
+__all__ = ["POLICIES", "make_context_shift", "planned_bytes"]
 
 # Contexts smaller than this have no room for sinks, latest tokens and something between them.
 _LEAST_CONTEXT = 32
@@ -24,7 +24,7 @@ _STOP = "Choose --overflow stop"
 class _Kind:
     """How a policy is made, what it takes, and what it needs: layers that can be run one by one, full attention."""
 
-    make: Callable[[Bundle, DecoderSpec, Backend], OverflowPolicy]
+    make: Callable[[Bundle, DecoderSpec, Backend], ContextShiftPolicy]
     planned_bytes: Callable[[DecoderSpec, int], int]
     observes: bool
     reorders: bool
@@ -38,7 +38,7 @@ POLICIES: dict[str, _Kind] = {
 }
 
 
-def make_overflow(name: str, bundle: Bundle, backend: Backend) -> OverflowPolicy | None:
+def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextShiftPolicy | None:
     """The policy of this name for a backend's cache; None for "stop".
 
     Args:
@@ -71,5 +71,5 @@ def make_overflow(name: str, bundle: Bundle, backend: Backend) -> OverflowPolicy
 
 
 def planned_bytes(name: str, spec: DecoderSpec | None, capacity: int) -> int:
-    """What a policy takes at most in a cache of so many tokens, an overflow's own arrays included."""
+    """What a policy takes at most in a cache of so many tokens, a context shift's own arrays included."""
     return POLICIES[name].planned_bytes(spec, capacity) if name in POLICIES and spec is not None else 0

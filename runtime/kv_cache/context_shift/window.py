@@ -1,4 +1,4 @@
-"""Forgets the middle: keeps the first tokens and the latest ones; knows nothing of text.
+"""Forgets the middle: keeps the first tokens and the latest ones.
 
 StreamingLLM (Xiao et al. 2024): attention rests on the first tokens whatever they are, so these stay as sinks. Layers
 with a sliding window of their own lose nothing as long as it is no longer than what is kept of the latest tokens.
@@ -19,20 +19,20 @@ __all__ = ["SINKS", "WindowPolicy"]
 
 # StreamingLLM's: one may do, four always did.
 SINKS = 4
-# Share of the context that an overflow frees. What is freed at once is missing from then on: with twice as much,
+# Share of the context that a context shift frees. What is freed at once is missing from then on: with twice as much,
 # stories retold in a context of 256 had a perplexity of 3.6 instead of 2.3 (docs/LOG.md). Half as
 # much would turn all keys twice as often.
 _FREED = 0.125
 
 
 class WindowPolicy:
-    """Implements `contracts.OverflowPolicy`.
+    """Implements `ContextShiftPolicy`.
 
     Args:
         spec: of the model.
         backend: whose cache is shortened.
         sinks: first tokens that stay.
-        freed: share of the context that each overflow frees.
+        freed: share of the context that each context shift frees.
     """
 
     name = "window"
@@ -45,7 +45,7 @@ class WindowPolicy:
 
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
-        """What an overflow takes while it runs: the keys of a layer before, while and after they are turned."""
+        """What a context shift takes while it runs: the keys of a layer before, while and after they are turned."""
         return Rotation.planned_bytes(spec.rope, capacity) + 7 * capacity * spec.kv_size * 4
 
     def make_room(self, tokens: Sequence[int]) -> Removed:

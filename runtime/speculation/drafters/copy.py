@@ -16,7 +16,7 @@ __all__ = ["CopyDrafter", "ForcedDrafter"]
 
 
 class ForcedDrafter(Drafter):
-    """Implements `Drafter`: proposes what `context.forced` says, whatever the model thinks."""
+    """Proposes what `context.forced` says, whatever the model thinks."""
 
     name = "forced"
     # The target's own choice goes by the same constraint: of a closed list nothing else can come, of a grammar nothing
@@ -65,7 +65,11 @@ class _Place(NamedTuple):
 
 
 class CopyDrafter(Drafter):
-    """Implements `Drafter`: repeats the conversation."""
+    """Repeats the conversation: what followed the longest earlier match, kept in step through changes.
+
+    After `begin` the guess is the continuation of the longest match (CopySpec, algorithms.md C2). While the reply
+    repeats a source it follows that source (C4), until a longer match turns up.
+    """
 
     name = "copy"
     priors: Sequence[float] = _PRIORS

@@ -18,7 +18,7 @@ _LOOK_AHEAD = 3
 
 
 class HierarchicalDrafter(Drafter):
-    """Implements `Drafter`: guesses what its model guesses, in fewer of the model's passes.
+    """Guesses what its model guesses, in fewer of the model's passes.
 
     Args:
         model: the small model.

@@ -24,7 +24,7 @@ _PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.93, 0.03, 0.08, 0.15, 0.2, 0
 
 
 class LogitDrafter(Drafter):
-    """Implements the part of `Drafter` that follows from having logits after any path.
+    """Does what follows from having logits after any path.
 
     Args:
         vocabulary: V, the columns of the logits.

@@ -24,7 +24,7 @@ _TIMES = 3
 
 
 class AcceptanceJudge:
-    """Estimates acceptance.
+    """Estimates whether the target will accept a draft model's next token, by a head over its state (SpecDec++).
 
     Args:
         heads: of kind "acceptance", of the draft model.
@@ -51,7 +51,7 @@ class AcceptanceJudge:
 
 
 class ModelDrafter(LogitDrafter):
-    """Implements `Drafter`.
+    """Drafts with a small model, whose cache keeps what earlier rounds fed and catches up when a guess is asked for.
 
     Args:
         backend: of the drafter's bundle, which nothing but drafters uses; they do not close it.

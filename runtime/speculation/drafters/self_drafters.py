@@ -32,7 +32,7 @@ __all__ = [
 
 
 class SelfDrafter(LogitDrafter):
-    """A drafter that runs the target itself.
+    """Drafts by running the target itself.
 
     Args:
         target: whose cache is borrowed while drafting.
@@ -73,7 +73,10 @@ _FIRST_ROWS = 16
 
 
 class EarlyExitDrafter(SelfDrafter):
-    """Implements `Drafter`.
+    """Drafts with the target's first layers, whose work verification goes on from.
+
+    LayerSkip's self-speculation (Elhoushi et al. 2024): keys, values and hidden states of the first layers are those
+    that a whole pass would compute, so verification runs the remaining layers only.
 
     Args:
         target: must skip layers and resume from hidden states.
@@ -148,7 +151,9 @@ def every_second(num_layers: int) -> NDArray[np.bool_]:  # (2 L,)
 
 
 class SkipDrafter(SelfDrafter):
-    """Implements `Drafter`.
+    """Drafts with the target less some of its attention and MLP blocks.
+
+    Draft & Verify (Zhang et al. 2024) and SWIFT (Xia et al. 2025).
 
     Args:
         target: must skip layers.
@@ -177,7 +182,9 @@ class SkipDrafter(SelfDrafter):
 
 
 class BitsDrafter(SelfDrafter):
-    """Implements `Drafter`.
+    """Drafts with the high 4-bit plane of the target's 8-bit weights.
+
+    The bit axis of ELMoE-3D's self-speculation: half of the weights' bytes are read, and no second copy is kept.
 
     Args:
         target: must be able to read one plane.
@@ -210,7 +217,10 @@ def fewer_experts(target: Backend) -> int:
 
 
 class ExpertsDrafter(SelfDrafter):
-    """Implements `Drafter`.
+    """Drafts with fewer of the target's experts for each token.
+
+    The expert axis of ELMoE-3D's self-speculation: same weights, same routers, but each token uses `count` experts
+    instead of the model's own number, and, with a bias, only those that the bias allows.
 
     Args:
         target: must be able to use fewer experts.

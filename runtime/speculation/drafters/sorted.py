@@ -24,7 +24,7 @@ _FIRST_ROWS = 64
 
 
 class SortedDrafter(ModelDrafter):
-    """Implements `Drafter`.
+    """Drafts with a small model that goes as deep as a token needs.
 
     Args:
         backend: must skip layers and resume from hidden states.

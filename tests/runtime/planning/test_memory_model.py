@@ -16,7 +16,7 @@ from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from tests.runtime.models import bundle_of
 
 

@@ -23,7 +23,7 @@ from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.settings import TunedSettings
-from edgeinfer.runtime.speculation.memory import OPTION_BYTES
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.runtime.models import bundle_of
 

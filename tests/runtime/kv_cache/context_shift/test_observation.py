@@ -20,7 +20,7 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
-from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow, planned_bytes
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
 from tests.cache import made
 from tests.factories import make_bigram_bundle, make_checkpoint
 
@@ -97,7 +97,7 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
 def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capacity: int) -> None:
     bundle = open_bundle(quantized)
     backend = OnnxBackend(bundle, capacity)
-    policy = make_overflow(name, bundle, backend)
+    policy = make_context_shift(name, bundle, backend)
     assert policy is not None
     tokens = np.arange(capacity) % 320
     peaks = []
@@ -122,18 +122,18 @@ def test_one_policy_for_each_name() -> None:
 
 def test_refuses_what_it_cannot_work_with(make_family: Callable[..., Family], tmp_path: Path) -> None:
     full, windowed = make_family("llama"), make_family("mistral")
-    assert make_overflow("stop", full.bundle, ReferenceBackend(full.bundle, 8)) is None
+    assert make_context_shift("stop", full.bundle, ReferenceBackend(full.bundle, 8)) is None
     with pytest.raises(UsageError, match="context of at least 32 tokens, not 8"):
-        make_overflow("window", full.bundle, ReferenceBackend(full.bundle, 8))
+        make_context_shift("window", full.bundle, ReferenceBackend(full.bundle, 8))
     backend = ReferenceBackend(windowed.bundle, 40)
-    assert make_overflow("window", windowed.bundle, backend) is not None
+    assert make_context_shift("window", windowed.bundle, backend) is not None
     for name in ("merge", "cluster"):
         with pytest.raises(UsageError, match="last 6 tokens"):
-            make_overflow(name, windowed.bundle, backend)
+            make_context_shift(name, windowed.bundle, backend)
     opaque = open_bundle(make_bigram_bundle(tmp_path / "bigrams"))
     for name in POLICIES:
         with pytest.raises(UsageError, match="does not describe"):
-            make_overflow(name, opaque, ConcatBackend(opaque, 40))
+            make_context_shift(name, opaque, ConcatBackend(opaque, 40))
     assert planned_bytes("merge", None, 100) == planned_bytes("stop", full.bundle.manifest.decoder, 100) == 0
 
 
@@ -141,6 +141,6 @@ def test_observing_needs_single_layers(make_family: Callable[..., Family], monke
     family = make_family("llama")
     backend = ReferenceBackend(family.bundle, 40)
     monkeypatch.setattr(backend, "capabilities", type(backend.capabilities)(False, True, True))
-    assert make_overflow("cluster", family.bundle, backend) is not None
+    assert make_context_shift("cluster", family.bundle, backend) is not None
     with pytest.raises(UsageError, match="single layers"):
-        make_overflow("merge", family.bundle, backend)
+        make_context_shift("merge", family.bundle, backend)

@@ -20,7 +20,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOu
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
-from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_overflow
+from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
@@ -70,7 +70,7 @@ class Writer:
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
         self.backend: Backend = OnnxBackend(bundle, capacity)
-        self.engine = Engine(self.backend, chunk, make_overflow(policy, bundle, self.backend))
+        self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
 
     def write(
         self, prompt: Sequence[int], config: GenerationConfig, count: int, drafters: Sequence[str] = ()

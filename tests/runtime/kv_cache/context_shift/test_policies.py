@@ -14,7 +14,7 @@ from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterOptions, ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePolicy
-from edgeinfer.runtime.kv_cache.context_shift.policy import Lost, OverflowPolicy, Removed, overflow_summary
+from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost, Removed, context_shift_summary
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 from tests.runtime.kv_cache.context_shift.store import HEAD, SPEC, Store, raw_keys
 
@@ -23,7 +23,7 @@ capacities = st.integers(32, 100)
 texts = st.integers(1, TEXT)
 
 
-def fill(store: Store, policy: OverflowPolicy, count: int) -> Lost:
+def fill(store: Store, policy: ContextShiftPolicy, count: int) -> Lost:
     """Feeds a text as the engine does."""
     lost = Lost()
     for place in range(count):
@@ -153,7 +153,7 @@ def test_what_was_lost_adds_up() -> None:
 
 def test_a_reply_is_lossy_once_something_was_lost() -> None:
     policy = WindowPolicy(SPEC, Store(40, 1))  # type: ignore[arg-type]
-    assert overflow_summary(None, Lost()) == Overflow("stop", 0, 0, 0, lossless=True)
-    assert overflow_summary(policy, Lost()) == Overflow("window", 0, 0, 0, lossless=True)
+    assert context_shift_summary(None, Lost()) == Overflow("stop", 0, 0, 0, lossless=True)
+    assert context_shift_summary(policy, Lost()) == Overflow("window", 0, 0, 0, lossless=True)
     lost = Lost(events=2, tokens=8, merged=2.5, since=45)
-    assert overflow_summary(policy, lost) == Overflow("window", 2, 5.5, 2.5, lossless=False)
+    assert context_shift_summary(policy, lost) == Overflow("window", 2, 5.5, 2.5, lossless=False)
