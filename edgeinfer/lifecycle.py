@@ -212,7 +212,7 @@ class ModelLifecycle:
             _log.info("The conversation is not put aside while the model is away. %s", error.message)
             return
         self._aside = path
-        # Called when the program ends, if nobody calls it before.
+        # Called when the program ends, unless it was called before.
         self._forget_aside = weakref.finalize(self, _remove, path)
 
     def _bring_back(self, parts: ModelParts) -> None:

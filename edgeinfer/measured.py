@@ -46,7 +46,7 @@ _TOKENS, SKIP_TOKENS = 33, 48
 def tune_by(
     prompts: Iterable[list[int]], generate: Callable[..., Result], backend: Backend, **options: Any
 ) -> TuneResult:
-    """Lets the model answer and searches by the answers; options and errors as `runtime.speculation.tune.tune`."""
+    """Lets the model answer and searches by the answers; options and errors as `tuning.drafting_search.tune`."""
     return tune(backend, own_texts(prompts, generate, _TOKENS), **options)
 
 
@@ -137,8 +137,8 @@ class Measured(Tokenizing):
             return measure.decode_times(parts.engine, tokens, past=past)
 
     def measure_work(self, prompt: int, reply: int, *, past: int = 0) -> measure.WorkTimes:
-        """Milliseconds of evaluating a prompt behind `past` tokens and of decoding a reply greedily and plainly, as many
-        passes as tokens; `llama-bench` calls these pp, tg and depth. What the cache holds of the past stays.
+        """Milliseconds of evaluating a prompt behind `past` tokens, and of decoding a reply greedily and plainly, in
+        as many passes as tokens; `llama-bench` calls these pp, tg and depth. What the cache holds of the past stays.
 
         Raises:
             UsageError: there is nothing to do, or the context is too small.
