@@ -179,7 +179,7 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
             raise CapabilityError(f"The {backend.name} backend cannot {what}.", "Use a natively exported bundle.")
     if experts is not None and experts.count not in can.expert_counts:
         known = ", ".join(map(str, can.expert_counts))
-        message = f"Tokens of this model cannot use {experts.count} experts of a layer here."
+        message = f"This model cannot run with {experts.count} experts for each token here."
         raise CapabilityError(message, f"Choose one of {known}.")
     if planes not in (1, 2):
         raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
