@@ -67,8 +67,10 @@ class ReferenceBackend:
         self._weights = self._whole if batch.planes == 2 else self._halved
         self.cache.reserve(start + size)
         x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
-        visible = _visible(start, size, batch.tree) if batch.sees is None else batch.sees.sees  # (S, T)
-        places = np.concatenate([np.arange(start), positions]) if batch.sees is None else batch.sees.places  # (T,)
+        visible = _visible(start, size, batch.tree) if batch.visibility is None else batch.visibility.sees  # (S, T)
+        places = (
+            np.concatenate([np.arange(start), positions]) if batch.visibility is None else batch.visibility.places
+        )  # (T,)
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             if batch.layer_mask is None or batch.layer_mask[2 * layer]:
