@@ -28,7 +28,7 @@ _TOKENS, SKIP_TOKENS = 33, 48
 def tune_by(
     prompts: Iterable[list[int]], generate: Callable[..., Result], backend: Backend, **options: Any
 ) -> TuneResult:
-    """Lets the model answer and searches by the answers; options and errors as `runtime.speculation.tune.tune`."""
+    """Lets the model answer and searches by the answers; options and errors as `tuning.drafting_search.tune`."""
     return tune(backend, own_texts(prompts, generate, _TOKENS), **options)
 
 

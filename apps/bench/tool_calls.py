@@ -24,11 +24,9 @@ from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
-from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece
-from edgeinfer.openai.tools import FORMATS, Function, ToolChoice, read_functions
-from edgeinfer.openai.tools.format import ToolFormat
-from edgeinfer.openai.tools.grammar import calls_grammar
-from edgeinfer.openai.tools.reader import CallReader
+from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
+from edgeinfer.openai.tool_formats import FORMATS, ToolFormat
+from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read_functions
 from edgeinfer.results import Chunk
 
 __all__ = ["Entry", "Outcome", "json_schema", "main", "read_entries", "run_entry"]
@@ -183,7 +181,7 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list) else value
 
 
-def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[Function, ...], found: Outcome) -> None:
+def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[ToolFunction, ...], found: Outcome) -> None:
     try:
         grammar = calls_grammar(form, ToolChoice("auto", functions, several=True), None)
         with model.stream(".", grammar=grammar, max_tokens=1) as stream:

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def plan_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """A row per projection: how many of its matrices have which bits, what they take and what they cost."""
+    """Makes a row per projection: how many of its matrices have which bits, their size and predicted loss."""
     if manifest.plan is None:
         return []
     sizes = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
@@ -32,7 +32,7 @@ def plan_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
 
 
 def plan_facts(manifest: Manifest) -> dict[str, Any] | None:
-    """What was planned, in short; the manifest has each matrix."""
+    """Summarizes the plan of bits; the manifest has each matrix."""
     plan = manifest.plan
     if plan is None:
         return None
@@ -56,7 +56,7 @@ def _projections(manifest: Manifest) -> dict[str, list[PlannedTensor]]:
 
 
 def _counted(members: list[PlannedTensor]) -> str:
-    """How many have which bits: `4 (20), 8 (4)`, or which types of llama.cpp's."""
+    """Counts the matrices by bits: `4 (20), 8 (4)`, or which types of llama.cpp's."""
     counts = Counter((member.bits, member.type) for member in members)
     return ", ".join(f"{kind or bits} ({count})" for (bits, kind), count in sorted(counts.items()))
 

@@ -19,6 +19,7 @@ from edgeinfer.apps.cli.options import (
 )
 from edgeinfer.apps.cli.parser import add_command, missing_extra
 from edgeinfer.apps.cli.text_files import utf8
+from edgeinfer.apps.desktop.settings import CONVERSATIONAL
 from edgeinfer.apps.terminal.app import TerminalChat
 from edgeinfer.errors import ModelError, UsageError
 
@@ -42,8 +43,6 @@ examples:
   edgeinfer chat --terminal
 """
 
-# The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
-_CONVERSATIONAL = {"temperature": 0.7, "top_p": 0.9}
 _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 
 
@@ -81,7 +80,7 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
             raise UsageError(f"--{name.replace('_', '-')} belongs to the window.", "Leave out either it or --terminal.")
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
-        options = {**_CONVERSATIONAL, **_recommended(args.model), **given}
+        options = {**CONVERSATIONAL, **_recommended(args.model), **given}
         TerminalChat(model, system=system, options=options).run()
     return 0
 

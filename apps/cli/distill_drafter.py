@@ -105,7 +105,7 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Path:
-    """The target's folder; refuses what could not be done at the end."""
+    """Returns the target's folder; refuses at once what could not be done at the end."""
     source = find_model(args.target)
     require_free(args.out)
     if args.into is not None:
@@ -118,7 +118,7 @@ def _checked(args: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def repliers(source: Path) -> Iterator[ModelReplier | None]:
-    """What draws a target's replies: the engine where it is a bundle, which is much faster than torch; else None."""
+    """Gives what draws the target's replies: the engine if it is a bundle, much faster than torch; else None."""
     from edgeinfer.distilling import ModelReplier
 
     if not hub.is_bundle(source):
@@ -129,7 +129,7 @@ def repliers(source: Path) -> Iterator[ModelReplier | None]:
 
 
 def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
-    """The size that was asked for, or that pays here."""
+    """Returns the size that was asked for, or the one that pays here."""
     from edgeinfer.bundle import open_bundle
     from edgeinfer.export.source.hf_config import read_config
     from edgeinfer.export.training.sizing import StudentSize, TargetCosts, choose_size
@@ -162,7 +162,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
 
 
 def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, bar: Progress | None) -> dict[str, Any]:
-    """Exports what was trained, measures it on the engine and puts it into its target; what a report says."""
+    """Exports what was trained, measures it on the engine and puts it into its target; returns the report."""
     from edgeinfer.bundle import open_bundle
     from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
     from edgeinfer.distilling import measure_drafter

@@ -25,7 +25,7 @@ _COMMON = ("steps", "minutes", "learning_rate", "rows", "length", "seed", "devic
 
 
 def add_training_options(parser: Parser, minutes: float | None = None) -> None:
-    """Adds what every training can be told.
+    """Adds the options of every training.
 
     Args:
         minutes: that it takes unless told otherwise; None where it goes by steps only.
@@ -53,18 +53,18 @@ def add_training_options(parser: Parser, minutes: float | None = None) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of a training's options that the user gave."""
+    """Returns the fields of a training's options that the user gave."""
     found = {name: getattr(args, name, None) for name in _COMMON}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def find_model(source: str) -> Path:
-    """A bundle or checkpoint on this machine or in the hub; "tales" is the built-in model where no such path is."""
+    """Finds a bundle or checkpoint here or in the hub; "tales" is the built-in model unless there is such a path."""
     return hub.resolve(None) if source == hub.BUILTIN and not Path(source).exists() else hub.find(source)
 
 
 def require_free(out: Path) -> None:
-    """Refuses before hours of work what could not be written after them.
+    """Refuses, before hours of work, a path that could not be written after them.
 
     Raises:
         StorageError: something is there.
@@ -75,7 +75,7 @@ def require_free(out: Path) -> None:
 
 @contextlib.contextmanager
 def torch_needed() -> Iterator[None]:
-    """Says which extra brings what training needs."""
+    """Turns a missing module into the name of the extra that brings it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -88,7 +88,7 @@ def torch_needed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def working_folder(args: argparse.Namespace) -> Iterator[Path]:
-    """Where what is interrupted is kept; removed at the end, unless the user named it."""
+    """Gives the folder of an interrupted training; it is removed at the end, unless the user named it."""
     folder = args.work or args.out.with_name(f"{args.out.name}.work")
     yield folder
     if args.work is None:
@@ -96,7 +96,7 @@ def working_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def report(args: argparse.Namespace, facts: Mapping[str, Any], rows: list[tuple[str, ...]]) -> None:
-    """Writes and prints what came of it; losses of single steps go to the file only."""
+    """Writes and prints the results; losses of single steps go to the file only."""
     if args.report is not None:
         import json
 

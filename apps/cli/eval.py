@@ -109,7 +109,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _reference(source: str | None, progress: Progress | None) -> Iterator[Path | None]:
-    """The bundle to compare with; of a checkpoint one in float32, which is gone afterwards.
+    """Gives the bundle to compare with; a checkpoint is exported in float32 and removed afterwards.
 
     Raises:
         UsageError: a checkpoint cannot be exported, as the extra for it is not installed.

@@ -128,7 +128,7 @@ def _add_static(parser: Parser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Numbers between commas."""
+    """Parses numbers between commas."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
@@ -136,7 +136,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _ranges(text: str) -> tuple[int, ...]:
-    """Numbers and ranges between commas, in the order given."""
+    """Parses numbers and ranges between commas, in the order given."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -149,7 +149,7 @@ def _ranges(text: str) -> tuple[int, ...]:
 
 
 def _pattern(text: str) -> tuple[str, str]:
-    """A pattern and what it says."""
+    """Splits a pattern from its bits or type."""
     pattern, sign, said = text.rpartition("=")
     if not sign or not pattern or not said:
         raise UsageError(f"{text!r} is not a pattern with bits.", "Write it like layers.*.mlp.down=8.")
@@ -157,7 +157,7 @@ def _pattern(text: str) -> tuple[str, str]:
 
 
 def _layers(text: str) -> dict[str, Any]:
-    """Layers to leave out, by their numbers or by how many."""
+    """Parses the layers to leave out: their numbers, or how many."""
     way, sign, count = text.partition(":")
     try:
         if sign and way == "auto" and int(count) > 0:
@@ -169,7 +169,7 @@ def _layers(text: str) -> dict[str, Any]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of ExportConfig that the user gave.
+    """Returns the fields of ExportConfig that the user gave.
 
     Raises:
         UsageError: an option is of the other format.
@@ -189,7 +189,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _static_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The field of ExportConfig for fixed shapes, where they are asked for.
+    """Returns the field of ExportConfig for fixed shapes, if they are asked for.
 
     Raises:
         UsageError: an option of fixed shapes comes without --static, or is impossible.

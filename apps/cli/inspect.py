@@ -77,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
-    """What only GGUF files have."""
+    """Prints the sections that only GGUF files have."""
     _section("metadata", list(_metadata_rows(gguf)))
     _section("types", list(_type_rows(gguf)), header=_TYPE_HEADER)
     if with_tensors:
@@ -86,7 +86,7 @@ def _print_gguf(gguf: GgufFile, context: int, *, with_tensors: bool) -> None:
 
 
 def _path(bundle: Bundle) -> Path:
-    """What was inspected: a folder, or a file that is a bundle by itself."""
+    """Returns the inspected folder, or the file that is a bundle by itself."""
     return bundle.path if bundle.digests else bundle.gguf.path
 
 
@@ -129,7 +129,7 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _shapes(static: StaticGraphs) -> str:
-    """Rows of the graphs, and the layers where some were left out."""
+    """Describes the rows of the graphs, and the layers if some were left out."""
     widths = ", ".join(map(str, static.widths))
     layers = "" if static.layers[-1] == len(static.layers) - 1 else f"; layers {', '.join(map(str, static.layers))}"
     return f"passes of {widths} rows, prompts by {static.chunk}, {static.context:,} tokens in all{layers}"
@@ -170,12 +170,12 @@ _ITEMS, _CHARACTERS = 4, 80
 
 
 def _metadata_rows(gguf: GgufFile) -> list[tuple[str, str]]:
-    """Every key with what it says, long ones cut."""
+    """Lists every key with its value; long ones are cut."""
     return [(key[:_CHARACTERS], _shown(value)) for key, value in gguf.metadata.items()]
 
 
 def _type_rows(gguf: GgufFile) -> list[tuple[str, str, str, str]]:
-    """What each type of number takes, the largest first."""
+    """Sums the size of each tensor type, the largest first."""
     sizes, counts = Counter[str](), Counter[str]()
     bits = {tensor.type.name: tensor.type.bits for tensor in gguf.tensors}
     for tensor in gguf.tensors:
@@ -185,7 +185,7 @@ def _type_rows(gguf: GgufFile) -> list[tuple[str, str, str, str]]:
 
 
 def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
-    """Every tensor; of a model in several files with the file's number before its offset."""
+    """Lists every tensor; if the model is in several files, with the file's number before the offset."""
     several = len(gguf.splits) > 1
     return [
         (
@@ -200,7 +200,7 @@ def _tensor_rows(gguf: GgufFile) -> list[tuple[str, ...]]:
 
 
 def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
-    """What running it will take at least: weights read in place, and keys and values by their type.
+    """Estimates the least memory: weights read in place, and keys and values by their type.
 
     Args:
         context: the most tokens the model takes.
@@ -216,7 +216,7 @@ def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
 
 
 def _gguf_facts(gguf: GgufFile, *, with_tensors: bool) -> dict[str, Any]:
-    """The same as data for JSON, arrays cut."""
+    """Returns the same facts for JSON; arrays are cut."""
     facts: dict[str, Any] = {
         "version": gguf.version,
         "alignment": gguf.alignment,

@@ -45,7 +45,7 @@ _EPILOG = "Each command explains itself: edgeinfer COMMAND --help"
 
 
 def build_parser(only: str | None = None) -> Parser:
-    """The parser of all commands, or of one: of that whose name `only` is, if it is one's."""
+    """Builds the parser of all commands, or of the command `only` if there is one of that name."""
     from edgeinfer.apps.cli.parser import Parser
 
     layout = argparse.RawDescriptionHelpFormatter
@@ -92,7 +92,7 @@ def _prepare_streams() -> None:
 
 
 def _abandon_stdout() -> None:
-    """Lets what stdout did not take go nowhere, or Python would complain once more when it flushes it at exit."""
+    """Drops what stdout did not take, or Python would complain again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -114,7 +114,7 @@ def _execute(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str], error: Exception) -> int:
-    """Says what went wrong, in one line, and returns its exit code."""
+    """Prints what went wrong in one line and returns the exit code."""
     if isinstance(error, OSError) and error.errno in _FULL:
         # Files are written under `storage_errors`, so it was stdout that did not take all of its text.
         _abandon_stdout()

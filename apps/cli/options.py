@@ -12,7 +12,7 @@ from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.options import Option, options_of
+from edgeinfer.options import ConfigOption, options_of
 from edgeinfer.reply_options import ReplyOptions
 from edgeinfer.searching import SearchOptions
 
@@ -98,8 +98,8 @@ def add_options(
         groups[option.group].add_argument(*option.flags, dest=name, help=text, **_action(option))
 
 
-def _action(option: Option) -> dict[str, Any]:
-    """What an option does with its value, as argparse puts it."""
+def _action(option: ConfigOption) -> dict[str, Any]:
+    """Returns argparse's keyword arguments for an option."""
     if option.type is bool:
         if option.flags[0].startswith("--no-"):
             return {"action": "store_const", "const": False}
@@ -120,12 +120,12 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the options that the user gave."""
+    """Returns those of the options that the user gave."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
+    """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
 
     Raises:
         UsageError: a value is out of range.
@@ -136,7 +136,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Generation options that the user gave, checked before anything is loaded.
+    """Returns the generation options that the user gave, checked before anything is loaded.
 
     Raises:
         UsageError: a value is out of range.

@@ -19,7 +19,7 @@ _UNBOUNDED = 1_000_000  # columns; otherwise rich takes a file to have 80
 
 
 def print_error(text: str) -> None:
-    """One line on stderr, whatever line breaks the text holds."""
+    """Prints an error as one line on stderr, whatever line breaks the text holds."""
     # Names of files may hold bytes that are no text.
     line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode("utf-8")
     if sys.stderr.isatty():
@@ -35,7 +35,7 @@ def print_error(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """A line about the work on stderr, dim on a terminal."""
+    """Prints a line about the work on stderr, dim on a terminal."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -45,13 +45,13 @@ def print_note(text: str) -> None:
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
+    """Prints one JSON object on stdout."""
     sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tuple[str, ...] = ()) -> None:
-    """A borderless table on stdout; the first column names the row."""
+    """Prints a borderless table on stdout; the first column names the row."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -73,7 +73,7 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
 
 @contextlib.contextmanager
 def progress_bar(*, enabled: bool = True) -> Iterator[Progress | None]:
-    """A bar on stderr from the first call (stage, done, total) on; None where stderr is not a terminal."""
+    """Shows a bar on stderr from the first call (stage, done, total) on; gives None if stderr is not a terminal."""
     if not (enabled and sys.stderr.isatty()):
         yield None
         return

@@ -35,7 +35,7 @@ _EXTRAS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one UsageError instead of a page and an exit."""
+    """An argument parser that raises a UsageError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}.", f"See: {self.prog} --help")
@@ -58,12 +58,12 @@ def add_json_option(parser: Parser) -> None:
 
 
 def command_line() -> str:
-    """The running command as a shell takes it, for figures that are to be had again."""
+    """Returns the running command as a shell takes it, for figures that others want to reproduce."""
     return shlex.join(["edgeinfer", *sys.argv[1:]])
 
 
 def missing_extra(error: ModuleNotFoundError) -> Exception:
-    """The error to raise for a module that is not there: a missing extra is the user's to add, any other is our bug."""
+    """Returns the error for a missing module: a hint if an extra brings it, else the error itself, which is a bug."""
     extra = _EXTRAS.get((error.name or "").partition(".")[0])
     if extra is None:
         return error

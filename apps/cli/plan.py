@@ -72,7 +72,7 @@ def _kind(plan: MemoryPlan, term: str) -> str:
 
 
 def _print_ways(plan: MemoryPlan) -> None:
-    """What it will run at, what was given up for it, and what else could be had."""
+    """Prints the expected speed, what was given up, and the alternatives."""
     known = "measured here" if plan.speed.measured else "estimated until the model has run here"
     rows = [("speed", f"{plan.speed.tokens_per_second:.1f} tokens/s ({known})"), ("threads", _tuned(plan, "threads"))]
     rows.append(("prompts in chunks of", _tuned(plan, "prefill_chunk")))

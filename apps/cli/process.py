@@ -98,7 +98,7 @@ _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, *((-signal.SIGBUS,) if sys.platform
 
 
 def address_limit() -> int | None:
-    """The bytes of addresses that the system lets this process have; None where that is not limited."""
+    """Returns the limit of this process's address space in bytes; None if there is none."""
     if sys.platform != "linux":
         return None
     import resource  # absent on Windows
@@ -115,7 +115,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def refusal(limit: int | None) -> BudgetError:
-    """The error for memory that the system refused."""
+    """Returns the error for memory that the system refused."""
     if limit is None:
         return BudgetError("The system refuses the memory that this needs.", "Free memory, or take a smaller model.")
     from edgeinfer.config import format_size  # not before it is needed: it takes others with it
@@ -126,7 +126,7 @@ def refusal(limit: int | None) -> BudgetError:
 
 
 def supervised(limit: int) -> int | None:
-    """Forks. In the child it returns None, and the work goes on there; here the child's exit code, when it has ended.
+    """Forks. Returns None in the child, where the work goes on, and the child's exit code here, once it has ended.
 
     Raises:
         BudgetError: memory was refused so that the child could not say so itself.
@@ -159,7 +159,7 @@ def supervised(limit: int) -> int | None:
 
 
 def _begin(noise: int) -> None:
-    """Makes the child take few addresses, end with its parent, and keep what native code says apart from ours."""
+    """Makes the child use little address space, end with its parent, and keep native code's output apart from ours."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if hasattr(libc, "mallopt"):
@@ -172,7 +172,7 @@ def _begin(noise: int) -> None:
 
 
 def _wait(process: int, signals: Iterable[int]) -> int:
-    """The child's exit code, minus the signal's number where one ended it; passes on what was sent to this process."""
+    """Returns the child's exit code, or minus the number of the signal that ended it; passes signals on to it."""
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

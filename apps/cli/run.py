@@ -88,7 +88,7 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _write(stream: TokenStream, after: str) -> None:
-    """Writes the reply; a continuation after what it continues, so that it reads as one text."""
+    """Writes the reply after the prompt that it continues, so that both read as one text."""
     sys.stdout.write(after)
     last = after
     for chunk in stream:
@@ -101,7 +101,7 @@ def _write(stream: TokenStream, after: str) -> None:
 
 
 def _lossy(result: Result) -> str:
-    """What was left out of the reply, if anything."""
+    """Says what was left out of the reply, if anything."""
     use = result.compute
     if use is None or use.lossless:
         return ""

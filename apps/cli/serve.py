@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _api_key(file: Path | None) -> str | None:
-    """The key of the file, else of the environment, else none."""
+    """Returns the key of the file, else of the environment, else None."""
     if file is None:
         return os.environ.get(_KEY_VARIABLE) or None
     key = read_text(file).strip()
@@ -123,13 +123,13 @@ def _configure_log(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Announcement:
-    """Says once where the server is, when it has a model."""
+    """Prints where the server is, once it has a model."""
 
     as_json: bool
     urls: list[str] = field(default_factory=list)
 
     def show(self, model: Model) -> None:
-        """Says it."""
+        """Prints the address and the model."""
         url = self.urls[0]
         if self.as_json:
             data = {

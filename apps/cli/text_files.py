@@ -17,7 +17,7 @@ _MOST_PROMPT_BYTES = 64 * 1000**2
 
 
 def utf8(text: str, source: str) -> str:
-    """`text`, if the bytes it came from were UTF-8; Python hides others in surrogates.
+    """Returns `text` if the bytes it came from were UTF-8; Python hides others in surrogates.
 
     Raises:
         PromptError: they were not.
@@ -30,7 +30,7 @@ def utf8(text: str, source: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file without a byte order mark and without the newline that editors put at its end.
+    """Reads a UTF-8 file, without a byte order mark and without the newline that editors put at its end.
 
     Raises:
         PromptError: it cannot be read, or is not UTF-8.
@@ -47,7 +47,7 @@ def read_text(path: Path) -> str:
 
 
 def read_paragraphs(path: Path) -> list[str]:
-    """The paragraphs of a text file, which empty lines part.
+    """Reads the paragraphs of a text file, which empty lines separate.
 
     Raises:
         PromptError: as `read_text`, or there is no text in it.
@@ -59,7 +59,7 @@ def read_paragraphs(path: Path) -> list[str]:
 
 
 def read_stream(file: BinaryIO, source: str) -> str:
-    """The text of an open file, as `read_text`; `source` names it."""
+    """Reads the text of an open file, as `read_text`; `source` names it."""
     data = file.read(_MOST_PROMPT_BYTES + 1)
     if len(data) > _MOST_PROMPT_BYTES:
         raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")

@@ -97,7 +97,7 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
-    """What answers may leave out, and when a draft model may write them."""
+    """Tunes what replies may skip, and when a draft model may write them."""
     if args.entropy and "draft_model" not in options:
         raise UsageError("--entropy needs a second model.", "Name one with --draft-model.")
     found: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
 
 
 def _prompts(args: argparse.Namespace) -> list[str] | None:
-    """What to tune by; refuses what can be known to be wrong before minutes of measuring."""
+    """Returns the prompts to tune by; refuses wrong options before minutes of measuring."""
     if args.granularity < 1 or args.evaluations < 1:
         message = "A search needs a granularity and a number of evaluations."
         raise UsageError(message, "Give numbers of at least 1.")
@@ -131,7 +131,7 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
 
 
 def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTuning | None:
-    """None where the backend has nothing to tune."""
+    """Tunes the device's settings; returns None if the backend has none."""
     with progress_bar() as bar:
         shown = {} if bar is None else {"progress": bar}
         try:
@@ -143,7 +143,7 @@ def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTun
 def _tune_layers(
     args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None, device: DeviceTuning | None
 ) -> TuneResult | None:
-    """Loads the model as tuned, which measures what drafting costs, and searches; None where layers cannot be skipped.
+    """Loads the model as tuned, which measures drafting costs, and searches; returns None if layers cannot be skipped.
 
     Raises:
         CapabilityError: they cannot, and nothing else could be tuned either.
@@ -174,7 +174,7 @@ _PARTS = {
 
 
 def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
-    """What was found on the device, what it gained, and where it is now: in the file asked for, or kept."""
+    """Prints the settings found, what they gain, and where they are kept."""
     rows = [
         (_PARTS[name][0], _shown(name, part.usual_ms), _shown(name, part.tuned_ms), f"{part.ratio:.2f}x")
         for name, part in tuning.parts.items()
@@ -215,7 +215,7 @@ def _words(name: str) -> str:
 
 
 def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
-    """The same as data."""
+    """Returns the same as data for JSON."""
     return {
         "settings": tuning.settings.to_dict(),
         "threads": tuning.threads,
@@ -235,7 +235,7 @@ def _device_facts(tuning: DeviceTuning) -> dict[str, Any]:
 
 
 def _print_layers(result: TuneResult) -> None:
-    """The layers that draft."""
+    """Prints the layers that draft."""
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
         ("  match rate", f"{result.exit.match_rate:.3f}"),
@@ -253,7 +253,7 @@ def _gain(speedup: float, kept: bool) -> str:
 
 
 def _print_compute(found: Mapping[str, Any]) -> None:
-    """What answers can leave out, as data of `edgeinfer tune --json`."""
+    """Prints what replies can skip, from the data of `edgeinfer tune --json`."""
     if "skip" in found:
         rows = [
             (f"{level['speedup']:.2f}x", f"{level['divergence']:.4f}", _blocks(level["layer_mask"]))
@@ -268,13 +268,13 @@ def _print_compute(found: Mapping[str, Any]) -> None:
 
 
 def _blocks(mask: Sequence[bool]) -> str:
-    """A letter for each layer."""
+    """Returns a letter for each layer."""
     names = {(True, True): "#", (True, False): "a", (False, True): "m", (False, False): "."}
     return "".join(names[pair] for pair in zip(mask[::2], mask[1::2], strict=True))
 
 
 def _layer_facts(result: TuneResult) -> dict[str, Any]:
-    """The same as data."""
+    """Returns the same as data for JSON."""
     found = {"exit": result.exit, "skip": result.skip}
     data: dict[str, Any] = {
         name: {

@@ -124,7 +124,7 @@ def _require_local(model: str | None) -> None:
 
 
 def _settings_view(settings: AppSettings) -> dict[str, Any]:
-    """The settings that the window shows."""
+    """Returns the settings that the window shows."""
     data = asdict(settings)
     del data["recent"]
     return data | {"options": dict(settings.options), "model": settings.model or BUILT_IN}

@@ -39,7 +39,7 @@ _SIZE = (1180, 820)
 
 @dataclass(frozen=True)
 class DesktopConfig:
-    """How the app is run.
+    """How the app runs.
 
     Attributes:
         data: folder of history and settings; None is the user's own.
@@ -119,7 +119,7 @@ class _Browser(_Address):
 
 
 class _OwnWindow(_Address):
-    """Opens the page in a window without the things of a browser."""
+    """Opens the page in a window of its own."""
 
     def __init__(self) -> None:
         self._url: str | None = None

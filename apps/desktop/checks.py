@@ -65,13 +65,13 @@ _TURNING = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A
 
 
 def error_view(error: EdgeInferError) -> dict[str, Any]:
-    """An error as the app's API tells of it."""
+    """Returns an error as the app's API shows it."""
     data: dict[str, Any] = {"message": error.message, "hint": error.hint}
     return data | ({"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetError) else {})
 
 
 def check_text(text: str, name: str) -> str:
-    """A text of any number of lines.
+    """Checks a text of any number of lines.
 
     Raises:
         UsageError: it has a NUL, at which other programs take it to end, or half of a surrogate pair.
@@ -88,7 +88,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_name(text: str, name: str, most: int = LONGEST_NAME) -> str:
-    """A name, a path, an id or what is searched for: one line.
+    """Checks a name, a path, an id or a search text: one line.
 
     Raises:
         UsageError: it is longer than `most` characters, has control characters or some that turn text round, or as
@@ -102,7 +102,7 @@ def check_name(text: str, name: str, most: int = LONGEST_NAME) -> str:
 
 
 def check_values(data: Any, name: str) -> None:
-    """Everything in an object of JSON.
+    """Checks everything in an object of JSON.
 
     Raises:
         UsageError: a text as `check_text`, or a number is too large for JSON.

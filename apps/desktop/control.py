@@ -26,7 +26,7 @@ _SHORT_SHARE = 0.05
 
 
 class ModelControl:
-    """Loads models and tells the windows how that goes.
+    """Loads models and publishes progress to the windows.
 
     Args:
         host: runs the model.
@@ -101,7 +101,7 @@ class ModelControl:
         return {**CONVERSATIONAL, **self._sampling}
 
     def state(self) -> dict[str, Any]:
-        """The ModelState of the app's API."""
+        """Returns the ModelState of the app's API."""
         state = self._host.state
         if self._loads and state.status != "loading":
             state = HostState("loading", model_of(self._wanted))
@@ -128,7 +128,7 @@ class ModelControl:
         return data
 
     def publish(self) -> None:
-        """Tells the windows."""
+        """Publishes the model's state to the windows."""
         self._feed.publish("model", self.state())
 
     def _keep(self, work: Any) -> None:

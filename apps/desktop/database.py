@@ -62,7 +62,7 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Changes that are kept together, or not at all where the block raises.
+        """Keeps all changes of the block, or none if it raises.
 
         Raises:
             DiskFullError: there is no room for them.
@@ -80,14 +80,16 @@ class Database:
                 raise
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """What a query finds."""
+        """Returns the rows that a query finds."""
         with self._lock, _storage_errors(self.path):
             return self._connection.execute(sql, values).fetchall()
 
     @contextlib.contextmanager
     def emptying(self) -> Iterator[None]:
-        """Has room for small changes that free some, though the disk is full: what is put by for that is given up
-        inside the block. Each should be a transaction of its own, with `checkpoint` after it."""
+        """Gives up the reserve inside the block, so that small changes that free room succeed on a full disk.
+
+        Each should be a transaction of its own, with `checkpoint` after it.
+        """
         with self._lock:
             self._reserve.release()
             try:
@@ -200,7 +202,7 @@ _CHUNK = bytes(1024**2)
 
 
 class Reserve:
-    """A file of nothing that is given up for what must be written.
+    """A file without content that is deleted when other writes need its room.
 
     Args:
         path: of the file; it need not exist.
@@ -210,7 +212,7 @@ class Reserve:
         self._path = path
 
     def keep(self) -> None:
-        """Puts the room by, or less where there is not enough of it."""
+        """Writes the file, smaller if there is not enough room."""
         with contextlib.suppress(OSError):
             kept = self._path.stat().st_size if self._path.exists() else 0
             free = shutil.disk_usage(self._path.parent).free + kept
@@ -219,7 +221,7 @@ class Reserve:
                 self._write(size)
 
     def release(self) -> None:
-        """Gives the room to whoever writes next."""
+        """Deletes the file."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

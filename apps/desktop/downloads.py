@@ -33,7 +33,7 @@ _FETCH = (sys.executable, "-m", "edgeinfer.apps.desktop.downloads")
 
 @dataclass(frozen=True)
 class Download:
-    """How far a model is.
+    """How far the download of a model is.
 
     Attributes:
         key: of this download.
@@ -79,7 +79,7 @@ class Downloads:
         return state
 
     def state(self, key: str) -> Download:
-        """One download.
+        """Returns one download.
 
         Raises:
             NotFoundError: there is none of that key.
@@ -100,7 +100,7 @@ class Downloads:
         return self._states[key]
 
     async def close(self) -> None:
-        """Ends all."""
+        """Cancels all downloads."""
         for key in list(self._tasks):
             await self.cancel(key)
 
@@ -165,7 +165,7 @@ class _Progress:
 
 
 def main(repo: str) -> int:
-    """Fetches; the last line tells the path or the error."""
+    """Fetches a model; the last line tells the path or the error."""
     finished = threading.Event()
     threading.Thread(target=_end_with_input, args=(finished,), daemon=True).start()
     try:

@@ -150,7 +150,7 @@ class History:
                 raise NotFoundError("There is no such conversation.", "It may have been deleted already.")
 
     def ask(self, id: str, parent: str | None, content: str) -> tuple[Message, Message]:
-        """Adds a user's message after `parent`, and the reply to it that now begins.
+        """Adds a user's message after `parent`, and the reply to it that now starts.
 
         Raises:
             NotFoundError: there is no such conversation or parent.
@@ -272,7 +272,7 @@ class History:
         return found
 
     def _interrupt_lost(self) -> None:
-        """Marks the replies of programs that are gone; another that runs may be making its own."""
+        """Marks the replies of programs that have ended; one that still runs may be writing its own."""
         rows = self._database.rows("SELECT DISTINCT holder FROM messages WHERE status = 'replying'")
         lost = [row["holder"] for row in rows if not _alive(row["holder"])]
         if lost:
@@ -286,7 +286,7 @@ class History:
 
 
 def _holder(pid: int) -> str:
-    """A name of a process that no later one has, though the system gives its number again."""
+    """Returns a name of a process that no later one has, even with the same process id."""
     return f"{pid}@{psutil.Process(pid).create_time()}"
 
 

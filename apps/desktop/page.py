@@ -62,7 +62,7 @@ class AccessRequired:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind it."""
+        """Calls the application behind it."""
         if scope["type"] != "http" or self._access.admits(HTTPConnection(scope)):
             await self._app(scope, receive, send)
             return
@@ -75,7 +75,7 @@ class AccessRequired:
 
 
 class _Policed:
-    """Adds what browsers shall keep to while they show files of ours."""
+    """Adds the security headers of the page's files."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -94,7 +94,7 @@ class _Policed:
 
 
 def page_routes(access: Access) -> list[BaseRoute]:
-    """The page, and the files it is made of, which hold nothing of the user's."""
+    """Returns the routes of the page and its files, which hold nothing of the user's."""
 
     async def page(request: Request) -> Response:
         key = request.query_params.get("key")
@@ -124,7 +124,7 @@ class _File:
 
 
 def _cookie(connection: HTTPConnection) -> str:
-    """Its name: cookies are a host's, whatever the port, and several apps may run."""
+    """Returns the cookie's name: a host's ports share cookies, and several apps may run."""
     return f"edgeinfer_{connection.url.port or 80}"
 
 

@@ -54,12 +54,12 @@ class RunningReply:
         return self._pieces[0]
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Adds text to the message."""
         self._pieces.append(text)
         self._tell()
 
     def attach(self, reply: HostReply) -> None:
-        """Takes what makes it, to be able to stop it."""
+        """Keeps the host's reply, to be able to stop it."""
         self._reply = reply
         if self.stopped:
             reply.cancel()
@@ -71,7 +71,7 @@ class RunningReply:
             self._reply.cancel()
 
     def end(self) -> None:
-        """Tells whoever follows that nothing comes any more."""
+        """Tells followers that the reply is over."""
         self._over.set()
         self._tell()
 
@@ -91,7 +91,7 @@ class RunningReply:
                 await self._over.wait()
 
     async def contents(self) -> AsyncIterator[str]:
-        """The whole message, again whenever it has grown; the latest only, for who is slow."""
+        """Yields the whole message whenever it has grown; slow readers get the latest only."""
         shown = -1
         while not self._over.is_set():
             content = self.content
@@ -199,7 +199,7 @@ class ConversationReplies:
             self._finished()
 
     async def _make(self, whole: Conversation, running: RunningReply) -> Figures | None:
-        """Makes the text; its figures, if it began."""
+        """Makes the text; returns its figures, or None if it did not start."""
         begun, context = running.content, 0
         messages = messages_for(whole, running.message)
         options = {**self._defaults(), **whole.options}
@@ -243,7 +243,7 @@ class ConversationReplies:
 
 
 def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, str]]:
-    """What the model is given to answer: the branch that leads to a reply. A turn whose reply failed is left out."""
+    """Returns the branch that leads to a reply, as messages for the model. A turn whose reply failed is left out."""
     turns = [{"role": "system", "content": conversation.system}] if conversation.system else []
     path = conversation.path(reply.parent)
     for message, after in zip(path, [*path[1:], None], strict=True):
@@ -254,7 +254,7 @@ def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, s
 
 
 def _failure(error: EdgeInferError) -> ReplyFailure:
-    """An error as it is kept with the message."""
+    """Returns an error as it is kept with the message."""
     failure = ReplyFailure(error.message, error.hint, getattr(error, "code", None) or "error")
     if isinstance(error, ContextLengthError):
         return dataclasses.replace(failure, code="context_full")

@@ -41,7 +41,7 @@ _TEXTS = ("content", "system")
 
 
 def answered(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with errors turned into answers."""
+    """Wraps an endpoint so that errors become answers."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
@@ -63,7 +63,7 @@ def _refusal(error: EdgeInferError) -> Response:
 
 
 async def fields(request: Request, security: Security, **kinds: Any) -> dict[str, Any]:
-    """The fields of a request's body.
+    """Reads the fields of a request's body.
 
     Args:
         kinds: the type of each field that there may be; a request without a body has none of them.
@@ -84,7 +84,7 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
 
 
 def search_text(request: Request) -> str:
-    """What is searched for; nothing where nothing is.
+    """Returns the text to search for; it may be empty.
 
     Raises:
         UsageError: it is too long, or no line of text.
@@ -93,12 +93,12 @@ def search_text(request: Request) -> str:
 
 
 def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Those of the fields that were given."""
+    """Returns those of the fields that were given."""
     return {name: body[name] for name in names if name in body}
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:
-    """A positive whole number, or None.
+    """Reads a positive whole number, or None.
 
     Raises:
         UsageError: it is something else.
@@ -110,7 +110,7 @@ def whole_number(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def event_stream(events: AsyncGenerator[Event, None], security: Security) -> Response:
-    """Events as they come, until there are no more or the window is closed."""
+    """Streams events until there are no more or the window is closed."""
 
     async def write(receive: Receive, send: Send) -> None:
         stream = EventStream(send, security.comment_seconds)

@@ -34,7 +34,7 @@ _TRIGGERS = {
 
 
 def prepare(database: Database) -> bool:
-    """Makes the index where it is missing; whether there is one.
+    """Makes the index if it is missing; returns whether there is one.
 
     A file that comes from a machine with the index to one without loses what keeps it in step, so that it can be
     written there, and is indexed again once it is back.
@@ -60,7 +60,7 @@ def prepare(database: Database) -> bool:
 
 
 def _has_fts5(connection: sqlite3.Connection) -> bool:
-    """Whether FTS5 is there, and knows the tokenizer, which came later."""
+    """Whether SQLite has FTS5 with the trigram tokenizer, which came later."""
     try:
         connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5 (content, tokenize = 'trigram')")
     except sqlite3.OperationalError:

@@ -23,7 +23,7 @@ __all__ = ["Services"]
 
 @dataclass(frozen=True)
 class Services:
-    """The parts.
+    """The parts of the running app.
 
     Attributes:
         notices: what the user should know of how the app started.
@@ -52,7 +52,7 @@ class Services:
         options: Mapping[str, Any] | None = None,
         models: Sequence[Path] = (),
     ) -> Self:
-        """Makes them.
+        """Makes the parts.
 
         Args:
             folder: where the user's own is kept.
@@ -86,12 +86,12 @@ class Services:
         return cls(host, security, history, kept, planner, library, control, replies, downloads, feed, notices)
 
     async def start(self) -> None:
-        """Begins what goes on by itself."""
+        """Starts loading the last model."""
         self.feed.publish("conversations", {})
         self.control.start()
 
     async def stop(self) -> None:
-        """Ends what goes on, and keeps what there is of it; windows are told nothing more."""
+        """Ends replies, downloads and loading, keeps what there is of them, and closes the windows' feeds."""
         await self.replies.close()
         await self.downloads.close()
         await self.control.close()

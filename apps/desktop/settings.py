@@ -101,7 +101,7 @@ class AppSettings:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """From JSON.
+        """Makes settings from JSON.
 
         Raises:
             UsageError: a setting is unknown or out of range.
@@ -110,7 +110,7 @@ class AppSettings:
         return cls().changed(data)
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with some settings changed; of the options those that are given, None taking one out.
+        """Returns a copy with some settings changed; of the options, those given, where None removes one.
 
         Raises:
             UsageError: a setting is unknown or out of range.

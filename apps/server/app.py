@@ -56,7 +56,7 @@ def make_app(
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    """OpenAI's paths with and without /v1, as llama-server has them. Health is everybody's to ask."""
+    """OpenAI's paths with and without /v1, as llama-server has them. Health needs no key."""
     facts = InfoEndpoints(service)
     key = [Middleware(KeyRequired, security=service.security)]
     routes: list[BaseRoute] = []
@@ -74,7 +74,7 @@ async def _error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router refuses."""
+    """Answers what the router refuses."""
     assert isinstance(error, HTTPException)
     allowed = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":

@@ -1,7 +1,7 @@
 """Bodies of requests: how many are received at once, from which address and how large together, and their JSON.
 
-Where there are too many, the one that came on worst of whoever has the most is given up, so that a body that arrives
-at once always finds a place. Of fields nothing is known but that some hold schemas."""
+Where there are too many, the slowest body of the address with the most is dropped, so that a body that arrives at once
+always finds a place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HINT = "Try again in a moment."
 
 
 class Uploads:
-    """The bodies that are in hand.
+    """The bodies that are being received or read.
 
     Args:
         security: says how many there may be, and how fast they must come.
@@ -47,14 +47,14 @@ class Uploads:
         self._reading = asyncio.Lock()
 
     def begin(self, address: str) -> Upload:
-        """A body that somebody is going to send."""
+        """Registers a body that a client is going to send."""
         upload = Upload(self, address, self._security)
         self._unfinished.add(upload)
         self._make_room(upload)
         return upload
 
     def _make_room(self, latest: Upload) -> None:
-        """Gives up unfinished bodies until what is left is within the limits.
+        """Drops unfinished bodies until the rest is within the limits.
 
         Raises:
             RequestError: the latest is the one that has to go.
@@ -65,7 +65,7 @@ class Uploads:
                 raise RequestError("The server is receiving as much as it can.", _HINT, status=503, code="server_busy")
 
     def _worst(self, latest: Upload) -> Upload | None:
-        """The one that has to go; None while all are within the limits."""
+        """Returns the body to drop; None while all are within the limits."""
         security, unfinished = self._security, self._unfinished
         if unfinished:
             address, most = Counter(upload.address for upload in unfinished).most_common(1)[0]
@@ -78,12 +78,12 @@ class Uploads:
         return max((*unfinished, latest), key=lambda upload: upload.size)
 
     async def put_off(self) -> None:
-        """Lets a client wait to hear that its body was refused: who begins again at once costs others less so."""
+        """Delays a refusal, so that clients that try again at once cost others less."""
         if self._put_off >= _MOST_PUT_OFF:
             return
         self._put_off += 1
         try:
-            # Those who were refused at once shall not come again at once.
+            # Spread, so that clients refused together do not come back together.
             await asyncio.sleep(self._security.refusal_seconds * random.uniform(0.5, 1.5))
         finally:
             self._put_off -= 1
@@ -116,7 +116,7 @@ class Upload:
 
     @contextlib.asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """While the next part is waited for.
+        """Open while the next part is waited for.
 
         Raises:
             TimeoutError: it did not come in time, or the body was given up in favour of others.
@@ -128,7 +128,7 @@ class Upload:
             self._waiting = None
 
     def add(self, nbytes: int, *, last: bool) -> None:
-        """A part has come; each byte gives its sender more time.
+        """Counts a part that has come; each byte gives its sender more time.
 
         Raises:
             RequestError: there is no room for it.
@@ -141,14 +141,14 @@ class Upload:
         self._uploads._make_room(self)
 
     def give_up(self) -> None:
-        """Ends it, so that there is room for others."""
+        """Drops the body to make room for others."""
         self.end()
         self.deadline = 0.0  # which every clock is past
         if self._waiting is not None and not self._waiting.expired():
             self._waiting.reschedule(self.deadline)
 
     def read(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """While something is made of it; of large ones, one at a time."""
+        """Open while the body is parsed; large ones take turns."""
         return self._uploads._turn(self.size)
 
     def end(self) -> None:
@@ -167,7 +167,7 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 async def read_json(
     request: Request, security: Security, *, most: int | None = None, optional: bool = False
 ) -> dict[str, Any]:
-    """The object that a request's body is.
+    """Reads the object that a request's body is.
 
     Args:
         most: bytes that it may have, where that is less than the server takes.
@@ -185,7 +185,7 @@ async def read_json(
 async def json_body(
     request: Request, security: Security, *, most: int | None = None, optional: bool = False
 ) -> AsyncIterator[dict[str, Any]]:
-    """The same while something is made of it, which of large bodies happens to one at a time."""
+    """Gives the object while it is used; large bodies take turns."""
     data = await _bytes(request, most)
     async with request.scope.get(UPLOAD, contextlib.nullcontext)():
         if optional and not data:
@@ -199,7 +199,7 @@ async def json_body(
 
 
 async def _bytes(request: Request, most: int | None) -> bytes:
-    """A request's body, which is not kept with it; arguments and errors as `json_body`."""
+    """Reads a request's body without keeping it in the request; arguments and errors as `json_body`."""
     announced = request.headers.get("content-length", "")
     if most is not None and announced.isdecimal() and int(announced[:20]) > most:
         raise _too_large(most)
@@ -215,12 +215,12 @@ async def _bytes(request: Request, most: int | None) -> bytes:
 
 
 def compiles(body: Mapping[str, Any]) -> bool:
-    """Whether a request has something that is compiled, which takes long where it is hostile."""
+    """Whether a request has a schema or grammar to compile, which takes long if it is hostile."""
     return any(body.get(name) is not None for name in _COMPILED)
 
 
 def parse_json(data: bytes, security: Security) -> dict[str, Any]:
-    """The object that some bytes are; errors as `read_json`."""
+    """Parses an object from bytes; errors as `read_json`."""
     if not data:
         raise RequestError("The request has no body.", "Send a JSON object.", code="invalid_json")
     _check_count(data, security)
@@ -244,19 +244,19 @@ def parse_json(data: bytes, security: Security) -> dict[str, Any]:
 
 
 def _check_count(data: bytes, security: Security) -> None:
-    """Refuses what has so many values that they take far more memory than their text, before they are made."""
+    """Refuses, before parsing, a body whose many values would take far more memory than its text."""
     if _separators(data) > security.max_values and _separators(_TEXT.sub(b"", data)) > security.max_values:
         message = f"The request's body has more than {security.max_values} values."
         raise RequestError(message, "Send fewer.", code="too_many_values")
 
 
 def _separators(data: bytes) -> int:
-    """At least as many as there are values, but for one."""
+    """Counts what separates values: at least the number of values less one."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _check_values(body: Mapping[str, Any], security: Security) -> None:
-    """Refuses what is too deep, and numbers and texts that nothing behind this could handle."""
+    """Refuses deep nesting, and numbers and texts that the rest of the program cannot handle."""
     level: list[Any] = [body]
     for _ in range(security.max_depth):
         inner: list[Any] = []

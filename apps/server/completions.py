@@ -35,7 +35,7 @@ Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
 
 
 def completion_paths(service: Service) -> list[tuple[str, Callable[[Request], Awaitable[Response]]]]:
-    """Paths, without /v1, and what answers a POST there."""
+    """Returns paths, without /v1, and the endpoints that answer a POST there."""
     return [(path, partial(_complete, service, kind)) for path, kind in _KINDS.items()]
 
 
@@ -48,7 +48,7 @@ async def _complete(service: Service, kind: str, request: Request) -> Response:
 
 
 async def _read(service: Service, kind: str, request: Request) -> Completion:
-    """The request, checked, with its prompt made tokens of; what else it said is not kept."""
+    """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept."""
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = service.model_of(body)
         # Not on the model's thread: a hostile schema takes seconds, in which no reply would go on.
@@ -98,7 +98,7 @@ def _answer(service: Service, completion: Completion, emit: Emit) -> Coroutine[A
 
 
 async def _drop(events: list[dict[str, Any]]) -> None:
-    """Of an answer that is sent whole, the events are not."""
+    """Drops the events of an answer that is sent whole."""
 
 
 async def _make_replies(host: ModelHost, completion: Completion, owner: str, emit: Emit, metrics: Metrics) -> None:
@@ -141,7 +141,7 @@ async def _follow(reply: HostReply, index: int, completion: Completion, emit: Em
 
 
 def _result(reply: HostReply) -> Result | None:
-    """Of a reply that is over; None of one that was cancelled before it began."""
+    """Returns the result of a reply that is over; None if it was cancelled before it started."""
     try:
         return reply.result
     except UsageError:

@@ -46,7 +46,7 @@ def let_go(error: BaseException) -> None:
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body that tell a client of an error; where it is a fault of ours, the log tells the place.
+    """Returns status and body for an error; if it is a fault of ours, the log says where it happened.
 
     What an error says may quote a prompt. It is logged for those alone who ask for it.
     """
@@ -66,6 +66,6 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception) -> Response:
-    """The answer to a request that failed."""
+    """Makes the answer to a request that failed."""
     status, body = error_answer(error)
     return JSONResponse(body, status_code=status, headers=_HEADERS.get(status))

@@ -36,7 +36,7 @@ class Event:
     kind: str = ""
 
     def encoded(self) -> bytes:
-        """The event as it is sent."""
+        """Returns the event as it is sent."""
         data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
         name = f"event: {self.kind}\n" if self.kind else ""
         return f"{name}data: {data}\n\n".encode()
@@ -126,7 +126,7 @@ class EventFeed:
             reader.ready.set()
 
     async def read(self) -> AsyncGenerator[Event, None]:
-        """The latest of every subject, and then what comes."""
+        """Yields the latest of every subject, and then what comes."""
         reader = _Reader(dict(self._latest))
         self._readers.append(reader)
         try:
@@ -198,7 +198,7 @@ async def _watch(receive: Receive) -> None:
 
 
 def first_error(errors: ExceptionGroup[Exception]) -> Exception:
-    """What went wrong first; the rest followed from it."""
+    """Returns the error that came first; the rest followed from it."""
     error: Exception = errors
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

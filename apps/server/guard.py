@@ -50,7 +50,7 @@ class Guard:
         self.uploads = Uploads(security)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind the guard."""
+        """Calls the application behind the guard."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -72,7 +72,7 @@ class Guard:
             logger.info("%s %r %d %.0f ms", scope["method"], scope["path"], answer.status, ms)
 
     def begin(self) -> None:
-        """A request is all there: from now on it takes a place.
+        """Gives a request whose body is complete a place.
 
         Raises:
             RequestError: there is none.
@@ -82,7 +82,7 @@ class Guard:
         self._open += 1
 
     def end(self) -> None:
-        """A request that was started is over."""
+        """Frees the place of a request that is over."""
         self._open -= 1
 
     async def _serve(self, scope: Scope, body: _Body, answer: _Answer) -> None:
@@ -127,7 +127,7 @@ class KeyRequired:
         self._security = security
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind it."""
+        """Calls the application behind it."""
         if not self._security.accepts_key(Headers(scope=scope).get("authorization")):
             hint = "Send it as the header Authorization: Bearer KEY."
             raise RequestError("The API key is missing or wrong.", hint, status=401, code="invalid_api_key")
@@ -135,7 +135,7 @@ class KeyRequired:
 
 
 class _Answer:
-    """Sends an answer on, with headers that all have, and remembers how far it is."""
+    """Sends an answer on with the headers that all answers have, and remembers its status."""
 
     def __init__(self, send: Send, uploads: Uploads) -> None:
         self._send = send
@@ -154,7 +154,7 @@ class _Answer:
         await self._send(message)
 
     async def instead(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """Answers, unless another answer has started; the client of one that breaks off sees its end missing."""
+        """Sends this answer unless another has started; a client sees that one break off."""
         if not self.status:
             await response(scope, receive, self)
 
@@ -192,7 +192,7 @@ class _Body:
             self._begin()
 
     async def receive(self) -> Message:
-        """The next message of the request."""
+        """Receives the next message of the request."""
         if self._complete:
             return await self._receive()
         if self._upload is None:
@@ -215,7 +215,7 @@ class _Body:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[None]:
-        """While something is made of the body, which is freed afterwards; large ones take turns."""
+        """Open while the body is used; it is freed afterwards. Large ones take turns."""
         if self._upload is None:
             yield
             return
@@ -226,7 +226,7 @@ class _Body:
                 self._upload.end()
 
     def end(self) -> None:
-        """The request is over."""
+        """Frees what the request took."""
         if self._upload is not None:
             self._upload.end()
         if self._started:

@@ -149,7 +149,7 @@ class ModelHost:
         return self._worker.waiting
 
     async def changed(self, after: int) -> HostState:
-        """The state as soon as its number is larger than this."""
+        """Waits until the state's number is larger than `after`, and returns the state."""
         while self.state.number <= after:
             await self._changed.wait()
         return self.state
@@ -209,7 +209,7 @@ class ModelHost:
             self._set(HostState("empty"))
 
     def submit(self, start: Callable[[Model], TokenStream], owner: str) -> HostReply:
-        """A reply that takes turns with the others.
+        """Starts a reply that takes turns with the others.
 
         Args:
             start: makes its stream, on the model's thread; what it raises comes out of the iteration.
@@ -261,7 +261,7 @@ class ModelHost:
         self._changed = asyncio.Event()
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """What `work` gives or raises on the model's thread."""
+        """Runs `work` on the model's thread; returns or raises what it does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -294,7 +294,7 @@ _MOST_SHARE = 0.25
 
 
 def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> dict[str, Any]:
-    """Options by which up to `parallel` replies can be paused at once, and each runs as it would alone.
+    """Returns options by which up to `parallel` replies can be paused at once, each as fast as alone.
 
     Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
     those given.
@@ -323,7 +323,7 @@ def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> d
 def load_with_room(
     model: str | None, options: Mapping[str, Any], parallel: int, progress: Callable[[str, int, int], None]
 ) -> edgeinfer.Model:
-    """Loads a model by `with_room`; one whose cache cannot be copied without, its replies run one after the other.
+    """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one after the other.
 
     Args:
         progress: as `edgeinfer.load` takes it.

@@ -51,7 +51,7 @@ class InfoEndpoints:
         }
 
     async def models(self, _: Request) -> Response:
-        """The loaded model under each of its names; nothing while there is none."""
+        """Lists the loaded model under each of its names."""
         if self._service.host.state.status != "ready" or self._service.host.model is None:
             return JSONResponse({"object": "list", "data": []})
         model = self._service.model()
@@ -59,14 +59,14 @@ class InfoEndpoints:
         return JSONResponse({"object": "list", "data": listed})
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """Describes the model of one name."""
         name, model = request.path_params["name"], self._service.model()
         if name not in self._service.names(model):
             raise unknown_model(name)
         return JSONResponse(self._listed(name, model))
 
     async def props(self, _: Request) -> Response:
-        """How the model runs."""
+        """Tells how the model runs."""
         service = self._service
         model = service.model()
         data = {
@@ -81,7 +81,7 @@ class InfoEndpoints:
         return JSONResponse(data)
 
     async def health(self, _: Request) -> Response:
-        """Whether requests will be answered, and how far loading is."""
+        """Tells whether requests will be answered, and how far loading is."""
         state = self._service.host.state
         told: dict[str, Any] = {"status": "ok" if state.status == "ready" else state.status}
         if state.status == "ready":
@@ -93,17 +93,17 @@ class InfoEndpoints:
         return JSONResponse(told, status_code=503, headers={"Retry-After": "1"})
 
     async def metrics(self, _: Request) -> Response:
-        """Figures for Prometheus."""
+        """Writes the figures for Prometheus."""
         text = self._service.metrics.text(self._service.load())
         return PlainTextResponse(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
-        """What a model that generates text cannot do."""
+        """Refuses: the model generates text only."""
         model = self._service.model_of(await read_json(request, self._service.security))
         raise CapabilityError(f"{model.info.name} generates text and has no embeddings.", "Use another model.")
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text, as llama-server: without the begin token unless `add_special` asks for it, and with
+        """Tokenizes a text as llama-server does: without the begin token unless `add_special` asks for it, and with
         special tokens parsed unless `parse_special` is false."""
         body = await read_json(request, self._service.security, most=self._service.most_body())
         content, special, parse = body.get("content"), body.get("add_special", False), body.get("parse_special", True)
@@ -123,7 +123,7 @@ class InfoEndpoints:
         return JSONResponse({"tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of token ids."""
+        """Turns token ids into text."""
         body = await read_json(request, self._service.security, most=self._service.most_body())
         ids = body.get("tokens")
         if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < _HIGHEST_ID for id in ids):

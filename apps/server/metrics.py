@@ -25,7 +25,7 @@ _Samples = Iterable[tuple[Mapping[str, str], float]]
 
 @dataclass(frozen=True)
 class Load:
-    """What the server is at.
+    """What the server is doing now.
 
     Attributes:
         running, waiting: replies that have started, and those in the queue.
@@ -88,7 +88,7 @@ class Metrics:
         self._used = dict(result.memory.used)
 
     def text(self, load: Load) -> str:
-        """All of them, for Prometheus to read."""
+        """Writes all figures for Prometheus."""
         lines = [*self._counters(), *self._gauges(load), *_memory(load.plan, self._used)]
         return "\n".join(lines) + "\n"
 

@@ -71,11 +71,11 @@ class Service:
         return model
 
     def names(self, model: Model) -> list[str]:
-        """What the model is called, its own name first."""
+        """Returns the names of the model, its own first."""
         return list(dict.fromkeys([model.info.name, *self.aliases]))
 
     def load(self) -> Load:
-        """What the server is at."""
+        """Returns what the server is doing now."""
         model = self.host.model if self.host.state.status == "ready" else None
         if model is None:
             return Load(self.host.running, self.host.waiting)

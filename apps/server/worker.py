@@ -46,12 +46,12 @@ class Scheduler(Generic[T]):
         return len(self._waiting)
 
     def add(self, owner: str, reply: T) -> None:
-        """A reply that was asked for."""
+        """Adds a reply that was asked for."""
         self._waiting.append((owner, reply))
         self._fill()
 
     def next(self) -> T | None:
-        """The reply whose turn it is; the turn after that is somebody else's."""
+        """Returns the reply whose turn it is and passes the turn on."""
         if not self._started:
             return None
         owner, replies = next(iter(self._started.items()))
@@ -60,7 +60,7 @@ class Scheduler(Generic[T]):
         return replies[-1]
 
     def remove(self, reply: T) -> None:
-        """A reply is over; one that waits may begin."""
+        """Removes a reply that is over; one that waits may start."""
         self._waiting = [(owner, other) for owner, other in self._waiting if other != reply]
         for owner, replies in self._started.items():
             if reply in replies:
@@ -71,14 +71,14 @@ class Scheduler(Generic[T]):
         self._fill()
 
     def withdraw(self, reply: T) -> bool:
-        """Takes away a reply that waits; whether it did."""
+        """Removes a reply that waits; returns whether it did wait."""
         left = [(owner, other) for owner, other in self._waiting if other != reply]
         waited = len(left) < len(self._waiting)
         self._waiting = left
         return waited
 
     def clear(self) -> list[T]:
-        """Takes all away."""
+        """Removes and returns all replies."""
         every = [reply for replies in self._started.values() for reply in replies]
         every += [reply for _, reply in self._waiting]
         self._started.clear()
@@ -158,7 +158,7 @@ class ModelThread(threading.Thread):
         return self._scheduler.waiting
 
     def add(self, job: Job, owner: str) -> None:
-        """A reply to run."""
+        """Adds a reply to run."""
         with self._changed:
             self._scheduler.add(owner, job)
             self._changed.notify()
@@ -175,13 +175,13 @@ class ModelThread(threading.Thread):
             job.tell(ReplyEnd(None))
 
     def do(self, task: Callable[[], None]) -> None:
-        """Does something between two turns."""
+        """Runs a task between two turns."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
 
     def end(self) -> None:
-        """Ends the thread after what was asked before."""
+        """Ends the thread after the tasks that were added before."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -239,7 +239,7 @@ class ModelThread(threading.Thread):
             self._over(job, error)
 
     def _work(self, job: Job, stream: TokenStream, started: float) -> bool:
-        """Lets a reply run; whether there is more of it."""
+        """Lets a reply run; returns whether there is more of it."""
         while not job.prepared:
             job.prepared = stream.prepare(_PROMPT_TOKENS)
             if self._is_over(started):
@@ -256,7 +256,7 @@ class ModelThread(threading.Thread):
         return False
 
     def _learn(self, seconds: float, first: bool) -> None:
-        """What a step takes, and what taking turns adds to the first one of a turn."""
+        """Learns what a step takes, and what taking turns adds to the first step of a turn."""
         if first:
             self._switch_s += _WEIGHT * (max(0.0, seconds - self._step_s) - self._switch_s)
         elif seconds > _SAME_PASS * self._step_s:

@@ -18,7 +18,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.visibility import Visibility
-from edgeinfer.runtime.decoding.statistics import SearchStatistics
+from edgeinfer.runtime.decoding.strategy import SearchStatistics
 from edgeinfer.runtime.search.strategy import Passes, SearchParts
 
 __all__ = ["Branch", "Branches"]

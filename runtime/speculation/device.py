@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.decoding.statistics import SpeculationStatistics
+from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
