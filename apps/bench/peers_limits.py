@@ -1,4 +1,4 @@
-"""One reply inside a memory limit that the system enforces."""
+"""One reply of any engine inside a memory limit that the system enforces."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_limited(
 
 
 def summary(runs: Sequence[LimitedRun]) -> BudgetFigures:
-    """The figures of all processes of an engine within a budget; one that gave no reply speaks for all."""
+    """Of all processes of an engine within a budget; one that gave no reply speaks for all."""
     for run in runs:
         if run.reason:
             return BudgetFigures(None, run.reason)

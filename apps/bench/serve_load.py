@@ -32,7 +32,7 @@ from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, UsageError
 
-__all__ = ["LoadOutcome", "Question", "ask", "load_server", "main", "make_questions", "running_server"]
+__all__ = ["LoadOutcome", "Question", "ask", "load_server", "main", "make_questions", "running_server", "watch_memory"]
 
 _NAMES = ("Tom", "Lily", "a little dog", "the old tree", "a red ball", "Sam and Ben", "the moon", "a brave mouse")
 _PLACES = ("in the park", "at the sea", "in a big forest", "at school", "on a farm", "in the snow")
@@ -94,15 +94,15 @@ class LoadOutcome:
 
 def make_questions(model: edgeinfer.Model, count: int, seed: int) -> list[Question]:
     """Questions of many lengths, greedy and sampled, with what the model alone answers without drafts."""
-    generator = random.Random(seed)
+    draw = random.Random(seed)
     questions = []
     for _ in range(count):
-        about = f"{generator.choice(_NAMES)} {generator.choice(_PLACES)}"
-        content = f"{_FILLER * generator.choice((0, 0, 2, 20))}Tell me a story about {about}."
+        about = f"{draw.choice(_NAMES)} {draw.choice(_PLACES)}"
+        content = f"{_FILLER * draw.choice((0, 0, 2, 20))}Tell me a story about {about}."
         messages = [{"role": "user", "content": content}]
-        options: dict[str, Any] = {"max_tokens": generator.choice((8, 32, 64, 150))}
-        if generator.random() < 0.7:
-            options |= {"temperature": 0.8, "top_p": 0.95, "seed": generator.randrange(1000)}
+        options: dict[str, Any] = {"max_tokens": draw.choice((8, 32, 64, 150))}
+        if draw.random() < 0.7:
+            options |= {"temperature": 0.8, "top_p": 0.95, "seed": draw.randrange(1000)}
         result = model.stream_chat(messages, speculation="off", **options).complete()
         questions.append(Question({"messages": messages, "stream": True} | options, result.text))
     return questions
@@ -173,23 +173,25 @@ async def load_server(
     started = time.perf_counter()
 
     async def one(number: int) -> None:
-        generator = random.Random(seed * 1000 + number)
+        draw = random.Random(seed * 1000 + number)
         while time.perf_counter() - started < seconds:
-            leave_after = generator.randrange(1, 20) if generator.random() < leaving else None
-            await ask(client, url, generator.choice(questions), leave_after, outcome)
-
-    async def watch() -> None:
-        server = psutil.Process(pid)
-        while True:
-            outcome.rss.append((time.perf_counter() - started, server.memory_info().rss))
-            await asyncio.sleep(_SAMPLE_S)
+            leave_after = draw.randrange(1, 20) if draw.random() < leaving else None
+            await ask(client, url, draw.choice(questions), leave_after, outcome)
 
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        watching = asyncio.create_task(watch())
+        watching = asyncio.create_task(watch_memory(pid, outcome.rss, _SAMPLE_S))
         await asyncio.gather(*(one(number) for number in range(clients)))
         watching.cancel()
     return outcome
+
+
+async def watch_memory(pid: int, sizes: list[tuple[float, int]], pause: float) -> None:
+    """Notes seconds and the bytes that a process has in memory then, until it is cancelled."""
+    server, started = psutil.Process(pid), time.perf_counter()
+    while True:
+        sizes.append((time.perf_counter() - started, server.memory_info().rss))
+        await asyncio.sleep(pause)
 
 
 @contextlib.contextmanager

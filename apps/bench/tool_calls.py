@@ -22,6 +22,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
+from edgeinfer.apps.bench.structured import add_reply_options, sample_groups
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
@@ -56,7 +57,7 @@ class Entry:
 
 @dataclass
 class CallOutcome:
-    """CallOutcome of a group of entries.
+    """Outcome of a group of entries.
 
     Attributes:
         compiled: entries whose functions compile, by format.
@@ -121,12 +122,9 @@ def read_entries(folder: Path, sample: int | None, seed: int = 0) -> dict[str, l
     for path in sorted(folder.glob(f"{_PREFIX}*.json")):
         answers = {line["id"]: line["ground_truth"] for line in _lines(folder / "possible_answer" / path.name)}
         groups[path.stem.removeprefix(_PREFIX)] = [_entry(line, answers[line["id"]]) for line in _lines(path)]
-    total = sum(map(len, groups.values()))
-    if not total:
+    if not any(groups.values()):
         raise UsageError(f"{folder} has no entries.", f"Give the folder of BFCL's {_PREFIX}*.json files.")
-    share = 1.0 if sample is None else min(1.0, sample / total)
-    generator = random.Random(seed)
-    return {name: generator.sample(entries, max(1, round(share * len(entries)))) for name, entries in groups.items()}
+    return sample_groups(groups, sample, seed)
 
 
 def run_entry(model: edgeinfer.Model, entry: Entry, **options: Any) -> CallOutcome:
@@ -201,9 +199,9 @@ def _read_back(form: ToolFormat, truth: Sequence[Call]) -> bool:
 
 
 def _read(form: ToolFormat, text: str) -> list[Call]:
-    generator, reader, pieces = random.Random(text), CallReader(form), []
+    draw, reader, pieces = random.Random(text), CallReader(form), []
     while text:
-        size = generator.randint(1, _LONGEST)
+        size = draw.randint(1, _LONGEST)
         pieces += reader.push(Chunk(text[:size], ()))
         text = text[size:]
     names: list[str] = []
@@ -275,16 +273,9 @@ def _row(name: str, found: CallOutcome) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="tool_calls", description=__doc__)
-    parser.add_argument("data", type=Path, help="folder of BFCL's files")
-    parser.add_argument("-m", "--model", help="as for edgeinfer run; the built-in one without it")
-    parser.add_argument("--sample", type=int, help="entries in all; every one without it")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    add_reply_options(parser, "BFCL's files", "entries")
     parser.add_argument("--several", action="store_true", help="let a reply make several calls")
     parser.add_argument("-c", "--context", type=int, default=1024)
-    parser.add_argument("-t", "--threads", type=int)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args(arguments)
     try:
         groups = read_entries(options.data, options.sample, options.seed)
