@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from edgeinfer.bundle import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
-from edgeinfer.results import Result
-from edgeinfer.runtime.kv_cache.session_file import is_session, open_session
+from edgeinfer.generation import TokenStream
+from edgeinfer.results import ModelInfo, Result
+from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-    from edgeinfer.generation import TokenStream
-
-__all__ = ["Chat"]
+__all__ = ["Chat", "ConversationModel"]
 
 _FORMAT = "edgeinfer-chat"
 _VERSION = 1
 _WITH_CACHE = ".session"
 _MOST_BYTES = 256 * 1000**2  # more than any context holds
 _ROLES = ("system", "user", "assistant")
+
+
+class ConversationModel(Protocol):
+    """What a conversation needs of its model; `edgeinfer.Model` says what each member does."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model this is."""
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        on_finish: Callable[[Result], None] | None = None,
+        **options: Any,
+    ) -> TokenStream:
+        """Answers messages."""
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of messages in the chat template."""
+
+    def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
+        """Writes what the cache holds."""
+
+    def resume(self, session: SessionFile) -> bool:
+        """Takes over the rows of an open session file."""
 
 
 class Chat:
@@ -34,7 +57,7 @@ class Chat:
         system: text of the system message, if any.
     """
 
-    def __init__(self, model: Model, system: str | None = None) -> None:
+    def __init__(self, model: ConversationModel, system: str | None = None) -> None:
         self._model = model
         self.system = system
         self._turns: list[dict[str, str]] = []
@@ -101,7 +124,7 @@ class Chat:
             return []
 
     @classmethod
-    def open(cls, model: Model, path: str | Path) -> Chat:
+    def open(cls, model: ConversationModel, path: str | Path) -> Chat:
         """A saved conversation, to go on with this model.
 
         Raises:
@@ -116,7 +139,7 @@ class Chat:
         return chat
 
     @classmethod
-    def _read(cls, model: Model, source: Path, text: Callable[[], str]) -> Chat:
+    def _read(cls, model: ConversationModel, source: Path, text: Callable[[], str]) -> Chat:
         try:
             data = json.loads(text())
         except (OSError, ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ from edgeinfer.errors import UsageError
 
 __all__ = [
     "LARGEST_COUNT",
-    "Option",
+    "ConfigOption",
     "Range",
     "check_options",
     "is_integer",
@@ -62,7 +62,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Option:
+class ConfigOption:
     """One field of a configuration: what it means, which values it takes, and its names outside Python.
 
     Attributes:
@@ -139,7 +139,7 @@ def option(
         wire: the fields of a request that give it; True is the field of its own name.
         factory: makes the default where that is mutable.
 
-    See `Option` for the rest.
+    See `ConfigOption` for the rest.
     """
     declared = {
         "help": help,
@@ -155,26 +155,26 @@ def option(
     return dataclasses.field(default=default, default_factory=factory, metadata=declared)
 
 
-def options_of(configuration: type[Any]) -> Mapping[str, Option]:
+def options_of(configuration: type[Any]) -> Mapping[str, ConfigOption]:
     """The options of a configuration by name, in the order of its fields."""
     return _options_of(configuration)  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 @functools.cache
-def _options_of(configuration: Hashable) -> Mapping[str, Option]:
+def _options_of(configuration: Hashable) -> Mapping[str, ConfigOption]:
     assert isinstance(configuration, type), "only `options_of` calls it"
     hints = typing.get_type_hints(configuration)
     return {f.name: _declared(f, hints[f.name]) for f in dataclasses.fields(configuration) if f.metadata}
 
 
-def _declared(field: dataclasses.Field[Any], hint: Any) -> Option:
+def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     optional = len(kinds) < len(typing.get_args(hint))
     kind = kinds[0] if optional and len(kinds) == 1 else hint
     declared = dict(field.metadata)
     ends, wire = declared.pop("ends"), declared.pop("wire")
     made: Any = field.default_factory
-    return Option(
+    return ConfigOption(
         name=field.name,
         type=kind,
         optional=optional,

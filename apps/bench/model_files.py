@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from edgeinfer.apps.bench.cost_expanded import COST_EXPANDED, expand_checkpoint, expanded_shape, grown
+from edgeinfer.apps.bench.cost_expanded import (
+    COST_EXPANDED,
+    TrainedCheckpoint,
+    expand_checkpoint,
+    expanded_shape,
+    grown,
+)
 from edgeinfer.apps.bench.driver import child_environment, engine_environment
 from edgeinfer.apps.bench.synthetic import Shape, convert_checkpoint, write_random_checkpoint
-from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.errors import BackendError
 

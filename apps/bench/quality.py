@@ -1,350 +1,265 @@
-"""What making a model smaller does to its predictions and answers, against bytes; knows no tables and no formats.
-
-Every variant reads the same stories side by side with its reference: perplexity, how far the distributions are apart,
-how often the most likely next token is the same. Models that chat answer questions with one right answer.
-"""
+"""`edgeinfer bench quality`: its options, and the section and chart that show what fewer bits cost against bytes."""
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, numbers, option
+from edgeinfer.apps.bench.plots import Chart, Line
+from edgeinfer.apps.bench.prompts import exact_prompts
+from edgeinfer.apps.bench.quality_measure import Material, QualityResults, measure_family
+from edgeinfer.apps.bench.quality_variants import (
+    DATA_FREE,
+    Family,
+    builtin_family,
+    checkpoint_family,
+    given_family,
+)
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run_facts, section_markdown
+from edgeinfer.apps.bench.texts import BUILTIN_STORIES, all_stories, read_stories
+from edgeinfer.config import format_size
+from edgeinfer.errors import UsageError
 
-import edgeinfer
-from edgeinfer.apps.bench.driver import child_environment
-from edgeinfer.apps.bench.model_files import export_command
-from edgeinfer.apps.bench.prompts import Message, Prompt
-from edgeinfer.apps.bench.quality_variants import CALIBRATION, Family, Variant
-from edgeinfer.apps.bench.texts import calibration_text, story_ids
-from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
-from edgeinfer.results import Result
+__all__ = ["QUALITY", "QualityOptions", "quality_chart", "quality_section"]
 
-__all__ = [
-    "Difference",
-    "Material",
-    "Quality",
-    "QualityResults",
-    "Skipped",
-    "TaskScore",
-    "layout_differences",
-    "measure_family",
-    "score_tasks",
-]
+_TEXT = "tinystories/tinystories_train_part0.txt"
+_MODELS = "models (default: the built-in one with quantized caches)"
+_READ = "texts and questions (default: a few that are built in)"
+_DESCRIPTION = """\
+Compare smaller forms of a model with the model itself, against bytes: perplexity, Kullback-Leibler divergence, how
+often the same next token is likeliest, and questions with one right answer. The table is Markdown.
 
-StageProgress = Callable[[str, int, int], None]
-# A reply that says more than the answer is wrong: these many tokens show that it does.
-_BEYOND = 4
+examples:
+  edgeinfer bench quality
+  edgeinfer bench quality --checkpoint CHECKPOINT --bits 8,4,2 --kv int8,int4 --data DATA
+  edgeinfer bench quality -m BUNDLE-8BIT -m MODEL.gguf --reference BUNDLE-32BIT --text STORIES
+"""
 
 
-@dataclass(frozen=True)
-class Material:
-    """What models read and answer.
-
-    Attributes:
-        stories: to read; each is cut at the model's context.
-        calibration: stories that quantizers may look at, others than those.
-        calibration_tokens: of them, at most; None is the exporter's choice, and an error where they are fewer.
-        questions: with answers.
-    """
-
-    stories: tuple[str, ...]
-    calibration: tuple[str, ...] = ()
-    calibration_tokens: int | None = None
-    questions: tuple[Prompt, ...] = ()
+def _budgets(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """Replies to the questions of one kind.
+class QualityOptions:
+    """What is compared, and by which texts and questions.
 
     Attributes:
-        right: replies that are the answer, letter for letter.
-        of: questions.
-        tokens_right: of the answers' tokens, those that are likeliest after the right ones before them: what a reply
-            would have right had each of its mistakes been put right at once.
-        tokens: of all answers.
+        models: that are loaded as they are; empty for those that are made of checkpoints.
+        kv: types of caches; None is the default of each kind of model.
+        methods, group_sizes, layouts: None among them is the exporter's choice.
     """
 
-    right: int
-    of: int
-    tokens_right: int
-    tokens: int
+    models: tuple[str, ...] = option(
+        "-m",
+        "--model MODEL",
+        default=(),
+        group=_MODELS,
+        action="append",
+        help="bundle directory, .gguf file or hub id; may be given several times",
+    )
+    reference: str | None = option(
+        "--reference MODEL", default=None, help="what the models are compared with (default: the first of them)"
+    )
+    checkpoints: tuple[Path, ...] = option(
+        "--checkpoint PATH",
+        default=(),
+        action="append",
+        type=Path,
+        help="export this in fewer bits, and compare with it in 32; may be given several times",
+    )
+    bits: tuple[str, ...] = option(
+        "--bits LIST",
+        default=("8", "4"),
+        help="of --checkpoint: 8, 4, 2, and 4small, 2small where layers of few weights are not kept wider",
+    )
+    budgets: tuple[float, ...] = option(
+        "--budget-bits LIST",
+        default=(),
+        type=_budgets,
+        help="mean bits per weight that an integer programme spends by a calibration text; needs --text or --data",
+    )
+    methods: tuple[str | None, ...] = option(
+        "--methods LIST",
+        default=(None,),
+        type=names,
+        help="of quantizing --bits: rtn, hqq; awq, gptq, which need --text or --data (default: the exporter's choice)",
+    )
+    types: tuple[str, ...] = option(
+        "--types LIST",
+        default=(),
+        help="of llama.cpp, as Q4_0,Q4_K_M, with importance by a calibration text; needs --text or --data",
+    )
+    kv: tuple[str, ...] | None = option(
+        "--kv LIST",
+        default=None,
+        help="types of caches, with the first of --bits (default: none; of the built-in model int8,int4)",
+    )
+    group_sizes: tuple[int | None, ...] = option(
+        "--group-sizes LIST",
+        default=(None,),
+        type=numbers,
+        help="of --checkpoint's weights: 32, 64, 128 (default: the exporter's choice)",
+    )
+    layouts: tuple[str | None, ...] = option(
+        "--layouts LIST",
+        default=(None,),
+        type=names,
+        help="of --checkpoint's weights: native, portable (default: the best there is)",
+    )
+    data: Path | None = option(
+        "--data PATH", default=None, group=_READ, help=f"folder with {_TEXT} to read and tales_dialogues/ to answer"
+    )
+    text: Path | None = option("--text FILE", default=None, help="stories to read, between <|endoftext|>")
+    stories: int = option("--stories N", default=40, help="how many, from the end")
+    skip: int = option("--skip N", default=0, help="stories left out at the end")
+    calibration: int = option("--calibration N", default=200, help="stories from the beginning to calibrate by")
+    calibration_tokens: int | None = option(
+        "--calibration-tokens N", default=None, help="of these stories (default: 16384)"
+    )
+    questions: int = option("--questions N", default=5, help="questions of each kind, 0 for none")
 
-    def __add__(self, other: TaskScore) -> TaskScore:
-        return TaskScore(
-            self.right + other.right,
-            self.of + other.of,
-            self.tokens_right + other.tokens_right,
-            self.tokens + other.tokens,
-        )
-
-
-@dataclass(frozen=True)
-class Quality:
-    """One variant.
-
-    Attributes:
-        bytes: of the weights, scales and zero points included.
-        cache_bytes: of the cache for `context` tokens.
-        perplexity: over all tokens but each story's first; `perplexity_error` is its standard error.
-        divergences: Kullback-Leibler divergence from the reference after each token, in nats. (S,)
-        agreement: share of tokens after which the most likely next one is the reference's.
-        tasks: scores by category; none of models that do not chat.
-    """
-
-    model: str
-    variant: Variant
-    bytes: int
-    bits_per_weight: float
-    context: int
-    cache_bytes: int
-    perplexity: float
-    perplexity_error: float
-    divergences: NDArray[np.float64]
-    agreement: float
-    tasks: Mapping[str, TaskScore]
+    def __post_init__(self) -> None:
+        if self.reference and not self.models:
+            raise UsageError("--reference is what models are compared with.", "Give some with -m.")
+        if self.stories < 1 or min(self.skip, self.questions, self.calibration) < 0:
+            raise UsageError("There must be at least one story.", "Give --stories 1 or more, other numbers 0 or more.")
 
     @property
-    def divergence(self) -> tuple[float, float]:
-        """Mean of the divergences and its standard error."""
-        return _mean(self.divergences)
+    def calibrated(self) -> str:
+        """The option that calibrates by a text; empty where none does."""
+        if self.budgets:
+            return "--budget-bits"
+        return "--types" if self.types else "--methods" if {*self.methods} - {None, *DATA_FREE} else ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """All but the single divergences."""
-        kept = ("model", "bytes", "bits_per_weight", "context", "cache_bytes", "perplexity", "perplexity_error")
-        mean, error = self.divergence
-        return {
-            **{name: getattr(self, name) for name in kept},
-            "variant": self.variant.label,
-            "weights": self.variant.scheme,
-            "cache": self.variant.kv,
-            "layout": self.variant.layout,
-            "divergence": mean,
-            "divergence_error": error,
-            "agreement": self.agreement,
-            "tokens": len(self.divergences),
-            "tasks": {name: asdict(score) for name, score in self.tasks.items()},
-        }
+    def families(self) -> list[Family]:
+        """What is compared with what."""
+        families = [
+            checkpoint_family(
+                path.resolve(),
+                self.bits,
+                budgets=self.budgets,
+                methods=self.methods,
+                types=self.types,
+                caches=self.kv or (),
+                group_sizes=self.group_sizes,
+                layouts=self.layouts,
+            )
+            for path in self.checkpoints
+        ]
+        families += [given_family(self.models, self.reference, self.kv or ())] if self.models else []
+        return families or [builtin_family(*([self.kv] if self.kv else []))]
 
+    def material(self) -> tuple[Material, str]:
+        """What is read and asked, and the name of what is read.
 
-@dataclass(frozen=True)
-class Skipped:
-    """A variant that could not be measured, and why."""
-
-    model: str
-    variant: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Difference:
-    """By how much the first of two layouts diverges more from the reference than the second, with the same weights:
-    mean over all tokens, and its standard error."""
-
-    model: str
-    scheme: str
-    layouts: tuple[str | None, str | None]
-    mean: float
-    error: float
-
-
-@dataclass(frozen=True)
-class QualityResults:
-    """Everything that was measured, in order; of each family its reference first."""
-
-    subjects: tuple[Quality, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    text: str = ""
-
-    def __add__(self, other: QualityResults) -> QualityResults:
-        return QualityResults(self.subjects + other.subjects, self.skipped + other.skipped, self.text or other.text)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "text": self.text,
-            "subjects": [quality.to_dict() for quality in self.subjects],
-            "skipped": [asdict(each) for each in self.skipped],
-            "layouts": [asdict(each) for each in layout_differences(self.subjects)],
-        }
+        Raises:
+            UsageError: the text is too short, or missing where something is calibrated by it.
+        """
+        questions = tuple(exact_prompts(self.data, self.questions)) if self.questions else ()
+        path = self.text or (self.data / _TEXT if self.data else None)
+        if path is None:
+            if self.calibrated:
+                raise UsageError(f"{self.calibrated} calibrates by a text.", "Give --text or --data.")
+            stories = tuple(story.text for story in BUILTIN_STORIES)[: self.stories]
+            return Material(stories, questions=questions), f"{len(stories)} built-in stories"
+        stories = tuple(read_stories(path, self.stories, self.skip))
+        calibration = tuple(all_stories(path)[: self.calibration]) if self.calibrated else ()
+        if set(calibration) & set(stories):
+            raise UsageError(f"{path} is too short to read and to calibrate by.", "Ask for fewer --stories.")
+        material = Material(stories, calibration, self.calibration_tokens, questions)
+        return material, f"{len(stories)} stories of {path.name}"
 
 
-@dataclass
-class _Bench:
-    """Models of one family, made in a folder, and what they read."""
+def _run(options: QualityOptions, context: BenchContext) -> BenchResult:
+    families, (material, text) = options.families(), options.material()
+    results = QualityResults(text=text)
+    for family in families:
+        results += measure_family(family, material, context.progress)
+    return BenchResult(results.to_dict())
 
-    family: Family
-    material: Material
-    folder: Path
-    told: Callable[[], None]
-    made: dict[tuple[str | None, tuple[str, ...]], Path] = field(default_factory=dict)
 
-    def path(self, variant: Variant) -> str | Path | None:
-        """What is to be loaded; of a checkpoint the bundle, which variants with other caches share."""
-        if variant.export is None:
-            return variant.source
-        key = (variant.source, variant.export)
-        if key not in self.made:
-            options = list(variant.export)
-            if CALIBRATION in options:
-                text = self.folder / "calibration.txt"
-                text.write_text(calibration_text(self.material.calibration), "utf-8")
-                options[options.index(CALIBRATION)] = str(text)
-                tokens = self.material.calibration_tokens
-                options += [] if tokens is None else ["--calibration-tokens", str(tokens)]
-            # Scales of caches take longest, and only quantized caches need them.
-            of_caches = {(each.source, each.export) for each in self.family.variants if each.kv}
-            options += [] if key in of_caches else ["--no-kv-scales"]
-            self.made[key] = self.folder / str(len(self.made))
-            _export(Path(str(variant.source)), self.made[key], options)
-        return self.made[key]
+def _header(subjects: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Names of the columns; those of tasks come last."""
+    fixed = ("model", "variant", "weights", "bits", "cache", "perplexity", "KL divergence, nats", "same next token")
+    return (*fixed, *(name.removeprefix("tales/") for name in _tasks(subjects)))
 
-    def load(self, variant: Variant) -> edgeinfer.Model:
-        """Without drafts: what is measured are predictions."""
-        return edgeinfer.load(self.path(variant), speculation="off", remember=False, **variant.load)
 
-    def measure(self, variant: Variant, model: edgeinfer.Model, reference: edgeinfer.Model | None) -> Quality:
-        """Reads and asks; without a reference it is one."""
-        windows = [story_ids(reference or model, story) for story in self.material.stories]
-        if reference is not None:
-            _check_same_tokens(variant, model, reference, self.material.stories[0])
-        found = edgeinfer.evaluate(model, windows, reference=reference)
-        self.told()
-        divergence = found.divergence
-        values = np.zeros(sum(map(len, windows))) if divergence is None else divergence.values
-        info = model.info
-        return Quality(
-            model=self.family.model,
-            variant=variant,
-            bytes=round(info.parameters * info.bits_per_weight / 8),
-            bits_per_weight=info.bits_per_weight,
-            context=model.context,
-            cache_bytes=model.plan.terms.get("kv", 0),
-            perplexity=found.perplexity,
-            perplexity_error=found.perplexity_error,
-            divergences=values,
-            agreement=1.0 if divergence is None else divergence.agreement,
-            tasks=score_tasks(model, self.material.questions, self.told),
+def _rows(subjects: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each subject of the JSON."""
+    rows = []
+    for each in subjects:
+        cells = (
+            each["model"],
+            each["variant"],
+            format_size(each["bytes"]),
+            f"{each['bits_per_weight']:.2f}",
+            format_size(each["cache_bytes"]),
+            f"{each['perplexity']:.3f} ± {each['perplexity_error']:.3f}",
+            f"{each['divergence']:.6f} ± {each['divergence_error']:.6f}" if each["divergence"] else "0",
+            f"{each['agreement']:.2%}",
         )
+        rows.append((*cells, *(_score(each["tasks"].get(name)) for name in _tasks(subjects))))
+    return rows
 
 
-def measure_family(family: Family, material: Material, told: StageProgress | None = None) -> QualityResults:
-    """The reference and every variant; those that fail are skipped with the reason.
-
-    Args:
-        told: called with the name of what is measured, and with readings and replies done and to do.
-
-    Raises:
-        EdgeInferError: the reference cannot be made, loaded or read with.
-    """
-    total = (1 + len(family.variants)) * (1 + len(material.questions))
-    steps = itertools.count(1)
-
-    def step() -> None:
-        if told is not None:
-            told(family.model, next(steps), total)
-
-    subjects: list[Quality] = []
-    skipped: list[Skipped] = []
-    with ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgeinfer-quality-")))
-        bench = _Bench(family, material, folder, step)
-        reference = opened.enter_context(bench.load(family.reference))
-        subjects.append(bench.measure(family.reference, reference, None))
-        for variant in family.variants:
-            try:
-                with bench.load(variant) as model:
-                    subjects.append(bench.measure(variant, model, reference))
-            except EdgeInferError as error:
-                skipped.append(Skipped(family.model, variant.label, str(error)))
-    return QualityResults(tuple(subjects), tuple(skipped))
+def quality_section(data: Any) -> Section:
+    """Predictions and answers against bytes."""
+    subjects = data["subjects"]
+    table = Table(
+        "Beside the reference of each model, its first row",
+        _header(subjects),
+        tuple(_rows(subjects)),
+    )
+    answers = "Of answers, replies that are right letter for letter; in brackets the share of their tokens that are "
+    notes = [Paragraph(answers + "likeliest after the right ones.")] if any(each["tasks"] for each in subjects) else []
+    for each in data["layouts"]:
+        one, other = each["layouts"]
+        difference = f"{one} - {other} = {each['mean']:+.6f} ± {each['error']:.6f} nats"
+        notes.append(Paragraph(f"{each['model']}, {each['scheme']}: {difference}"))
+    notes += [Paragraph(f"{each['model']}, {each['variant']}: skipped: {each['reason']}") for each in data["skipped"]]
+    facts = (("Text", data["text"]), ("Tokens", str(subjects[0]["tokens"])), *run_facts(data))
+    return Section("What fewer bits cost", facts, (quality_chart(subjects), table, *notes), commands(data))
 
 
-def layout_differences(results: Sequence[Quality]) -> list[Difference]:
-    """Of each two results that differ in their layout alone."""
-    differences = []
-    for first, second in itertools.combinations(results, 2):
-        one, other = first.variant, second.variant
-        same = (first.model, one.scheme, one.kv) == (second.model, other.scheme, other.kv)
-        if same and None not in (one.layout, other.layout):
-            mean, error = _mean(first.divergences - second.divergences)
-            differences.append(Difference(first.model, one.scheme, (one.layout, other.layout), mean, error))
-    return differences
+def quality_chart(subjects: Sequence[Mapping[str, Any]]) -> Chart:
+    """Divergence against bytes, for each model one line over its weights and one over its caches."""
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for each in subjects:
+        # The reference's own divergence, nothing, has no place on a logarithmic axis.
+        if each["divergence"] > 0:
+            kind = "caches" if each["cache"] else "weights"
+            size = (each["bytes"] + each["cache_bytes"]) / 1e6
+            label = each["cache"] or each["weights"].removesuffix(", small layers too")
+            lines.setdefault(f"{each['model']}, {kind}", []).append((size, each["divergence"], label))
+    drawn = []
+    for name, points in lines.items():
+        ordered = sorted(points)
+        drawn.append(Line(name, tuple(point[:2] for point in ordered), tuple(point[2] for point in ordered)))
+    title, y = "What fewer bytes cost", "KL divergence, nats per token"
+    return Chart(title, "weights and cache, MB", y, tuple(drawn), logarithmic=True)
 
 
-def _mean(values: NDArray[np.float64]) -> tuple[float, float]:  # (S,)
-    return float(values.mean()), float(values.std() / np.sqrt(len(values)))
+def _tasks(subjects: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for each in subjects for name in each["tasks"]))
 
 
-def _export(checkpoint: Path, out: Path, options: Sequence[str]) -> None:
-    command = export_command(checkpoint, out, options)
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
-        raise UsageError(f"{checkpoint.name} cannot be exported: {reason}", "Export it alone to see more.")
+def _score(score: Mapping[str, int] | None) -> str:
+    if score is None:
+        return ""
+    return f"{score['right']}/{score['of']} ({score['tokens_right'] / score['tokens']:.1%})"
 
 
-def _check_same_tokens(variant: Variant, model: edgeinfer.Model, reference: edgeinfer.Model, text: str) -> None:
-    if model.tokenize(text, parse_special=False) != reference.tokenize(text, parse_special=False):
-        message = f"{variant.label} and {reference.info.name} cut texts into other tokens."
-        raise UsageError(message, "Compare a model with what it was made from: give that with --reference.")
-
-
-class AnsweringModel(Protocol):
-    """The part of a model that answers."""
-
-    @property
-    def context(self) -> int:
-        """Tokens of prompt plus reply."""
-
-    def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
-        """Token ids of a text."""
-
-    def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation; TemplateError where the model has no chat template."""
-
-    def generate(self, prompt: Sequence[int], *, max_tokens: int) -> Result:
-        """The likeliest continuation."""
-
-    def logits(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Arrays of a few rows each, which the next may overwrite: (R, V)."""
-
-
-def score_tasks(model: AnsweringModel, prompts: Sequence[Prompt], told: Callable[[], None]) -> dict[str, TaskScore]:
-    """Scores by category; none of a model without a chat template, which was not made to answer.
-
-    A question that the context has no room for, answer included, counts as answered wrongly.
-
-    Args:
-        prompts: with answers.
-        told: called with every reply.
-    """
-    scores: dict[str, TaskScore] = {}
-    for prompt in prompts:
-        assert prompt.answer is not None, "only prompts with answers are tasks"
-        try:
-            ids = model.tokenize_chat(prompt.messages)
-        except TemplateError:
-            return {}
-        score = _score(model, ids, prompt.answer.strip())
-        scores[prompt.category] = scores.get(prompt.category, TaskScore(0, 0, 0, 0)) + score
-        told()
-    return scores
-
-
-def _score(model: AnsweringModel, ids: Sequence[int], answer: str) -> TaskScore:
-    wanted = model.tokenize(answer, parse_special=False)
-    if len(ids) + len(wanted) + _BEYOND > model.context:
-        return TaskScore(0, 1, 0, len(wanted))
-    reply = model.generate(ids, max_tokens=len(wanted) + _BEYOND).text
-    likeliest = np.concatenate([rows.argmax(axis=1) for rows in model.logits([*ids, *wanted])])
-    foreseen = likeliest[len(ids) - 1 : -1] == np.array(wanted)
-    return TaskScore(int(reply.strip() == answer), 1, int(foreseen.sum()), len(wanted))
+QUALITY = Benchmark(
+    "quality",
+    "what fewer bits cost in predictions and answers",
+    _DESCRIPTION,
+    QualityOptions,
+    _run,
+    quality_section,
+    chart=lambda data: quality_chart(data["subjects"]),
+    text=lambda options, data: section_markdown(quality_section(data)),
+)

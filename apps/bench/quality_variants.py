@@ -1,4 +1,4 @@
-"""Ways to make a model smaller that are compared with it: weights, caches, layouts; knows nothing of measuring."""
+"""Ways to make a model smaller that are compared with it: weights, caches, layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from edgeinfer.apps.bench.model_files import LAYOUTS
 from edgeinfer.config import KV_TYPES
 from edgeinfer.errors import UsageError
 
-__all__ = ["CALIBRATION", "WIDTHS", "Family", "Variant", "builtin_family", "checkpoint_family", "given_family"]
+__all__ = [
+    "CALIBRATION",
+    "DATA_FREE",
+    "WIDTHS",
+    "Family",
+    "Variant",
+    "builtin_family",
+    "checkpoint_family",
+    "given_family",
+]
 
 # Names for people and options of the export command.
 WIDTHS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -28,7 +37,7 @@ _LAYOUTS = {"native": "native kernel", "portable": "onnxruntime's operators"}
 CALIBRATION = "{calibration}"
 _CALIBRATED = ("--calibration", CALIBRATION)
 # Methods that look at no text.
-_DATA_FREE = frozenset({"rtn", "hqq"})
+DATA_FREE = frozenset({"rtn", "hqq"})
 _FLOAT_CACHE = "float32"
 # What a built-in model can be compared in without a checkpoint.
 _BUILTIN_CACHES = ("int8", "int4")
@@ -156,7 +165,7 @@ def _of_widths(
         if width == "32":
             continue  # the reference
         if method:
-            calibrated = () if method in _DATA_FREE else _CALIBRATED
+            calibrated = () if method in DATA_FREE else _CALIBRATED
             scheme, options = f"{scheme}, {method}", (*options, "--method", method, *calibrated)
         if group:
             scheme, options = f"{scheme}, groups of {group}", (*options, "--group-size", str(group))

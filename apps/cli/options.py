@@ -12,7 +12,7 @@ from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.options import Option, options_of
+from edgeinfer.options import ConfigOption, options_of
 from edgeinfer.reply_options import ReplyOptions
 from edgeinfer.searching import SearchOptions
 
@@ -98,7 +98,7 @@ def add_options(
         groups[option.group].add_argument(*option.flags, dest=name, help=text, **_action(option))
 
 
-def _action(option: Option) -> dict[str, Any]:
+def _action(option: ConfigOption) -> dict[str, Any]:
     """Returns argparse's keyword arguments for an option."""
     if option.type is bool:
         if option.flags[0].startswith("--no-"):

@@ -5,19 +5,16 @@ Fields and values follow the OpenAI API reference; `timings` adds llama-server's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
 
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.chat import ChatCompletion
-from edgeinfer.openai.contract import Completion, Event
+from edgeinfer.openai.contract import ChatModel, Completion, Event, ReplyStream
 from edgeinfer.openai.errors import RequestError, error_body, unknown_model
-from edgeinfer.openai.responses import ResponseCompletion
-from edgeinfer.openai.synchronous import chat_completion
+from edgeinfer.openai.response import ResponseCompletion
 from edgeinfer.openai.text import TextCompletion
-
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
 
 __all__ = [
     "Completion",
@@ -25,18 +22,20 @@ __all__ = [
     "RequestError",
     "chat_completion",
     "error_body",
+    "events",
     "make_completion",
     "unknown_model",
+    "whole",
 ]
 
-_KINDS: dict[str, Callable[[Mapping[str, Any], Model], Completion]] = {
+_KINDS: dict[str, Callable[[Mapping[str, Any], ChatModel[Any]], Completion]] = {
     "chat.completion": ChatCompletion,
     "text_completion": TextCompletion,
     "response": ResponseCompletion,
 }
 
 
-def make_completion(kind: str, body: Mapping[str, Any], model: Model) -> Completion:
+def make_completion(kind: str, body: Mapping[str, Any], model: ChatModel[Any]) -> Completion:
     """A request, checked.
 
     Args:
@@ -50,3 +49,40 @@ def make_completion(kind: str, body: Mapping[str, Any], model: Model) -> Complet
     if kind not in _KINDS:
         raise UsageError(f"There is no kind of request {kind!r}.", f"Choose one of {', '.join(_KINDS)}.")
     return _KINDS[kind](body, model)
+
+
+def chat_completion(
+    model: ChatModel[Any], messages: Sequence[Mapping[str, Any]], /, *, stream: bool, **request: Any
+) -> dict[str, Any] | Iterator[dict[str, Any]]:
+    """Answers one request; see `Model.create_chat_completion`."""
+    completion = ChatCompletion({**request, "messages": messages, "stream": stream}, model)
+    return events(model, completion) if stream else whole(model, completion)
+
+
+def whole(model: ChatModel[Any], completion: Completion) -> Event:
+    """The answer to a request as one object."""
+    for index in range(completion.n):
+        for _ in _reply(completion, index, completion.start(model, index)):
+            pass
+    return completion.whole()
+
+
+def events(model: ChatModel[Any], completion: Completion) -> Iterator[Event]:
+    """The events of a request's answer. The first reply begins at once, so that errors show before the first event."""
+    return _events(model, completion, completion.start(model, 0))
+
+
+def _events(model: ChatModel[Any], completion: Completion, first: ReplyStream) -> Iterator[Event]:
+    with closing(first):
+        yield from completion.opening()
+        yield from _reply(completion, 0, first)
+    for index in range(1, completion.n):
+        with completion.start(model, index) as stream:
+            yield from _reply(completion, index, stream)
+    yield from completion.closing()
+
+
+def _reply(completion: Completion, index: int, stream: ReplyStream) -> Iterator[Event]:
+    for chunk in stream:
+        yield from completion.chunk(index, chunk)
+    yield from completion.finished(index, stream.result)

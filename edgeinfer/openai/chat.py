@@ -5,33 +5,28 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from edgeinfer.openai.contract import Event
+from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.figures import timings, usage
-from edgeinfer.openai.logprobs import entries
-from edgeinfer.openai.messages import Message, read_messages
-from edgeinfer.openai.options import (
+from edgeinfer.openai.fields import (
     FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
+    Fields,
     form,
     limit,
     sampling,
     usage_wanted,
 )
-from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.figures import entries, timings, usage
+from edgeinfer.openai.messages import Message, read_messages
 from edgeinfer.openai.prompt import ChatPrompt
-from edgeinfer.openai.reply import Call, Reply
-from edgeinfer.openai.tools import ToolUse, dialect_of, read_choice, read_functions
+from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
+from edgeinfer.openai.tool_formats import dialect_of
+from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
-
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-    from edgeinfer.generation import TokenStream
 
 __all__ = ["ChatCompletion"]
 
@@ -47,7 +42,7 @@ class ChatCompletion:
         RequestError: a field is unknown, malformed or asks for what cannot be.
     """
 
-    def __init__(self, body: Mapping[str, Any], model: Model) -> None:
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
         self.stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
@@ -67,15 +62,15 @@ class ChatCompletion:
             "system_fingerprint": FINGERPRINT,
         }
 
-    def check(self, model: Model) -> None:
+    def check(self, model: ChatModel[Any]) -> None:
         """Refuses a form of the reply that cannot be had."""
         self._prompt.check(model)
 
-    def prepare(self, model: Model) -> None:
+    def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the messages."""
         self._prompt = self._prompt.prepared(model)
 
-    def start(self, model: Model, index: int) -> TokenStream:
+    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
         """Begins a reply."""
         stream, reader = self._prompt.start(model, index)
         self._replies[index] = Reply(reader)
@@ -158,7 +153,7 @@ def _logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
     return wanted, {"logprobs": alternatives or 0} if wanted else {}
 
 
-def _prompt(fields: Fields, model: Model, options: Mapping[str, Any]) -> ChatPrompt:
+def _prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -> ChatPrompt:
     messages = read_messages(fields.any("messages"))
     functions = read_functions(fields.items("tools"))
     several = fields.take("parallel_tool_calls", bool, "true or false")

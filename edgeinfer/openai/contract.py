@@ -2,17 +2,91 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
-from edgeinfer.results import Chunk, Result
+from edgeinfer.results import Chunk, ModelInfo, Result
 
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-    from edgeinfer.generation import TokenStream
-
-__all__ = ["Completion", "Event"]
+__all__ = ["ChatModel", "Completion", "Event", "ReplyStream", "StreamT"]
 
 Event = dict[str, Any]
+
+
+class ReplyStream(Protocol):
+    """A reply while it is made."""
+
+    @property
+    def result(self) -> Result:
+        """The finished reply."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def close(self) -> None:
+        """Ends the reply where it is."""
+
+
+StreamT = TypeVar("StreamT", bound=ReplyStream)
+StreamT_co = TypeVar("StreamT_co", bound=ReplyStream, covariant=True)
+
+
+class ChatModel(Protocol[StreamT_co]):
+    """What requests need of a model; `edgeinfer.Model` says what each member does."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model this is."""
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """The begin token, in a list."""
+
+    @property
+    def chat_template_text(self) -> str | None:
+        """The source of the chat template."""
+
+    def check(self, **options: Any) -> None:
+        """Refuses generation options that no reply can be given."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text."""
+
+    def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Token ids of a text to go on with."""
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        begun: str = "",
+        parse_special: bool = False,
+        fitting: bool = False,
+    ) -> list[int]:
+        """Token ids of messages in the chat template."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> StreamT_co:
+        """Continues a prompt."""
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begun: str = "",
+        tokens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> StreamT_co:
+        """Answers messages."""
 
 
 class Completion(Protocol):
@@ -30,7 +104,7 @@ class Completion(Protocol):
     def stream(self) -> bool:
         """Whether the client wants the events, and not the whole."""
 
-    def check(self, model: Model) -> None:
+    def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply that was asked for, such as a JSON Schema. That may take
         some seconds, which `start` then need not take again. Safe from any thread.
 
@@ -38,7 +112,7 @@ class Completion(Protocol):
             RequestError: it cannot be had.
         """
 
-    def prepare(self, model: Model) -> None:
+    def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompts, which `start` then need not do. Once at most, and where the model's tokens can
         be made beside a running reply, on any thread.
 
@@ -46,7 +120,7 @@ class Completion(Protocol):
             PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.
         """
 
-    def start(self, model: Model, index: int) -> TokenStream:
+    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
         """Begins a reply, on the model's thread.
 
         Raises:

@@ -1,13 +1,13 @@
-"""Tokens and times of a request's replies, in OpenAI's and llama-server's words; knows nothing of how they are sent."""
+"""Token counts, times and log-probabilities of replies, in OpenAI's and llama-server's words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from edgeinfer.results import Result
+from edgeinfer.results import Result, TokenLogprob
 
-__all__ = ["responses_usage", "timings", "usage"]
+__all__ = ["entries", "responses_usage", "timings", "token_table", "token_text", "usage"]
 
 
 def usage(results: Sequence[Result], per_prompt: int = 1) -> dict[str, Any]:
@@ -68,3 +68,50 @@ def timings(results: Sequence[Result]) -> dict[str, Any]:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def entries(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Those of chat completions and responses."""
+    return [
+        {**_entry(logprob), "top_logprobs": [_entry(other) for other in logprob.alternatives]} for logprob in logprobs
+    ]
+
+
+def token_table(logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+    """Those of legacy completions, and where the text behind them begins.
+
+    Args:
+        offset: characters before the first.
+    """
+    texts = [token_text(logprob) for logprob in logprobs]
+    offsets = []
+    for logprob in logprobs:
+        offsets.append(offset)
+        offset += len(logprob.bytes.decode("utf-8", "ignore"))
+    table = {
+        "tokens": texts,
+        "token_logprobs": [logprob.logprob for logprob in logprobs],
+        "top_logprobs": [_top(logprob) for logprob in logprobs],
+        "text_offset": offsets,
+    }
+    return table, offset
+
+
+def token_text(logprob: TokenLogprob) -> str:
+    """A token's text; of one that is only a part of a character its bytes, as OpenAI spells them."""
+    try:
+        return logprob.bytes.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in logprob.bytes)
+
+
+def _top(logprob: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the token itself; of those with one text the likelier one's figure."""
+    found: dict[str, float] = {}
+    for other in (*logprob.alternatives, logprob):
+        found.setdefault(token_text(other), other.logprob)
+    return found
+
+
+def _entry(logprob: TokenLogprob) -> dict[str, Any]:
+    return {"token": token_text(logprob), "logprob": logprob.logprob, "bytes": list(logprob.bytes)}

@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import ContextLengthError, GrammarError
+from edgeinfer.openai.contract import ChatModel, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message
-from edgeinfer.openai.pieces import Reader
+from edgeinfer.openai.replies import ReplyReader
 from edgeinfer.openai.tools import ToolUse
 
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-    from edgeinfer.generation import TokenStream
-
-__all__ = ["ChatPrompt", "Tokens", "naming", "reply_options"]
+__all__ = ["ChatPrompt", "PromptTokens", "naming", "reply_options"]
 
 _SEEDS = 2**64
 _OWN_FORMS = ("regex", "grammar")
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PromptTokens:
     """A prompt's tokens.
 
     Attributes:
@@ -33,9 +30,9 @@ class Tokens:
     """
 
     ids: Sequence[int]
-    model: Model
+    model: ChatModel[Any]
 
-    def of(self, model: Model) -> Sequence[int]:
+    def of(self, model: ChatModel[Any]) -> Sequence[int]:
         """The ids, for the model that is to go on with them.
 
         Raises:
@@ -66,10 +63,10 @@ class ChatPrompt:
     options: Mapping[str, Any]
     variables: Mapping[str, Any] | None = None
     begun: str = ""
-    tokens: Tokens | None = None
+    tokens: PromptTokens | None = None
     fields: tuple[str, str] = ("messages", "response_format")
 
-    def check(self, model: Model) -> None:
+    def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread.
 
         Raises:
@@ -78,7 +75,7 @@ class ChatPrompt:
         with self._naming():
             model.check(**self.tools.options(model, self.options))
 
-    def prepared(self, model: Model) -> ChatPrompt:
+    def prepared(self, model: ChatModel[Any]) -> ChatPrompt:
         """The same with its tokens made; errors as `start`."""
         with self._naming():
             ids = model.tokenize_chat(
@@ -89,9 +86,9 @@ class ChatPrompt:
                 fitting=True,
                 parse_special=GenerationConfig().replace(**self.options).parses_content,
             )
-        return replace(self, messages=(), variables=None, tokens=Tokens(ids, model))
+        return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 
-    def start(self, model: Model, index: int) -> tuple[TokenStream, Reader]:
+    def start(self, model: ChatModel[StreamT], index: int) -> tuple[StreamT, ReplyReader]:
         """Begins one of the replies.
 
         Raises:

@@ -5,30 +5,25 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.openai.contract import Event
-from edgeinfer.openai.fields import Fields
-from edgeinfer.openai.figures import timings, usage
-from edgeinfer.openai.logprobs import token_table
-from edgeinfer.openai.options import (
+from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.fields import (
     FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
+    Fields,
     form,
     limit,
     sampling,
     usage_wanted,
 )
-from edgeinfer.openai.prompt import Tokens, naming, reply_options
-from edgeinfer.openai.reply import Reply
+from edgeinfer.openai.figures import timings, token_table, usage
+from edgeinfer.openai.prompt import PromptTokens, naming, reply_options
+from edgeinfer.openai.replies import Reply
 from edgeinfer.results import Chunk, Result
-
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-    from edgeinfer.generation import TokenStream
 
 __all__ = ["TextCompletion"]
 
@@ -47,12 +42,12 @@ class TextCompletion:
         RequestError: a field is unknown, malformed or asks for what cannot be.
     """
 
-    def __init__(self, body: Mapping[str, Any], model: Model) -> None:
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
         self.stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
         prompts = _prompts(fields, model)
-        self._prompts: list[str | list[int] | Tokens] = [*prompts]
+        self._prompts: list[str | list[int] | PromptTokens] = [*prompts]
         self._each = _replies_each(fields, len(prompts))
         self.n = self._each * len(self._prompts)
         self._echo = fields.flag("echo")
@@ -80,26 +75,28 @@ class TextCompletion:
         }
         self._echoed = [self._text_of(prompt, model) if self._echo else "" for prompt in prompts]
 
-    def check(self, model: Model) -> None:
+    def check(self, model: ChatModel[Any]) -> None:
         """Refuses a form of the reply that cannot be had."""
         with naming("prompt", "response_format", self._options):
             model.check(**self._options)
 
-    def prepare(self, model: Model) -> None:
+    def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompts."""
         with naming("prompt", "response_format", self._options):
             parse = GenerationConfig().replace(**self._options).parses_prompt
             self._prompts = [
-                Tokens(model.tokenize_prompt(prompt, parse_special=parse), model) if isinstance(prompt, str) else prompt
+                PromptTokens(model.tokenize_prompt(prompt, parse_special=parse), model)
+                if isinstance(prompt, str)
+                else prompt
                 for prompt in self._prompts
             ]
 
-    def start(self, model: Model, index: int) -> TokenStream:
+    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
         """Begins a reply."""
         place, reply = divmod(index, self._each)
         prompt = self._prompts[place]
         with naming("prompt", "response_format", self._options):
-            ids = prompt.of(model) if isinstance(prompt, Tokens) else prompt
+            ids = prompt.of(model) if isinstance(prompt, PromptTokens) else prompt
             return model.stream(ids, **reply_options(self._options, reply))
 
     def opening(self) -> list[Event]:
@@ -152,11 +149,11 @@ class TextCompletion:
         return {"usage": usage(results, per_prompt=self._each), "timings": timings(results)}
 
     @staticmethod
-    def _text_of(prompt: str | list[int], model: Model) -> str:
+    def _text_of(prompt: str | list[int], model: ChatModel[Any]) -> str:
         return prompt if isinstance(prompt, str) else model.detokenize(prompt)
 
 
-def _prompts(fields: Fields, model: Model) -> list[str | list[int]]:
+def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:
     prompt = fields.take("prompt", (str, list), "a text, token ids, or a list of either")
     if prompt is None:
         raise fields.missing("prompt", "Give a text to go on with.")

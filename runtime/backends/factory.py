@@ -60,7 +60,7 @@ class BackendFactory(ABC):
     """How a backend is made and what it can do.
 
     Attributes:
-        modes_differ, loads_experts: as `planning.subject.PlanInput` has them.
+        modes_differ, loads_experts: as `planning.plan_input.PlanInput` has them.
         tunes: names of the fields of `TunedSettings` that change how fast it is.
         graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
     """

@@ -1,18 +1,179 @@
-"""How tokens follow a prompt: the base of all decoding strategies, which itself decodes plainly, a row per token."""
+"""The base of all decoding strategies, which itself decodes plainly, one row per token, and what strategies count."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.searching import SearchUse
 
-__all__ = ["DecodingStrategy"]
+__all__ = [
+    "DecodingStatistics",
+    "DecodingStrategy",
+    "ReducedStatistics",
+    "RoundTimes",
+    "SearchStatistics",
+    "SpeculationStatistics",
+]
+
+
+@dataclass
+class DecodingStatistics:
+    """Counts what every strategy may count.
+
+    Attributes:
+        passes: of the target.
+        rows: of those passes.
+    """
+
+    passes: int = 0
+    rows: int = 0
+
+
+@dataclass
+class SearchStatistics(DecodingStatistics):
+    """Counts what a search took.
+
+    Attributes:
+        branches: texts decoded side by side.
+        trials: as `SearchUse` has it.
+    """
+
+    branches: int = 0
+    trials: int = 0
+
+
+@dataclass
+class ReducedStatistics(DecodingStatistics):
+    """What reduced compute made of a reply's tokens after the first.
+
+    Attributes:
+        tokens: made in all.
+        reduced: of them, made with less than the whole model.
+        caught_up: of those, evaluated by the whole model later.
+        blocks_skipped: attention and MLP blocks, over all tokens.
+        decide_ms: milliseconds of deciding what is left out.
+        ms: milliseconds of all tokens.
+    """
+
+    tokens: int = 0
+    reduced: int = 0
+    caught_up: int = 0
+    blocks_skipped: int = 0
+    decide_ms: float = 0.0
+    ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Milliseconds of one round: proposing, the target's pass, and all else."""
+
+    draft_ms: float
+    verify_ms: float
+    overhead_ms: float
+
+
+@dataclass
+class SpeculationStatistics(DecodingStatistics):
+    """Counts what the rounds of one generation came to; fields as in `results.Speculation`.
+
+    Attributes:
+        committed: tokens.
+        pass_ms: milliseconds of whole passes of the target by their rows.
+        asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
+        plain_overhead_ms: what plain steps took besides their pass, one entry each.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    recovered: int = 0
+    bonus: int = 0
+    rechecked: int = 0
+    committed: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    overhead_ms: float = 0.0
+    accepted_per_position: list[int] = field(default_factory=list)
+    pass_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    asking: list[tuple[float, int]] = field(default_factory=list)
+    plain_overhead_ms: list[float] = field(default_factory=list)
+    choices: Counter[str] = field(default_factory=Counter)
+    per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
+
+    def add_round(
+        self,
+        sources: Sequence[str],
+        accepted: Sequence[int],
+        committed: int,
+        *,
+        bonus: bool,
+        times: RoundTimes,
+        guessed_ms: float,
+    ) -> None:
+        """Counts one round.
+
+        Args:
+            sources: name of the drafter of each node of the draft.
+            accepted: nodes on the accepted path.
+            committed: tokens.
+            bonus: whether the last of them followed a fully accepted path.
+            guessed_ms: what its guesses cost by the governor's reckoning.
+        """
+        self.rounds += 1
+        self.drafted += len(sources)
+        self.accepted += len(accepted)
+        self.committed += committed
+        if bonus:
+            self.bonus += 1
+        else:
+            self.recovered += 1
+        self.draft_ms += times.draft_ms
+        self.verify_ms += times.verify_ms
+        self.overhead_ms += times.overhead_ms
+        self.asking.append((max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms, committed))
+        names = dict.fromkeys(sources)
+        self.choices["+".join(names) or "none"] += 1
+        self.accepted_per_position = _raised(self.accepted_per_position, range(len(accepted)))
+        for name in names:
+            use = self.per_drafter.get(name, DrafterUse())
+            mine = [place for place, node in enumerate(accepted) if sources[node] == name]
+            self.per_drafter[name] = DrafterUse(
+                rounds=use.rounds + 1,
+                drafted=use.drafted + sources.count(name),
+                accepted=use.accepted + len(mine),
+                accepted_per_position=tuple(_raised(list(use.accepted_per_position), mine)),
+            )
+
+    def add_plain(self, verify_ms: Sequence[float], overhead_ms: float) -> None:
+        """Counts plain steps, each with its pass; the rest took the same each time."""
+        steps = len(verify_ms)
+        self.rounds += steps
+        self.bonus += steps
+        self.committed += steps
+        self.verify_ms += sum(verify_ms)
+        self.overhead_ms += steps * overhead_ms
+        self.choices["none"] += steps
+        self.pass_ms[1] += verify_ms
+        self.plain_overhead_ms += [overhead_ms] * steps
+
+
+def _raised(counts: list[int], places: range | list[int]) -> list[int]:
+    """The counts with one more at each of these places."""
+    more = [0] * (max(places) + 1 if places else 0)
+    for place in places:
+        more[place] = 1
+    return [a + b for a, b in zip_longest(counts, more, fillvalue=0)]
+
 
 _ONE_ROW = np.zeros(1, np.int64)
 

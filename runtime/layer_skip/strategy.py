@@ -13,8 +13,7 @@ import numpy as np
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.decoding.statistics import ReducedStatistics
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, feed, whole_pass
 from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit

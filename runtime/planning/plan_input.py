@@ -131,7 +131,7 @@ def memory_on(device: Device, memory: ModelMemory, *, cache: bool) -> ModelMemor
 
 @dataclass(frozen=True)
 class _OwnMemory:
-    """Implements `model_memory.ModelMemory` for a device with memory of its own."""
+    """Implements `configuration.ModelMemory` for a device with memory of its own."""
 
     memory: ModelMemory
     cache: bool

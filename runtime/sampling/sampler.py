@@ -179,7 +179,10 @@ class LogitsProcessor:
     def _best(self, row: Logits, logits: Logits, allowed: Ids | None) -> int:  # (A,) or (V,), (V,)
         """Index of the largest of what `_masked` made of logits."""
         best = int(row.argmax())
-        if not np.isfinite(row[best]) and np.isneginf(self._penalties.bias).any():
+        # argmax counts NaN as largest, so this one look finds NaN anywhere in the row.
+        if np.isfinite(row[best]):
+            return best
+        if np.isneginf(self._penalties.bias).any():
             argmax(logits if allowed is None else logits[allowed])
             raise UsageError("logit_bias bans every token that may follow.", "Leave one that the reply may go on with.")
         return argmax(row)

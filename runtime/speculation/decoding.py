@@ -12,8 +12,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.decoding.statistics import RoundTimes, SpeculationStatistics
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import (
     Context,

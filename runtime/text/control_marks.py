@@ -196,7 +196,7 @@ class LiteralEncoder:
         """Token ids of a text that is data.
 
         Args:
-            add_special_tokens: as of `contracts.TokenizerLike.encode`; the tokenizer's own are the only ones then.
+            add_special_tokens: as of `contract.TokenizerLike.encode`; the tokenizer's own are the only ones then.
         """
         tokenizer = self._tokenizer
         ids = tokenizer.encode(text, add_special_tokens, parse_special=False)

@@ -106,12 +106,12 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; see `contracts.TokenizerLike.encode`."""
+        """Token ids of a text; see `contract.TokenizerLike.encode`."""
         with self._encoding(text, parse_special):
             return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`."""
+        """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`."""
         with self._encoding("".join(parts), parse_special=False):
             if self._stands is None:
                 self._stands = MarkStands(self._backend, partial(_ids, self._backend, add_special_tokens=False))
@@ -272,7 +272,7 @@ class MarkStands:
             self.ids = frozenset()
 
     def encode(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`. The library must be set
+        """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`. The library must be set
         to parse none."""
         if self._added:
             names = (self._names[self._ways.get(mark, _PLAIN)] for mark in parts[1::2])

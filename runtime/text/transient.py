@@ -80,12 +80,12 @@ class TransientTokenizer:
             return cls(Path(path), tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; see `contracts.TokenizerLike.encode`."""
+        """Token ids of a text; see `contract.TokenizerLike.encode`."""
         with self._lock:
             return self._awake().encode(text, add_special_tokens, parse_special)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
-        """Token ids of text with special tokens; see `contracts.TokenizerLike.encode_between`."""
+        """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`."""
         with self._lock:
             return self._awake().encode_between(parts)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,38 +25,47 @@ DRAFTED = ".guesses"
 PROMPT = "Once upon a time there was a little dog. The little dog liked the little cat. The little dog"
 
 
+# Functions that run in fewer pieces than this keep house: buffers grow, the budget is looked at.
+SELDOM = 0.2
+
+
 @dataclass
 class Trace:
     """What was entered.
 
     Attributes:
-        files: names of modules.
-        classes: of the project, whose methods ran, as module and name.
+        pieces: of the reply that were followed.
+        files: names of modules, with the pieces that entered them.
+        classes: of the project, whose methods ran, as module and name, with the pieces.
         functions: calls of each, as module and name.
     """
 
-    files: set[str] = field(default_factory=set)
-    classes: set[str] = field(default_factory=set)
-    functions: dict[str, int] = field(default_factory=dict)
+    pieces: int = 0
+    files: Counter[str] = field(default_factory=Counter)
+    classes: Counter[str] = field(default_factory=Counter)
+    functions: Counter[str] = field(default_factory=Counter)
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> None:
         """Notes a call, as `sys.setprofile` tells it."""
         module = frame.f_globals.get("__name__", "")
         if event != "call" or not module.startswith("edgeinfer"):
             return
-        self.files.add(module)
-        name = f"{module}.{frame.f_code.co_qualname}"
-        self.functions[name] = self.functions.get(name, 0) + 1
+        self.files[module] = 1
+        self.functions[f"{module}.{frame.f_code.co_qualname}"] += 1
         owner = frame.f_locals.get("self")
         if owner is not None and type(owner).__module__.startswith("edgeinfer"):
-            self.classes.add(f"{type(owner).__module__}.{type(owner).__qualname__}")
+            self.classes[f"{type(owner).__module__}.{type(owner).__qualname__}"] = 1
 
-    def add(self, other: Trace) -> None:
-        """Adds what another one noted."""
-        self.files |= other.files
-        self.classes |= other.classes
-        for name, calls in other.functions.items():
-            self.functions[name] = self.functions.get(name, 0) + calls
+    def add(self, piece: Trace) -> None:
+        """Adds what was noted of one piece."""
+        self.pieces += 1
+        self.files += piece.files
+        self.classes += piece.classes
+        self.functions += piece.functions
+
+    def usual(self, counted: Counter[str]) -> list[str]:
+        """The files or classes that more than a few pieces entered."""
+        return sorted(name for name, pieces in counted.items() if pieces >= SELDOM * self.pieces)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -75,7 +85,8 @@ def trace_reply(speculation: str = "off", tokens: int = 300, prompt: str = PROMP
     """
     trace = Trace()
     with edgeinfer.load(speculation=speculation, remember=False) as model:
-        model.generate(prompt, max_tokens=4, speculation="off", ignore_eos=True)  # passes of one row are set up
+        # Passes of each size are set up when they first run.
+        model.generate(prompt, max_tokens=tokens, speculation=speculation, ignore_eos=True)
         with model.stream(prompt, max_tokens=tokens, speculation=speculation, ignore_eos=True) as stream:
             next(stream)
             for _ in range(tokens - 1):
@@ -97,12 +108,15 @@ def main() -> None:
     parser.add_argument("--functions", action="store_true", help="list functions too, with how often each was called")
     options = parser.parse_args()
     trace = trace_reply(options.spec, options.tokens)
-    for title, names in (("files", trace.files), ("classes", trace.classes)):
-        print(f"{len(names)} {title}")
-        for name in sorted(names):
+    for title, counted in (("files", trace.files), ("classes", trace.classes)):
+        usual = trace.usual(counted)
+        print(f"{len(usual)} {title} in {trace.pieces} pieces")
+        for name in usual:
             print("   ", name)
+        for name in sorted(counted.keys() - set(usual)):
+            print("    seldom:", name)
     if options.functions:
-        for name, calls in sorted(trace.functions.items(), key=lambda item: -item[1]):
+        for name, calls in trace.functions.most_common():
             print(f"{calls:7}  {name}")
 
 

@@ -13,9 +13,8 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.compute import compute_chart, dominates, point_rows
 from edgeinfer.apps.bench.compute_measure import ComputeMaterial, ComputeResults, Levels, Point, measure_compute
-from edgeinfer.apps.bench.cost_expanded import grown
+from edgeinfer.apps.bench.cost_expanded import TrainedCheckpoint, grown
 from edgeinfer.apps.bench.model_files import expanded_bundle
-from edgeinfer.apps.bench.trained import TrainedCheckpoint
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import exports_here

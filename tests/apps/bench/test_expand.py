@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.apps.bench.cost_expanded import expand_checkpoint, expanded_shape
+from edgeinfer.apps.bench.cost_expanded import TrainedCheckpoint, expand_checkpoint, expanded_shape, final_norms
 from edgeinfer.apps.bench.model_files import TrainedArtifacts, write_q4_0
 from edgeinfer.apps.bench.synthetic import SHAPES, Shape
-from edgeinfer.apps.bench.trained import TrainedCheckpoint, final_norms
 from edgeinfer.errors import CheckpointError, UsageError
 
 torch = pytest.importorskip("torch")

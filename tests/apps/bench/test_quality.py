@@ -15,8 +15,8 @@ from scipy.special import log_softmax
 
 import edgeinfer
 from edgeinfer.apps.bench.prompts import Prompt
-from edgeinfer.apps.bench.quality import Material, Quality, layout_differences, measure_family, score_tasks
-from edgeinfer.apps.bench.quality_report import quality_chart, quality_section
+from edgeinfer.apps.bench.quality import quality_chart, quality_section
+from edgeinfer.apps.bench.quality_measure import Material, Quality, layout_differences, measure_family, score_tasks
 from edgeinfer.apps.bench.quality_variants import Family, Variant, checkpoint_family, given_family
 from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.apps.bench.texts import read_stories
@@ -34,7 +34,7 @@ STORIES = ("Once upon a time there was a little dog.", "She said: no.")
 def here() -> Iterator[None]:
     """Exports are from the cache."""
     with pytest.MonkeyPatch.context() as patch:
-        exports_here(patch, "quality")
+        exports_here(patch, "quality_measure")
         yield
 
 
@@ -83,7 +83,7 @@ def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
 
 def test_methods_of_quantizing_are_compared(checkpoint: Path) -> None:
     family = checkpoint_family(checkpoint, ["4small"], methods=["rtn", "gptq"], group_sizes=[32])
-    results = measure_family(family, Material(STORIES, STORIES, 12)).subjects
+    results = measure_family(family, Material(STORIES, ("The dog is here. " * 20,), 64)).subjects
     labels = [result.variant.scheme for result in results[1:]]
     assert labels == [f"4 bits, small layers too, {method}, groups of 32" for method in ("rtn", "gptq")]
     assert results[1].bytes == results[2].bytes and results[1].divergence != results[2].divergence
@@ -95,7 +95,7 @@ def test_types_of_llama_cpp_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     make_checkpoint(tmp_path / "model", "llama", intermediate_size=128)
     family = checkpoint_family(tmp_path / "model", [], types=["Q8_0", "Q4_0"])
-    reference, eight, four = measure_family(family, Material(STORIES, STORIES, 12)).subjects
+    reference, eight, four = measure_family(family, Material(STORIES, ("The dog is here. " * 20,), 64)).subjects
     assert (eight.variant.label, four.variant.label) == ("Q8_0", "Q4_0")
     assert reference.bytes > eight.bytes > four.bytes and 0 < eight.divergence[0] < four.divergence[0]
 

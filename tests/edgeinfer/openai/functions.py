@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeinfer.openai.tools import Function
+from edgeinfer.openai.tools import ToolFunction
 
 __all__ = ["CLOCK", "WEATHER", "as_tools", "flat"]
 
-WEATHER = Function(
+WEATHER = ToolFunction(
     "get_weather",
     "The weather of a town.",
     {
@@ -21,7 +21,7 @@ WEATHER = Function(
         "required": ["town", "unit"],
     },
 )
-CLOCK = Function(
+CLOCK = ToolFunction(
     "time.of",
     "",
     {
@@ -33,11 +33,11 @@ CLOCK = Function(
 )
 
 
-def as_tools(*functions: Function) -> list[dict[str, Any]]:
+def as_tools(*functions: ToolFunction) -> list[dict[str, Any]]:
     """As chat completions offer them."""
     return [function.as_tool() for function in functions]
 
 
-def flat(*functions: Function) -> list[dict[str, Any]]:
+def flat(*functions: ToolFunction) -> list[dict[str, Any]]:
     """As responses offer them."""
     return [{"type": "function", **tool["function"]} for tool in as_tools(*functions)]

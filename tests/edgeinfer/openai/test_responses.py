@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.openai import RequestError, make_completion
-from edgeinfer.openai.responses.input import read_input
-from edgeinfer.openai.synchronous import whole
+from edgeinfer.openai import RequestError, make_completion, whole
+from edgeinfer.openai.response_request import read_input
 from tests.edgeinfer.openai.functions import WEATHER, flat
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.openai import RequestError, make_completion
-from edgeinfer.openai.synchronous import whole
+from edgeinfer.openai import RequestError, make_completion, whole
 
 
 def complete(model: edgeinfer.Model, **body: Any) -> dict[str, Any]:

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.errors import GrammarError
-from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
-from edgeinfer.openai.tools import FORMATS, ToolChoice, dialect_of
-from edgeinfer.openai.tools.format import ToolFormat
-from edgeinfer.openai.tools.grammar import calls_grammar
-from edgeinfer.openai.tools.reader import CallReader
+from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader, Piece, TextPiece
+from edgeinfer.openai.tool_formats import FORMATS, ToolFormat, dialect_of
+from edgeinfer.openai.tools import ToolChoice, calls_grammar
 from edgeinfer.results import Chunk
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER
 

@@ -14,8 +14,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.openai import RequestError
 from edgeinfer.openai.messages import read_messages
-from edgeinfer.openai.tools import FORMATS, Dialect
-from edgeinfer.openai.tools.conversation import conversation
+from edgeinfer.openai.tool_formats import FORMATS, Dialect
+from edgeinfer.openai.tools import conversation
 from tests.cache import made
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, as_tools
 from tests.factories import make_checkpoint

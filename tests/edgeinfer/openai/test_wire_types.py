@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.openai import make_completion
-from edgeinfer.openai.synchronous import events, whole
+from edgeinfer.openai import events, make_completion, whole
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, as_tools, flat
 
 pytest.importorskip("openai", reason="the official client is not installed")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
-from edgeinfer.runtime.decoding.statistics import SearchStatistics
+from edgeinfer.runtime.decoding.strategy import SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search import branches as module
 from edgeinfer.runtime.search.branches import Branch, Branches

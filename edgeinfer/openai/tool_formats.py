@@ -1,15 +1,24 @@
-"""How a family of models writes calls of functions: what every such format says of itself; knows no format."""
+"""How families of models write calls of functions, and which of these formats a chat template speaks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ToolFormat"]
+__all__ = [
+    "FORMATS",
+    "HERMES",
+    "LLAMA3",
+    "MISTRAL",
+    "Dialect",
+    "ToolFormat",
+    "dialect_of",
+]
 
 _ID_LENGTH = 24
 
@@ -70,3 +79,66 @@ class ToolFormat:
         if not self.id_length or (len(id_) == self.id_length and id_.isascii() and id_.isalnum()):
             return id_
         return hashlib.sha256(id_.encode("utf-8", "surrogatepass")).hexdigest()[: self.id_length]
+
+
+HERMES = ToolFormat(
+    name="hermes",
+    signs=("<tool_call>",),
+    marker="<tool_call>",
+    prefix="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    suffix="\n</tool_call>",
+    # Of Qwen3-Coder and GLM, whose arguments are elements of XML.
+    others=("<function=", "<arg_key>"),
+)
+LLAMA3 = ToolFormat(
+    name="llama3",
+    signs=("<|python_tag|>", '"parameters": dictionary'),
+    marker='{"name": "',
+    prefix="",
+    between="; ",
+    suffix="",
+    anywhere=False,
+    key="parameters",
+    # "This model only supports single tool-calls at once!", its template says.
+    several=False,
+)
+
+
+MISTRAL = ToolFormat(
+    name="mistral",
+    signs=("[TOOL_CALLS]",),
+    marker="[TOOL_CALLS]",
+    prefix="[TOOL_CALLS][",
+    between=", ",
+    suffix="]",
+    # "Tool call IDs should be alphanumeric strings with length 9!", its templates say.
+    id_length=9,
+    # Of later models, which write [TOOL_CALLS]name[ARGS]{...}.
+    others=("[ARGS]",),
+)
+
+
+FORMATS = {form.name: form for form in (HERMES, MISTRAL, LLAMA3)}
+_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a model is told of functions, and calls them.
+
+    Attributes:
+        native: whether its template knows functions; else messages say it all.
+    """
+
+    format: ToolFormat
+    native: bool
+
+
+def dialect_of(template: str | None) -> Dialect:
+    """The dialect of a chat template's model; Hermes' in messages where the template knows no format of ours."""
+    if template is not None and _TOOLS.search(template):
+        for form in FORMATS.values():
+            if form.known_by(template):
+                return Dialect(form, native=True)
+    return Dialect(HERMES, native=False)

@@ -1,15 +1,81 @@
-"""Takes a reply apart into text and calls while it is written; knows nothing of grammars or endpoints."""
+"""A reply taken apart, while it is written, into text and calls of functions, and gathered for the whole answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
-from edgeinfer.openai.tools.format import ToolFormat
-from edgeinfer.results import Chunk
+from edgeinfer.openai.tool_formats import ToolFormat
+from edgeinfer.results import Chunk, Result, TokenLogprob
 
-__all__ = ["CallReader"]
+__all__ = [
+    "ArgumentsPiece",
+    "Call",
+    "CallPiece",
+    "CallReader",
+    "Piece",
+    "PlainReader",
+    "Reply",
+    "ReplyReader",
+    "TextPiece",
+]
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Some text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A call begins.
+
+    Attributes:
+        place: in the reply, from 0.
+        id: that the answer to it names.
+        name: of the function.
+    """
+
+    place: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ArgumentsPiece:
+    """Some of a call's arguments, which together are a JSON object."""
+
+    place: int
+    text: str
+
+
+Piece = TextPiece | CallPiece | ArgumentsPiece
+
+
+class ReplyReader(Protocol):
+    """Takes the chunks of one reply apart."""
+
+    def push(self, chunk: Chunk) -> list[Piece]:
+        """What became certain with a chunk."""
+
+    def finish(self) -> list[Piece]:
+        """What was held back, at the end of the reply."""
+
+
+class PlainReader:
+    """Of replies that are text."""
+
+    def push(self, chunk: Chunk) -> list[Piece]:
+        """The chunk's text."""
+        return [TextPiece(chunk.text)] if chunk.text else []
+
+    def finish(self) -> list[Piece]:
+        """Nothing."""
+        return []
 
 
 class CallReader:
@@ -161,3 +227,68 @@ def _beginning(text: str, marker: str) -> int:
     """How many characters at the end of the text may begin the marker."""
     most = min(len(text), len(marker) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+@dataclass
+class Call:
+    """A call of a function, its arguments as far as they are written."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Reply:
+    """A reply that is being made.
+
+    Attributes:
+        reader: takes it apart.
+        text: so far, without calls.
+        calls: so far.
+        logprobs: of all tokens so far.
+        untold: of those that nothing was sent with yet.
+        result: once finished.
+    """
+
+    reader: ReplyReader = field(default_factory=PlainReader)
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    untold: list[TokenLogprob] = field(default_factory=list)
+    result: Result | None = None
+
+    def push(self, chunk: Chunk) -> list[Piece]:
+        """What became certain with a chunk."""
+        self.logprobs += chunk.logprobs
+        self.untold += chunk.logprobs
+        return self._gathered(self.reader.push(chunk))
+
+    def finish(self, result: Result) -> list[Piece]:
+        """What was held back, at the end."""
+        self.result = result
+        return self._gathered(self.reader.finish())
+
+    def tell(self) -> list[TokenLogprob]:
+        """Log-probabilities that go with what is sent now."""
+        told, self.untold = self.untold, []
+        return told
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's word for how it ended. It has none for cancelled: what was cut short ran out of length."""
+        assert self.result is not None, "the reply is not finished"
+        if self.result.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self.calls else "stop"
+
+    def _gathered(self, pieces: list[Piece]) -> list[Piece]:
+        for piece in pieces:
+            match piece:
+                case TextPiece(text):
+                    self.text += text
+                case CallPiece(_, id_, name):
+                    self.calls.append(Call(id_, name))
+                case ArgumentsPiece(place, text):
+                    self.calls[place].arguments += text
+        return pieces

@@ -1,4 +1,4 @@
-"""A response from its request to its last event; knows nothing of fields or of what items look like."""
+"""/v1/responses: a response from its request to its last event, and the items it puts out; knows no HTTP."""
 
 from __future__ import annotations
 
@@ -7,21 +7,104 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from edgeinfer.openai.contract import Event
-from edgeinfer.openai.figures import responses_usage, timings
-from edgeinfer.openai.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
-from edgeinfer.openai.reply import Reply
-from edgeinfer.openai.responses.output import CallItem, Item, MessageItem
-from edgeinfer.openai.responses.request import read_request
+from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.figures import entries, responses_usage, timings
+from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, Piece, Reply, TextPiece
+from edgeinfer.openai.response_request import read_request
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
-if TYPE_CHECKING:
-    from edgeinfer.api import Model
-    from edgeinfer.generation import TokenStream
+__all__ = ["CallItem", "Item", "MessageItem", "ResponseCompletion"]
 
-__all__ = ["ResponseCompletion"]
+
+class Item:
+    """An item that is being written.
+
+    Args:
+        place: among the response's items.
+        prefix: of its id.
+    """
+
+    def __init__(self, place: int, prefix: str) -> None:
+        self.id = f"{prefix}_{secrets.token_hex(24)}"
+        self._at = {"output_index": place}
+        self._place = {"item_id": self.id, **self._at}
+
+    def opening(self) -> list[Event]:
+        """Its first events."""
+        return [{"type": "response.output_item.added", **self._at, "item": self.whole("in_progress")}]
+
+    def closing(self, status: str) -> list[Event]:
+        """Its last events."""
+        return [{"type": "response.output_item.done", **self._at, "item": self.whole(status)}]
+
+    def whole(self, status: str) -> Event:
+        """The item."""
+        raise NotImplementedError
+
+
+class MessageItem(Item):
+    """A text."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(place, "msg")
+        self._content = {**self._place, "content_index": 0}
+        self._text = ""
+        self._logprobs: list[TokenLogprob] = []
+
+    def opening(self) -> list[Event]:
+        """Its first events."""
+        added = {"type": "response.content_part.added", **self._content, "part": self._part()}
+        return [*super().opening(), added]
+
+    def delta(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+        """More of the text."""
+        self._text += text
+        self._logprobs += logprobs
+        told = entries(logprobs)
+        return [{"type": "response.output_text.delta", **self._content, "delta": text, "logprobs": told}]
+
+    def closing(self, status: str) -> list[Event]:
+        """Its last events."""
+        told = entries(self._logprobs)
+        done = {"type": "response.output_text.done", **self._content, "text": self._text, "logprobs": told}
+        part = {"type": "response.content_part.done", **self._content, "part": self._part()}
+        return [done, part, *super().closing(status)]
+
+    def whole(self, status: str) -> Event:
+        """The item; without its text as long as there is none."""
+        begun = status != "in_progress"
+        content = [self._part()] if begun else []
+        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": entries(self._logprobs)}
+
+
+class CallItem(Item):
+    """A call of a function."""
+
+    def __init__(self, place: int, call_id: str, name: str) -> None:
+        super().__init__(place, "fc")
+        self._call = {"call_id": call_id, "name": name}
+        self._arguments = ""
+
+    def delta(self, text: str) -> list[Event]:
+        """More of the arguments."""
+        self._arguments += text
+        return [{"type": "response.function_call_arguments.delta", **self._place, "delta": text}]
+
+    def closing(self, status: str) -> list[Event]:
+        """Its last events."""
+        told = {"name": self._call["name"], "arguments": self._arguments}
+        done = {"type": "response.function_call_arguments.done", **self._place, **told}
+        return [done, *super().closing(status)]
+
+    def whole(self, status: str) -> Event:
+        """The item."""
+        call = {**self._call, "arguments": self._arguments}
+        return {"id": self.id, "type": "function_call", "status": status, **call}
 
 
 class ResponseCompletion:
@@ -37,7 +120,7 @@ class ResponseCompletion:
 
     n = 1
 
-    def __init__(self, body: Mapping[str, Any], model: Model) -> None:
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         self._request = read_request(body, model)
         self.stream = self._request.stream
         self._reply = Reply()
@@ -51,15 +134,15 @@ class ResponseCompletion:
             "model": model.info.name,
         }
 
-    def check(self, model: Model) -> None:
+    def check(self, model: ChatModel[Any]) -> None:
         """Refuses a form of the reply that cannot be had."""
         self._request.prompt.check(model)
 
-    def prepare(self, model: Model) -> None:
+    def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the input."""
         self._request = replace(self._request, prompt=self._request.prompt.prepared(model))
 
-    def start(self, model: Model, index: int) -> TokenStream:
+    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
         """Begins the reply."""
         stream, reader = self._request.prompt.start(model, index)
         self._reply = Reply(reader)

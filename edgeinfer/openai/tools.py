@@ -1,0 +1,350 @@
+"""Functions that a reply may call: read from a request, told to the model, held to by a grammar, read from replies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from edgeinfer.errors import GrammarError
+from edgeinfer.openai.contract import ChatModel
+from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.messages import Message
+from edgeinfer.openai.replies import CallReader, PlainReader, ReplyReader
+from edgeinfer.openai.tool_formats import Dialect, ToolFormat
+from edgeinfer.runtime.sampling import json_rule
+
+__all__ = [
+    "ToolChoice",
+    "ToolFunction",
+    "ToolUse",
+    "calls_grammar",
+    "conversation",
+    "read_choice",
+    "read_functions",
+]
+
+# OpenAI's names, and those of other makers: dots of modules, slashes and colons of servers.
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_MOST = 512
+
+
+# As Qwen's templates say it.
+_DESCRIPTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{functions}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class ToolFunction:
+    """A function that may be called.
+
+    Attributes:
+        parameters: JSON Schema of its arguments, an object's.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The schema that arguments are held to: of an object that names its members, no others are taken."""
+        closed = "additionalProperties" not in self.parameters and "properties" in self.parameters
+        return {**self.parameters, "additionalProperties": False} if closed else self.parameters
+
+    def as_tool(self) -> dict[str, Any]:
+        """As OpenAI's requests and chat templates have it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+def read_functions(tools: Sequence[Any], *, flat: bool = False) -> tuple[ToolFunction, ...]:
+    """The functions of a request's tools.
+
+    Args:
+        flat: a function's fields are the tool's own, as in /v1/responses.
+
+    Raises:
+        RequestError: a tool is malformed or no function, or two have one name.
+    """
+    if len(tools) > _MOST:
+        raise RequestError(f"There are {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
+    functions = tuple(_function(tool, f"tools[{index}]", flat) for index, tool in enumerate(tools))
+    names = [function.name for function in functions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise RequestError(f"Two tools are named {name!r}.", "Give each its own.", param=f"tools[{index}]")
+    return functions
+
+
+def _function(tool: Any, where: str, flat: bool) -> ToolFunction:
+    outer = Fields(tool, f"{where}.")
+    kind = outer.text("type")
+    if kind != "function":
+        message = f"{where} is of type {kind!r}."
+        raise RequestError(message, "Only functions can be called.", param=f"{where}.type", code="unsupported_tool")
+    inner = outer if flat else outer.inner("function")
+    if inner is None:
+        raise outer.missing("function", "Give the function's name and parameters.")
+    name = inner.text("name")
+    if name is None or not _NAME.fullmatch(name):
+        raise inner.wrong("name", name, "A name has up to 128 letters, digits, dots, slashes, colons, - and _.")
+    parameters = inner.take("parameters", dict, "a JSON Schema, an object") or {"type": "object", "properties": {}}
+    if parameters.get("type", "object") != "object":
+        raise inner.wrong("parameters", parameters, "Its type must be object.")
+    # Arguments are always what the schema allows, whether `strict` or not.
+    inner.ignore("strict", "defer_loading", "allowed_callers")
+    parameters = parameters if "type" in parameters else {"type": "object", **parameters}
+    return ToolFunction(name, inner.text("description") or "", parameters)
+
+
+_HINT = 'Give none, auto, required or {"type": "function", "function": {"name": ...}}.'
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """What the reply may call.
+
+    Attributes:
+        mode: calls are impossible, possible or certain.
+        functions: of those offered, that may be called.
+        several: whether more than one call may be made.
+    """
+
+    mode: Literal["none", "auto", "required"]
+    functions: tuple[ToolFunction, ...]
+    several: bool
+
+
+def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) -> ToolChoice:
+    """The choice of a request, with a function's name inside `function` or, as in /v1/responses, beside `type`.
+
+    Raises:
+        RequestError: it is malformed, or names what is not offered.
+    """
+    offered = tuple(functions)
+    mode = value if isinstance(value, str) else None
+    if value is None or mode in ("none", "auto"):
+        return ToolChoice("auto" if offered and mode != "none" else "none", offered, several)
+    if not offered:
+        raise RequestError("tool_choice asks for a call, but there are no tools.", "Give tools.", param="tool_choice")
+    if mode == "required":
+        return ToolChoice("required", offered, several)
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "function":
+        return ToolChoice("required", (_named(value, offered),), several=False)
+    if kind == "allowed_tools":
+        return _allowed(value.get("allowed_tools", value), offered, several)
+    raise RequestError(f"tool_choice={value!r} is not supported.", _HINT, param="tool_choice")
+
+
+def _allowed(value: Any, offered: tuple[ToolFunction, ...], several: bool) -> ToolChoice:
+    tools = value.get("tools") if isinstance(value, Mapping) else None
+    mode = value.get("mode", "auto") if isinstance(value, Mapping) else None
+    if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
+        raise RequestError("tool_choice.allowed_tools is malformed.", "Give mode and tools.", param="tool_choice")
+    return ToolChoice(mode, tuple(_named(tool, offered) for tool in tools), several)
+
+
+def _named(value: Any, offered: tuple[ToolFunction, ...]) -> ToolFunction:
+    inner = value.get("function", value) if isinstance(value, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    found = next((function for function in offered if function.name == name), None)
+    if found is None:
+        message = f"tool_choice names {name!r}, which is not among the tools."
+        raise RequestError(message, "Name one of them.", param="tool_choice")
+    return found
+
+
+_ANY = "/(?s:.*)/"
+
+
+def calls_grammar(
+    form: ToolFormat, choice: ToolChoice, marker_id: int | None, content: Mapping[str, Any] | None = None
+) -> str:
+    """A grammar in Lark's notation: free text up to the marker, from there on valid calls and nothing else.
+
+    Args:
+        form: how calls are written.
+        choice: what may be called, and whether something must be.
+        marker_id: of the marker where it is a special token, which no text spells; else None.
+        content: schema of a reply without calls; None leaves it free.
+
+    Raises:
+        GrammarError: a schema is too large, too deep or not JSON.
+    """
+    marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
+    more = f" ({json.dumps(form.between)} call)*" if choice.several and form.several else ""
+    calls = f"first{more}" + (f" {json.dumps(form.suffix)}" if form.suffix else "")
+    rules = _call_rules(form, choice)
+    if choice.mode == "required":
+        return "\n".join([f"start: {marker} {calls}", *rules])
+    if content is not None:
+        return "\n".join([f"start: content | {marker} {calls}", f"content: {json_rule(content)}", *rules])
+    if not form.anywhere:
+        free = f"TEXT: {_ANY} & ~/{_escaped(form.marker)}(?s:.*)/"
+        return "\n".join([f"start: TEXT | {marker} {calls}", free, *rules])
+    if marker_id is not None:
+        return "\n".join([f"start: TEXT | TEXT {marker} {calls}", f"TEXT: {_ANY}", *rules])
+    free = f"text: {_ANY}\nbefore[suffix={marker}]: {_ANY}"
+    return "\n".join([f"start: text | before {calls}", free, *rules])
+
+
+def _call_rules(form: ToolFormat, choice: ToolChoice) -> list[str]:
+    """`first` stands behind the marker, `call` behind another call."""
+    names = [function.name for function in choice.functions]
+    behind = len(form.marker)
+    firsts = _alternatives([(form.prefix + form.head(name))[behind:] for name in names], form.tail)
+    calls = _alternatives([form.head(name) for name in names], form.tail)
+    rules = [json_rule(function.arguments, compact=True) for function in choice.functions]
+    arguments = [f"args_{i}: {rule}" for i, rule in enumerate(rules)]
+    return [f"first: {firsts}", f"call: {calls}", *arguments]
+
+
+def _alternatives(heads: Sequence[str], tail: str) -> str:
+    return " | ".join(f"{json.dumps(head)} args_{i} {json.dumps(tail)}" for i, head in enumerate(heads))
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def conversation(messages: Sequence[Message], dialect: Dialect, functions: Sequence[ToolFunction]) -> list[Message]:
+    """The messages for the template; where that knows no functions, they tell of `functions` and of earlier calls."""
+    if dialect.native:
+        return [_fitted(message, dialect.format) for message in messages]
+    told = [_told(message, dialect.format) for message in messages]
+    return _with_system(_merged(told), _described(functions)) if functions else _merged(told)
+
+
+def _fitted(message: Message, form: ToolFormat) -> Message:
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = form.fitted_id(message["tool_call_id"])
+    if "tool_calls" in message:
+        changed["tool_calls"] = [{**call, "id": form.fitted_id(call["id"])} for call in message["tool_calls"]]
+    return changed
+
+
+def _told(message: Message, form: ToolFormat) -> Message:
+    if message["role"] == "tool":
+        return {"role": "tool", "content": _response(message["content"])}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = form.written([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+    text = f"{message['content']}\n{written}" if message["content"] else written
+    return {"role": message["role"], "content": text}
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Answers of functions as messages of the user's, those of one turn in one."""
+    merged: list[Message] = []
+    answering = False
+    for message in messages:
+        answer = message["role"] == "tool"
+        if answer and answering:
+            merged[-1]["content"] += "\n" + message["content"]
+        else:
+            merged.append({"role": "user", "content": message["content"]} if answer else message)
+        answering = answer
+    return merged
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+# Of the forms a reply may be asked to have, those that can be had besides calls.
+_WITH_CALLS = ("json_schema", "json_object")
+_OTHERS = ("regex", "grammar", "choices")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of functions, for one model.
+
+    Attributes:
+        dialect: how the model is told of them and calls them.
+        choice: what may be called.
+    """
+
+    dialect: Dialect
+    choice: ToolChoice
+
+    @property
+    def calls(self) -> bool:
+        """Whether a reply may hold calls."""
+        return self.choice.mode != "none"
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """What the model's chat template is given."""
+        if not (self.calls and self.dialect.native):
+            return None
+        return [function.as_tool() for function in self.choice.functions]
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation as the model's chat template takes it."""
+        return conversation(messages, self.dialect, self.choice.functions if self.calls else ())
+
+    def options(self, model: ChatModel[Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of GenerationConfig for a reply that may hold calls, from those that were asked for.
+
+        Raises:
+            RequestError: a form is asked for that cannot be had besides calls, or a function's schema cannot be
+                followed.
+        """
+        if not self.calls:
+            return dict(asked)
+        other = next((name for name in _OTHERS if name in asked), None)
+        if other is not None:
+            raise RequestError(f"{other} cannot be combined with tools.", "Leave one out.", param=other)
+        options = {name: value for name, value in asked.items() if name not in _WITH_CALLS}
+        content = {"type": "object"} if "json_object" in asked else asked.get("json_schema")
+        if content is not None and not self.dialect.format.anywhere:
+            message = "A form of the reply cannot be combined with tools: this model's calls are JSON objects too."
+            raise RequestError(message, "Leave one out.", param="tools")
+        try:
+            grammar = calls_grammar(self.dialect.format, self.choice, self._marker_id(model), content)
+        except GrammarError as error:
+            raise RequestError(error.message, error.hint, param="tools", code="unsupported_schema") from error
+        return {**options, "grammar": grammar}
+
+    def reader(self, model: ChatModel[Any]) -> ReplyReader:
+        """Takes one reply apart."""
+        return CallReader(self.dialect.format, self._marker_id(model)) if self.calls else PlainReader()
+
+    def _marker_id(self, model: ChatModel[Any]) -> int | None:
+        """The marker's id where it is a special token, which has no text; None where text spells it."""
+        ids = model.tokenize(self.dialect.format.marker)
+        # Not every tokenizer adds the begin token that its model has.
+        ids = ids[1:] if ids[:1] == model.begin_ids else ids
+        return ids[0] if len(ids) == 1 and not model.detokenize(ids) else None
+
+
+def _described(functions: Sequence[ToolFunction]) -> str:
+    """What a system message says of functions."""
+    lines = [json.dumps(function.as_tool(), ensure_ascii=False) for function in functions]
+    return _DESCRIPTION.format(functions="\n".join(lines))
+
+
+def _response(content: str) -> str:
+    """What a user's message says of a function's answer."""
+    return f"<tool_response>\n{content}\n</tool_response>"
