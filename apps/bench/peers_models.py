@@ -20,7 +20,6 @@ from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
 from edgeinfer.apps.bench.synthetic import SHAPES, write_header
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.quant import default_group_size
 
 __all__ = [
     "BUILTIN",
@@ -129,7 +128,7 @@ def shape_model(folder: Path, name: str) -> PeerModel:
     if name not in SHAPES:
         raise UsageError(f"Unknown model {name!r}.", f"Known models: {', '.join((BUILTIN, *SHAPES))}.")
     shape = SHAPES[name]
-    group = default_group_size(shape.parameters)
+    group = _default_group(shape.parameters)
     return PeerModel(name, Artifacts(folder, shape), 4, group, shape.max_position, _RANDOM_TOLERANCE, False)
 
 
@@ -151,8 +150,14 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
     from edgeinfer.export.source.checkpoint import Checkpoint  # needs the export extra
 
     with Checkpoint(source) as tensors:
-        group = default_group_size(sum(map(math.prod, tensors.shapes.values())))
+        group = _default_group(sum(map(math.prod, tensors.shapes.values())))
     return PeerModel(name, files, 8, group, longest, _TRAINED_TOLERANCE, True)
+
+
+def _default_group(parameters: int) -> int:
+    from edgeinfer.quant import default_group_size  # needs scipy, which takes a while to import
+
+    return default_group_size(parameters)
 
 
 def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
