@@ -20,8 +20,6 @@ from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
 from edgeinfer.apps.bench.synthetic import SHAPES, write_header
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
-from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
-from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.quant import default_group_size
 
 __all__ = [
@@ -150,6 +148,8 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
     name = source.resolve().name
     files = _CheckpointFiles(folder / f"{name}-{digest[:8]}", name, source)
     longest = config.get("max_position_embeddings", 0)
+    from edgeinfer.export.source.checkpoint import Checkpoint  # needs the export extra
+
     with Checkpoint(source) as tensors:
         group = default_group_size(sum(map(math.prod, tensors.shapes.values())))
     return PeerModel(name, files, 8, group, longest, _TRAINED_TOLERANCE, True)
@@ -161,6 +161,11 @@ def write_bundle_checkpoint(bundle: Bundle, target: Path) -> None:
     Raises:
         UsageError: it is neither Llama, Qwen2 nor Qwen3 of the plain kind.
     """
+    from edgeinfer.export.source.bundle_checkpoint import (  # needs the export extra
+        checkpoint_config,
+        checkpoint_tensors,
+    )
+
     config = checkpoint_config(bundle)
     target.mkdir(parents=True, exist_ok=True)
     for name in _COPIED:

@@ -11,8 +11,8 @@ from typing import Any
 
 from edgeinfer.apps.bench.environment import run_header
 from edgeinfer.apps.bench.model_files import Artifacts, BundleKind
-from edgeinfer.apps.bench.pages.sections import read_section, report_html
 from edgeinfer.apps.bench.render import common, machine_facts, markdown
+from edgeinfer.apps.bench.report import read_section, report_html
 from edgeinfer.apps.bench.synthetic import find_shape
 
 __all__ = [

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.cli.bench_files import require_place, write_text
-from edgeinfer.apps.cli.bench_peers import add_peers_parser
-from edgeinfer.apps.cli.bench_report import add_report_parser
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, command_line
+from edgeinfer.bundle.writing import storage_errors, write_file
+from edgeinfer.errors import StorageError
 from edgeinfer.hub import resolve
 
 if TYPE_CHECKING:
@@ -32,6 +31,13 @@ examples:
   edgeinfer bench memory plans
   edgeinfer bench quality --json quality.json
   edgeinfer bench report speed.json quality.json --out report.html
+"""
+_REPORT = """\
+Make one HTML page, with tables, charts and the commands that give the figures again, of JSON files that benchmarks
+wrote. The page needs no other file and no network.
+
+example:
+  edgeinfer bench report speed.json memory.json quality.json peers.json --out report.html
 """
 
 
@@ -55,8 +61,7 @@ def add_parser(commands: Subparsers) -> None:
             )
             groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
-    add_peers_parser(kinds)
-    add_report_parser(kinds)
+    _add_report(kinds)
 
 
 def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> None:
@@ -79,7 +84,7 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
 
     options = options_from(benchmark.options, args)
     out, written, drawn = (getattr(args, name, None) for name in ("out", "json", "svg"))
-    require_place(out, written, drawn)
+    _require_place(out, written, drawn)
     model, load = (args.model, load_options(args)) if benchmark.loads else (None, {})
     with progress_bar() as bar:
         shown: dict[str, Any] = {} if bar is None else {"progress": bar}
@@ -90,14 +95,50 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     if text is None:
         print_section(benchmark.section(data))
     elif out:
-        write_text(out, text)
+        _write_text(out, text)
     else:
         sys.stdout.write(text)
     if written:
-        write_text(written, result_json(benchmark.key, command_line(), result.data))
+        _write_text(written, result_json(benchmark.key, command_line(), result.data))
     if drawn and benchmark.chart:
-        write_text(drawn, chart_svg(benchmark.chart(data)))
+        _write_text(drawn, chart_svg(benchmark.chart(data)))
     if not result.finished:
         print_note("Interrupted: the figures are of what was done.")
         return 130
     return 0 if result.passed else 1
+
+
+def _add_report(kinds: Subparsers) -> None:
+    parser = add_command(kinds, "report", _execute_report, "results as one HTML page", _REPORT)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of benchmarks or of edgeinfer tune")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
+    parser.add_argument("--title", default="edgeinfer, measured", metavar="TEXT", help="title of the page")
+
+
+def _execute_report(args: argparse.Namespace) -> int:
+    from edgeinfer.apps.bench.report import report_html
+
+    lead = "Medians of visits in turns, in one process unless said otherwise."
+    _write_text(args.out, report_html(args.files, args.title, lead))
+    return 0
+
+
+def _require_place(*paths: Path | None) -> None:
+    """Refuses files in folders that are not there, before anything is measured in vain; None is no file.
+
+    Raises:
+        StorageError: there is no such folder.
+    """
+    for path in paths:
+        if path and not path.absolute().parent.is_dir():
+            raise StorageError(f"Cannot write {path}: there is no such folder.", "Choose another place.")
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with storage_errors(path):
+        write_file(path, text.encode("utf-8"))

@@ -134,11 +134,11 @@ class AcceptanceHeadTask:
         return Heads(self.kind, {name: half(array) for name, array in arrays.items()}, notes)
 
     @torch.no_grad()
-    def curves(self, held_out: TokenFile) -> tuple[float, float]:
+    def curves(self, validation: TokenFile) -> tuple[float, float]:
         """Area under the ROC curve for acceptance in greedy decoding, of the head and of the drafter's own
         probability, on held-out text."""
         judged, trusted, came = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-        for window in held_out.windows(self._batches.length, _WINDOWS):
+        for window in validation.windows(self._batches.length, _WINDOWS):
             states, _, distribution, agrees = self._facts(torch.from_numpy(window)[None].to(self._drafter.device))
             scores = self._judge(states)
             judged.append(scores[:, 1] - scores[:, 0])

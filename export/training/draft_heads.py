@@ -129,11 +129,11 @@ class HeadsTask(ABC):
         return Heads(self.kind, shared | self._arrays(), notes)
 
     @torch.no_grad()
-    def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
+    def agreement(self, validation: TokenFile) -> tuple[float, ...]:
         """How often each head's likeliest token is the target's, on held-out text."""
         right = torch.zeros(self.shape.count, dtype=torch.float64)
         seen = 0
-        for window in held_out.windows(self._batches.length, _WINDOWS):
+        for window in validation.windows(self._batches.length, _WINDOWS):
             batch = torch.from_numpy(window)[None].to(self._target.device)
             states = final_states(self._target.model, batch)
             said = (states @ self._target.model.lm_head.weight.T).argmax(-1)  # (1, S)

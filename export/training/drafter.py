@@ -38,7 +38,7 @@ _SHARES = (0.25, 0.3, 0.45)
 # Steps that tell what one costs.
 _TRIED = 4
 # Of the samples, what is kept for measuring; and windows that are read for it.
-_HELD_OUT, _WINDOWS = 0.04, 48
+_VALIDATION, _WINDOWS = 0.04, 48
 _PROMPTS = 4000
 _SCHEDULE = "schedule.json"
 
@@ -229,13 +229,13 @@ def train_drafter(
     sampling = {"tokens": schedule.samples, "seed": options.seed}
     drawn = SampleOptions(**asdict(options.sampling) | sampling)
     samples = sample(drawer, asked, drawn, work / "samples", target.digest, progress)
-    learnt, held_out = samples.split(_HELD_OUT)
-    held_out.require(options.length, "What is kept for measuring")
-    windows = held_out.windows(options.length, _WINDOWS)
+    learnt, validation = samples.split(_VALIDATION)
+    validation.require(options.length, "What is kept for measuring")
+    windows = validation.windows(options.length, _WINDOWS)
     untrained = measure_acceptance(student, target.model, windows)
     first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
     read = measure_acceptance(student, target.model, windows)
-    taught = teacher_probabilities(target, learnt, options.length, work / "laws", progress)
+    taught = teacher_probabilities(target, learnt, options.length, work, progress)
     after = facts | {"after": schedule.reading}
     task = TeacherTask(student, taught, options.seed, options.rows, after, nested=options.nested)
     second = Trainer(task, options.training(schedule.distilling, options.seed + 1), work / "distilling").run(progress)

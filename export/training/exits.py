@@ -29,7 +29,7 @@ from edgeinfer.export.training.trainer import Trained, Trainer
 
 __all__ = ["ExitsOptions", "ExitsTask", "ExitsTraining", "exit_weight", "layer_dropout", "tune_exits"]
 
-_HELD_OUT, _WINDOWS = 0.04, 32
+_VALIDATION, _WINDOWS = 0.04, 32
 # Windows that are read at a time, so that few logits are in memory.
 _ROWS = 4
 
@@ -147,7 +147,7 @@ class ExitsTask:
         if self._layers < 2:
             raise UsageError("A model of one layer has no early exit.", "Give one of two layers or more.")
         names = ("rows", "length", "dropout", "exit_weight", "guard")
-        self._facts = {"laws": taught.digest} | {name: getattr(options, name) for name in names} | dict(facts)
+        self._facts = taught.facts | {name: getattr(options, name) for name in names} | dict(facts)
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -193,12 +193,12 @@ def tune_exits(
     with storage_errors(work):
         work.mkdir(parents=True, exist_ok=True)
     tokens = text.tokens(work)
-    seen, held_out = tokens.split(_HELD_OUT)
-    held_out.require(options.length, "What is kept for measuring")
-    windows = held_out.windows(options.length, _WINDOWS)
+    seen, validation = tokens.split(_VALIDATION)
+    validation.require(options.length, "What is kept for measuring")
+    windows = validation.windows(options.length, _WINDOWS)
     # Windows enough that none has to be seen often.
     seen = seen.first(options.steps * options.rows * options.length)
-    taught = teacher_probabilities(target, seen, options.length, work / "laws", progress)
+    taught = teacher_probabilities(target, seen, options.length, work, progress)
     before, perplexity = measure_depths(target.model, windows)
     target.model.requires_grad_(True)
     task = ExitsTask(target.model, taught, options, {"target": target.digest})

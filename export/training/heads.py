@@ -28,7 +28,7 @@ from edgeinfer.export.training.trainer import Task, Trained, Trainer
 __all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]
 
 # Of the text and of the replies, what is kept for measuring.
-_HELD_OUT = 0.05
+_VALIDATION = 0.05
 _PROMPTS = 4000
 # Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
 _RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2}
@@ -157,13 +157,13 @@ def train_heads(
         drawn = SampleOptions(max(options.samples, 4 * options.length), seed=options.seed)
         replies = sample(replier or TorchReplier(target), asked, drawn, work / "samples", target.digest, progress)
         sources.insert(0, replies)
-    halves = [tokens.split(_HELD_OUT) for tokens in sources]
-    learnt, held_out = tuple(most for most, _ in halves), halves[0][1]
-    held_out.require(options.length, "What is kept of the text for measuring")
+    halves = [tokens.split(_VALIDATION) for tokens in sources]
+    learnt, validation = tuple(most for most, _ in halves), halves[0][1]
+    validation.require(options.length, "What is kept of the text for measuring")
     task = _make(target, drafter, learnt, options)
-    before = _figures(task, held_out)
+    before = _figures(task, validation)
     trained = Trainer(task, options.training, work / options.kind).run(progress)
-    after = _figures(task, held_out)
+    after = _figures(task, validation)
     notes = {name: f"{value:.4f}" for name, value in after.items()} | {"target": target.digest}
     return HeadsTraining(task.heads(notes), before, after, trained, time.monotonic() - started, kept or prompts)
 
@@ -181,12 +181,12 @@ def _make(target: Target, drafter: Target | None, learnt: tuple[TokenFile, ...],
     return (MedusaTask if options.kind == "medusa" else HydraTask)(target, learnt, batches, shape)
 
 
-def _figures(task: _HeadsTask, held_out: TokenFile) -> dict[str, float]:
+def _figures(task: _HeadsTask, validation: TokenFile) -> dict[str, float]:
     if isinstance(task, AcceptanceHeadTask):
-        judged, trusted = task.curves(held_out)
+        judged, trusted = task.curves(validation)
         return {JUDGED: judged, TRUSTED: trusted}
     if isinstance(task, RoutersTask):
-        lost, kept = task.figures(held_out)
+        lost, kept = task.figures(validation)
         return {"divergence in nats": lost, "layers kept": kept}
     assert isinstance(task, MedusaTask | HydraTask | PromptTask)
-    return {f"agreement at place {place + 1}": share for place, share in enumerate(task.agreement(held_out))}
+    return {f"agreement at place {place + 1}": share for place, share in enumerate(task.agreement(validation))}

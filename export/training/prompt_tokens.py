@@ -106,11 +106,11 @@ class PromptTask:
         return Heads(self.kind, {"embeddings": self._prompts.detach().cpu().numpy().astype(np.float32)}, notes)
 
     @torch.no_grad()
-    def agreement(self, held_out: TokenFile) -> tuple[float, ...]:
+    def agreement(self, validation: TokenFile) -> tuple[float, ...]:
         """How often the most probable token at each prompt token is the target's, on held-out text."""
         right, seen = torch.zeros(self.shape.count, dtype=torch.float64), 0
         rows = self._target.model.lm_head.weight
-        for window in held_out.windows(self._batches.length, _WINDOWS):
+        for window in validation.windows(self._batches.length, _WINDOWS):
             batch = torch.from_numpy(window)[None].to(self._target.device)
             places = self._places(batch.shape[1], 0)
             wanted = (final_states(self._target.model, batch) @ rows.T).argmax(-1)  # (1, S)

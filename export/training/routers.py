@@ -109,10 +109,10 @@ class RoutersTask:
         return Heads(self.kind, {"weight": weight, "bias": self._bias.detach().cpu().numpy()}, notes)
 
     @torch.no_grad()
-    def figures(self, held_out: TokenFile) -> tuple[float, float]:
+    def figures(self, validation: TokenFile) -> tuple[float, float]:
         """Mean divergence of replies in nats, and the share of layers kept, on held-out text."""
         lost, kept = list[float](), list[float]()
-        for window in held_out.windows(self._batches.length, _WINDOWS):
+        for window in validation.windows(self._batches.length, _WINDOWS):
             divergent, _, hard, _ = self._run(torch.from_numpy(window)[None].to(self._target.device))
             lost.append(float(divergent))
             kept.append(float(hard.mean()))

@@ -30,7 +30,8 @@ __all__ = ["TOP_TOKENS", "Batches", "TeacherProbabilities", "TeacherTask", "Text
 TOP_TOKENS = 16
 # Windows that the target reads at a time.
 _ROWS = 16
-_FILE, _RECORD = "laws.bin", "laws.json"
+# What they are called on disk and in the configuration of a training, so that older working folders are resumed.
+_ON_DISK = "laws"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class TeacherProbabilities:
     def __len__(self) -> int:
         return len(self.table)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the result of a training on them depends on."""
+        return {_ON_DISK: self.digest}
+
     def batch(self, seed: int, step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Windows that the seed and the step decide: tokens (B, S), ids (B, S, K) and log probabilities (B, S, K)."""
         chosen = self.table[np.sort(np.random.default_rng((seed, step)).integers(0, len(self), rows))]
@@ -56,9 +62,9 @@ class TeacherProbabilities:
 
 
 def teacher_probabilities(
-    target: Target, tokens: TokenFile, length: int, folder: Path, progress: Progress | None = None
+    target: Target, tokens: TokenFile, length: int, work: Path, progress: Progress | None = None
 ) -> TeacherProbabilities:
-    """Records the target's probabilities over consecutive windows, or maps those recorded before.
+    """Records the target's probabilities over consecutive windows, or maps those that a working folder has.
 
     Raises:
         UsageError: there is not one window, or the folder holds probabilities of something else.
@@ -66,18 +72,19 @@ def teacher_probabilities(
     """
     tokens.require(length, "What the target said")
     record = {"target": target.digest, "tokens": tokens.digest, "length": length}
+    folder = work / _ON_DISK
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     kind = np.dtype(
         [("tokens", "<u4", length), ("likeliest", "<u4", (length, TOP_TOKENS)), ("logs", "<f2", (length, TOP_TOKENS))]
     )
-    path = folder / _FILE
+    path, described = folder / f"{_ON_DISK}.bin", folder / f"{_ON_DISK}.json"
     if path.exists():
-        if json.loads((folder / _RECORD).read_text("utf-8")) != record:
+        if json.loads(described.read_text("utf-8")) != record:
             hint = "Give another working folder, or remove this one to start again."
             raise UsageError(f"{folder} holds probabilities of another target or text.", hint)
     else:
-        write_file(folder / _RECORD, json.dumps(record).encode())
+        write_file(described, json.dumps(record).encode())
         with new_file(path) as file:
             for windows in _read(target, tokens, length, kind, progress):
                 file.write(windows.tobytes())
@@ -178,7 +185,7 @@ class TeacherTask:
         nested: bool = False,
     ) -> None:
         self._student, self._taught, self._seed, self._rows, self._nested = student, taught, seed, rows, nested
-        self._facts = {"laws": taught.digest, "rows": rows} | dict(facts)
+        self._facts = taught.facts | {"rows": rows} | dict(facts)
 
     @property
     def configuration(self) -> Mapping[str, Any]:

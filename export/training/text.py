@@ -45,7 +45,7 @@ Ints = NDArray[np.int64]
 
 SEPARATOR = "<|endoftext|>"
 # One story in so many is kept for measuring.
-_HELD_OUT = 50
+_VALIDATION = 50
 Split = tuple[list[str], list[str]]
 _AT_ONCE = 256
 # Documents without a dialogue: a prompt is so many of their first tokens.
@@ -140,8 +140,8 @@ def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"Cannot read stories: {error}.", "Give a folder of .txt or .jsonl files.") from error
     stories = [story for story in found if not story.startswith(beginnings)]
-    if len(stories) < _HELD_OUT:
-        raise UsageError(f"{folder} has {len(stories)} stories.", f"Give a folder with at least {_HELD_OUT}.")
+    if len(stories) < _VALIDATION:
+        raise UsageError(f"{folder} has {len(stories)} stories.", f"Give a folder with at least {_VALIDATION}.")
     return stories
 
 
@@ -157,7 +157,7 @@ def _stories(file: Path) -> Iterator[str]:
 
 def split_stories(stories: list[str]) -> Split:
     """Splits stories into those to train on, and every fiftieth to measure with."""
-    return [s for i, s in enumerate(stories) if i % _HELD_OUT], stories[::_HELD_OUT]
+    return [s for i, s in enumerate(stories) if i % _VALIDATION], stories[::_VALIDATION]
 
 
 def make_tokenizer(stories: list[str], size: int) -> Tokenizer:

@@ -52,27 +52,25 @@ class ForwardInput:
     """What one pass evaluates: S new tokens, and how.
 
     Attributes:
-        tokens: (S,)
-        positions: of the tokens. (S,)
-        rows: of the S new tokens, those whose logits are wanted; may be empty. (R,)
-        tree: parent row of each row, -1 for the context; None is a chain. (S,)
-        layer_mask: [2i] attention and [2i+1] MLP of layer i, true where they run; None runs all. (2 L,)
-        hidden: enters the first layer that runs instead of the embeddings. (S, D)
+        rows: of the S new tokens, those whose logits are wanted; may be empty.
+        tree: parent row of each row, -1 for the context; None is a chain.
+        layer_mask: [2i] attention and [2i+1] MLP of layer i, true where they run; None runs all.
+        hidden: enters the first layer that runs instead of the embeddings.
         planes: 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole.
         experts: None leaves the choice to the routers: the whole model.
-        sees: what the rows see, in place of a tree; None is all of the cache.
+        visibility: what the rows see, in place of a tree; None is all of the cache.
     """
 
-    tokens: Ints
-    positions: Ints
-    rows: Ints
+    tokens: Ints  # (S,)
+    positions: Ints  # (S,)
+    rows: Ints  # (R,)
     _: KW_ONLY
-    tree: Ints | None = None
-    layer_mask: NDArray[np.bool_] | None = None
-    hidden: Floats | None = None
+    tree: Ints | None = None  # (S,)
+    layer_mask: NDArray[np.bool_] | None = None  # (2 L,)
+    hidden: Floats | None = None  # (S, D)
     planes: int = 2
     experts: ExpertChoice | None = None
-    sees: Visibility | None = None
+    visibility: Visibility | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,13 +119,13 @@ class Backend(Protocol):
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
-        A tree needs at least one token in the cache, which a prompt always leaves, and so does `sees`. With either, a
-        row is what it is in a pass of its own text up to rounding only: sums run over the cache in the order of its
-        rows, in which those of other texts lie in between.
+        A tree needs at least one token in the cache, which a prompt always leaves, and so does a visibility. With
+        either, a row is what it is in a pass of its own text up to rounding only: sums run over the cache in the order
+        of its rows, in which those of other texts lie in between.
 
         Raises:
-            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane, a number of experts or `sees` where the
-                capabilities exclude it.
+            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane, a number of experts or `visibility` where
+                the capabilities exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
         """
 
@@ -164,7 +162,7 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
         CapabilityError, BackendError: as `Backend.forward` says.
     """
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
-    planes, experts, sees = batch.planes, batch.experts, batch.sees
+    planes, experts, visibility = batch.planes, batch.experts, batch.visibility
     size, can = len(tokens), backend.capabilities
     refused = {
         "skip layers": layer_mask is not None and not can.layer_skip,
@@ -172,14 +170,14 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
         "verify trees": tree is not None and not can.tree,
         "read one plane of its weights": planes == 1 and not can.elastic,
         "choose experts of this model": experts is not None and not can.expert_counts,
-        "keep several texts in one cache": sees is not None and not can.branches,
+        "keep several texts in one cache": visibility is not None and not can.branches,
     }
     for what, wanted in refused.items():
         if wanted:
             raise CapabilityError(f"The {backend.name} backend cannot {what}.", "Use a natively exported bundle.")
     if experts is not None and experts.count not in can.expert_counts:
         known = ", ".join(map(str, can.expert_counts))
-        message = f"Tokens of this model cannot use {experts.count} experts of a layer here."
+        message = f"This model cannot run with {experts.count} experts for each token here."
         raise CapabilityError(message, f"Choose one of {known}.")
     if planes not in (1, 2):
         raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
@@ -206,5 +204,5 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     bias = None if experts is None else experts.bias
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
-    if sees is not None:
-        check_visibility(sees, backend.cache.length, size, tree)
+    if visibility is not None:
+        check_visibility(visibility, backend.cache.length, size, tree)

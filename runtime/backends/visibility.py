@@ -31,15 +31,15 @@ def check_visibility(visibility: Visibility, length: int, size: int, tree: Ints 
     """Refuses what the rows of a pass over `size` tokens cannot see behind `length` cached ones."""
     total, sees = length + size, visibility.sees
     if tree is not None:
-        raise BackendError("A pass takes a tree or what its rows see, not both.")
+        raise BackendError("A pass takes a draft tree or a visibility, not both.")
     if length == 0:
         raise BackendError("Rows of several texts need at least one token in the cache.")
     if sees.shape != (size, total) or visibility.places.shape != (total,):
         shapes = f"{sees.shape} and {visibility.places.shape}"
-        raise BackendError(f"What rows see has shapes {shapes}, not ({size}, {total}) and ({total},).")
+        raise BackendError(f"A visibility has shapes {shapes}, not ({size}, {total}) and ({total},).")
     new = sees[:, length:]
     if not new.diagonal().all() or np.triu(new, 1).any():
-        raise BackendError("A row must see itself, and no row of its pass behind it.")
+        raise BackendError("A row must see itself and no later row of its pass.")
 
 
 def in_window(

@@ -64,7 +64,7 @@ def calibrate(
     if not texts:
         raise UsageError("There is no text to calibrate by.", "Give a file with some text.")
     if backend.cache.snapshot(0, 0).kv != FLOAT32:
-        raise UsageError("Scales are found with a float32 cache.", f"Load the model with kv={FLOAT32!r}.")
+        raise UsageError("Calibration needs a float32 cache.", f"Load the model with kv={FLOAT32!r}.")
     most = min(max(1, MOST_ROWS // len(texts)), backend.cache.capacity)
     cached: list[CacheSnapshot] = []
     for number, text in enumerate(texts[:MOST_ROWS]):

@@ -121,7 +121,7 @@ class Branches:
             ends.append(row - 1)
         visibility = Visibility(sees, self._places[: start + size])
         positions = self._places[start : start + size].copy()
-        output = self._backend.forward(ForwardInput(tokens, positions, np.array(ends), sees=visibility))
+        output = self._backend.forward(ForwardInput(tokens, positions, np.array(ends), visibility=visibility))
         for (branch, part), end in zip(fed, ends, strict=True):
             branch.sees[start + end + 1 - len(part) : start + end + 1] = True
             branch.place += len(part)

@@ -76,7 +76,7 @@ def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
         raise BundleError(message, "Leave the backend out, or export the model without --static.")
     if native:
         if NATIVE not in bundle.layouts:
-            message = f"{bundle.path} has no quantized weights, which the native kernel is for."
+            message = f"{bundle.path} has no quantized weights for the native kernel."
             raise UsageError(message, "Load it without native, or export it with 2, 4 or 8 bits.")
         native_kernel()
         return NATIVE

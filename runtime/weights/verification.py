@@ -153,7 +153,7 @@ def _damaged(check: FileCheck) -> BundleError:
         return BundleError(f"{check.name} does not match its sha256 in the manifest.", _again(check))
     if check.sha256 is not None:
         return BundleError(f"{check.path} does not match the sha256 that it was published with.", _again(check))
-    message = f"{check.path} is not the file that was first used here: its sha256 is another."
+    message = f"{check.path} is not the file that was first used here: its sha256 differs."
     hint = f"Download it again; if you replaced it on purpose: edgeinfer inspect {check.path} --accept"
     return BundleError(message, hint)
 

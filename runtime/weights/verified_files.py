@@ -82,7 +82,7 @@ class VerifiedFiles:
             return None
         # What damage makes the parser raise is many things, and none of it may keep a model from loading.
         except Exception as error:
-            _log.info("A note on %s is of no use: %s.", path, str(error) or type(error).__name__)
+            _log.info("The note on %s cannot be used: %s.", path, str(error) or type(error).__name__)
             return None
 
     def keep(self, path: Path, sha256: str, identity: FileIdentity) -> None:

@@ -316,15 +316,15 @@ def test_sampling_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
 def test_laws_are_the_targets_likeliest_tokens(tmp_path: Path, target: Target) -> None:
     tokens = write_tokens(tmp_path / "t", [np.random.default_rng(0).integers(2, 320, 70)])
-    taught = teacher_probabilities(target, tokens, 16, tmp_path / "laws")
+    taught = teacher_probabilities(target, tokens, 16, tmp_path)
     assert len(taught) == 4
     ids, likeliest, logs = taught.batch(0, 0, 3)
     expected = torch.topk(torch.log_softmax(target.model(ids).logits, -1), TOP_TOKENS)
     assert torch.allclose(logs, expected.values, atol=1e-2)
     assert (likeliest == expected.indices).float().mean() > 0.95
-    assert teacher_probabilities(target, tokens, 16, tmp_path / "laws").digest == taught.digest
+    assert teacher_probabilities(target, tokens, 16, tmp_path).digest == taught.digest
     with pytest.raises(UsageError, match="another target or text"):
-        teacher_probabilities(target, tokens, 8, tmp_path / "laws")
+        teacher_probabilities(target, tokens, 8, tmp_path)
     with pytest.raises(UsageError, match="70 tokens, and 71"):
         teacher_probabilities(target, tokens, 71, tmp_path / "short")
 

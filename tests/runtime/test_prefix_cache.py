@@ -142,7 +142,7 @@ def test_no_memory_for_a_copy_drops_all_and_stops_nobody(caplog: pytest.LogCaptu
     offer(cache, [1, 2, 3])
     cache.offer([4, 5, 6], copy)
     assert cache.nbytes == 0
-    assert "no memory" in caplog.text
+    assert "Not enough memory" in caplog.text
     offer(cache, [4, 5, 6])
     assert cache.match([4, 5, 6]) == 3
 

@@ -140,12 +140,12 @@ def compare(checkpoint: Path, text: Path, settings: ComparisonSettings | None = 
     count = math.ceil(settings.tokens / min(model.spec.max_positions, LENGTH))
     length = math.ceil(settings.tokens / count)
     texts = read_calibration_text(text, tokenizer, 2 * settings.tokens, length).texts
-    seen, held_out = texts[::2], texts[1::2]
+    seen, validation = texts[::2], texts[1::2]
     forms = Forms(model, seen)
-    bench = _Bench(forms, _Judge(model, held_out))
+    bench = _Bench(forms, _Judge(model, validation))
     outcomes = tuple(outcome for bits in settings.bits for outcome in bench.outcomes(bits, settings.methods))
     groups = tuple(Group(name, forms.differs(members)) for name, members in model.groups.items())
-    tokens = sum(map(len, seen)), sum(map(len, held_out))
+    tokens = sum(map(len, seen)), sum(map(len, validation))
     return ExpertComparison(str(checkpoint), model.weights, tokens, forms.costs[1], groups, outcomes)
 
 
@@ -250,9 +250,9 @@ _COLUMNS = (
 
 def table(comparison: ExpertComparison) -> str:
     """A comparison as Markdown: how much experts differ, then what each form came to."""
-    seen, held_out = comparison.tokens
+    seen, validation = comparison.tokens
     lines = [
-        f"{comparison.expert_weights} expert weights, {seen} tokens to calibrate with and {held_out} to measure on; "
+        f"{comparison.expert_weights} expert weights, {seen} tokens to calibrate with and {validation} to measure on; "
         f"{comparison.probing_seconds:.1f} s of every allocation are probing.",
         "",
         "| experts | energy | spectral energy | usage |",

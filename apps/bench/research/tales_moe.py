@@ -138,10 +138,10 @@ def perplexity(model: _Model, tokens: NDArray[np.int64], context: int) -> float:
 
 def make_checkpoint(recipe: Recipe, stories: list[str], out: Path) -> None:
     """Trains on all but every fiftieth story and saves model, tokenizer and what was done to a checkpoint directory."""
-    seen, held_out = split_stories(stories)
+    seen, validation = split_stories(stories)
     tokenizer = make_tokenizer(seen, recipe.vocabulary)
     model = train(recipe, tokens_of(seen, tokenizer))
-    measured = perplexity(model, tokens_of(held_out, tokenizer), recipe.context)
+    measured = perplexity(model, tokens_of(validation, tokenizer), recipe.context)
     _log.info("perplexity of stories that were not seen: %.3f", measured)
     model.save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))

@@ -39,7 +39,7 @@ class LlamaCppBackend:
         bundle: a GGUF file, or a directory with one.
         capacity: tokens the cache may hold.
         threads: of a pass.
-        elastic: as of `ContextOptions`.
+        adaptive_threads: as of `ContextOptions`.
         kv: type of the cache, one of `kv_types.LLAMA_KV`.
         weights: "packed" into copies, "mapped" from the file, or "experts": those mapped, the rest packed.
         chunk: tokens evaluated at once; longer passes are run in parts.
@@ -65,7 +65,7 @@ class LlamaCppBackend:
         capacity: int,
         *,
         threads: int = 1,
-        elastic: bool = False,
+        adaptive_threads: bool = False,
         kv: str = FLOAT16,
         weights: str = "packed",
         chunk: int = 64,
@@ -83,7 +83,7 @@ class LlamaCppBackend:
             cells=capacity,
             kv=kv,
             threads=threads,
-            elastic=elastic,
+            adaptive_threads=adaptive_threads,
             # What padding adds to the rows of a draft has a place too.
             batch=min(max(chunk, draft_rows + PADDING), capacity),
             outputs=min(draft_rows + PADDING, capacity),

@@ -103,7 +103,7 @@ class LlamaCache:
         if self.pending is not None and len(self.pending.paths) == 1:
             self.pending = None
         if self.pending is not None:
-            raise BackendError("Rows of a draft tree are neither kept nor dropped.")
+            raise BackendError("No rows of the last draft tree were kept or dropped yet.")
 
     def branch(self, tree: TreePaths) -> None:
         """Has the sequences of a tree share the text."""

@@ -39,8 +39,8 @@ class ContextOptions:
     Attributes:
         cells: tokens the cache may hold, those of pending draft trees included.
         kv: type of the cache.
-        threads: of a pass; at most, where they are `elastic`.
-        elastic: work with fewer while others use the processors, which changes no bit of the results.
+        threads: of a pass; at most, where they are `adaptive_threads`.
+        adaptive_threads: work with fewer while others use the processors, which changes no bit of the results.
         batch: tokens of a pass at most.
         outputs: logit rows of a pass at most.
         sequences: that may share the cache, one more not counted for what is in passing.
@@ -52,7 +52,7 @@ class ContextOptions:
     batch: int
     outputs: int
     sequences: int
-    elastic: bool = False
+    adaptive_threads: bool = False
 
     @property
     def spare(self) -> int:
@@ -89,7 +89,7 @@ class LlamaContext:
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
         self.batch = Batch(lib, options.batch, options.sequences)
         self._threads = options.threads
-        self._spare_threads = SpareThreads(options.threads) if options.elastic else None
+        self._spare_threads = SpareThreads(options.threads) if options.adaptive_threads else None
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
         self.kv_bytes = sum(_logged_sizes(lines, "KV"))
         self._most_rows = options.sequences + 1

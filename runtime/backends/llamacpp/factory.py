@@ -76,7 +76,7 @@ class LlamaCppFactory(BackendFactory):
             order.bundle,
             plan.context,
             threads=order.threads,
-            elastic=order.config.threads is None,
+            adaptive_threads=order.config.threads is None,
             kv=plan.kv,
             weights=plan.weights,
             chunk=plan.prefill_chunk,

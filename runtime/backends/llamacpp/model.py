@@ -156,7 +156,7 @@ class LlamaModel:
         for what, is_so in kinds.items():
             if is_so(self._pointer):
                 message = f"{path} {what}, which is not supported yet: its cache cannot be cut."
-                raise BundleError(message, "Take a decoder that consists of attention layers.")
+                raise BundleError(message, "Use a decoder that consists of attention layers.")
 
     def drop_pages(self) -> None:
         """Lets go of the file's pages, which come back when they are read."""

@@ -163,7 +163,7 @@ class OnnxBackend:
         self._planes[0] = batch.planes
         if not self._device.traits.in_place_kv:
             self._bind(step)
-        self._bias.bind(step, batch.tree, batch.sees, size, total)
+        self._bias.bind(step, batch.tree, batch.visibility, size, total)
         self._session.run(step.binding)
         self._swap_copies()
         self.cache.length = start + size

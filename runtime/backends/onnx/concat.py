@@ -76,7 +76,7 @@ class ConcatBackend:
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         start, size = self.cache.length, len(tokens)
         if not self._takes_positions and not np.array_equal(positions, np.arange(start, start + size)):
-            raise BackendError(f"Graph counts positions itself: {positions.tolist()} do not follow row {start}.")
+            raise BackendError(f"The graph counts positions itself: {positions.tolist()} do not follow row {start}.")
         if size > len(self._logits):
             self._logits = np.zeros((size, self.geometry.vocab_size), np.float32)
         logits = self._logits[:size]  # (S, V)

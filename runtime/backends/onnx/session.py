@@ -61,7 +61,7 @@ def _register(options: ort.SessionOptions, kernel: NativeKernel) -> None:
         # onnxruntime raises a family of exceptions without a common base of its own.
         reason = str(error).splitlines()[0]
         hint = 'Install the onnxruntime that edgeinfer asks for (pip install -U "onnxruntime>=1.31,<2").'
-        raise NativeUnavailableError(f"onnxruntime does not take the native kernel: {reason}", hint) from error
+        raise NativeUnavailableError(f"onnxruntime refuses the native kernel: {reason}", hint) from error
 
 
 class OrtSession:

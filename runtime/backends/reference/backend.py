@@ -54,9 +54,9 @@ class ReferenceBackend:
         self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
         self.cache = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
         self.geometry: Geometry = self._spec.geometry
-        elastic = bool(_elastic(bundle))
+        two_planes = bool(_two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
-        self.capabilities = Capabilities(True, True, True, elastic=elastic, expert_counts=counts, branches=True)
+        self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
@@ -67,8 +67,10 @@ class ReferenceBackend:
         self._weights = self._whole if batch.planes == 2 else self._halved
         self.cache.reserve(start + size)
         x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
-        visible = _visible(start, size, batch.tree) if batch.sees is None else batch.sees.sees  # (S, T)
-        places = np.concatenate([np.arange(start), positions]) if batch.sees is None else batch.sees.places  # (T,)
+        visible = _visible(start, size, batch.tree) if batch.visibility is None else batch.visibility.sees  # (S, T)
+        places = (
+            np.concatenate([np.arange(start), positions]) if batch.visibility is None else batch.visibility.places
+        )  # (T,)
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             if batch.layer_mask is None or batch.layer_mask[2 * layer]:
@@ -90,7 +92,7 @@ class ReferenceBackend:
     @cached_property
     def _halved(self) -> dict[str, Floats]:
         """The weights, those of 8 bits in the layers read by their high plane alone."""
-        return self._whole | {t.name: _high_plane(self._bundle, t) for t in _elastic(self._bundle)}
+        return self._whole | {t.name: _high_plane(self._bundle, t) for t in _two_plane_weights(self._bundle)}
 
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
         y = x @ self._weights[name].T
@@ -209,7 +211,7 @@ def _visible(start: int, size: int, tree: Ints | None) -> NDArray[np.bool_]:  # 
     return np.concatenate([np.ones((size, start), np.bool_), new], axis=1)
 
 
-def _elastic(bundle: Bundle) -> list[TensorEntry]:
+def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
     """Weights that have two planes to choose from."""
     return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
 

@@ -101,7 +101,7 @@ class StaticBackend:
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
             raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.cache.capacity} tokens.")
         start, size = self.cache.length, len(tokens)
-        seen = visible_rows(start, positions, batch.tree, self._spec.window_size, batch.sees)
+        seen = visible_rows(start, positions, batch.tree, self._spec.window_size, batch.visibility)
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
         logits, spent = self._logits[: len(rows)], 0

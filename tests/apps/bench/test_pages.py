@@ -16,9 +16,9 @@ from edgeinfer.apps.bench.memory_budgets import BudgetPeer, BudgetPeerFigures, S
 from edgeinfer.apps.bench.memory_kv import KVQuality
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, PlansResults
 from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
-from edgeinfer.apps.bench.pages.sections import read_section
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Paragraph, Section, Table, page_html
+from edgeinfer.apps.bench.report import read_section
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import known_limits

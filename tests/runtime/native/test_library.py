@@ -118,7 +118,7 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_session_that_cannot_take_the_kernel_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NativeUnavailableError, match=r"onnxruntime does not take the native kernel: .*missing"):
+    with pytest.raises(NativeUnavailableError, match=r"onnxruntime refuses the native kernel: .*missing"):
         OrtSession("model.onnx", 1, NativeKernel(tmp_path / "missing.so", "best"))
 
 

@@ -79,7 +79,7 @@ class LettersBackend(TableBackend):
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         check_pass(self, batch)
-        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.sees
+        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.visibility
         self._wait()
         start, size = self.cache.length, len(tokens)
         self.cache.held += tokens.tolist()

@@ -78,7 +78,7 @@ def test_texts_side_by_side_give_what_each_gives_alone(backend: Backend, width: 
             for row, name in enumerate(names)
         ])  # fmt: skip
         rows, visibility = np.arange(len(names)), Visibility(sees, np.array(places))
-        logits = backend.forward(ForwardInput(np.array(tokens), np.array(starts), rows, sees=visibility)).logits
+        logits = backend.forward(ForwardInput(np.array(tokens), np.array(starts), rows, visibility=visibility)).logits
         for row, (name, place) in enumerate(zip(names, starts, strict=True)):
             np.testing.assert_allclose(logits[row], alone[name][place], atol=TOLERANCE, rtol=TOLERANCE)
     assert fed == {name: len(text) for name, text in TEXTS.items()}
@@ -95,7 +95,9 @@ def test_rows_that_are_kept_go_on_as_the_text_they_are_of(backend: Backend) -> N
     tokens = [TEXTS["b"][0], TEXTS["a"][0], TEXTS["b"][1], TEXTS["a"][1]]
     positions = np.array([n, n, n + 1, n + 1])
     places = np.concatenate([np.arange(n), positions])
-    backend.forward(ForwardInput(np.array(tokens), positions, np.zeros(0, np.int64), sees=Visibility(sees, places)))
+    backend.forward(
+        ForwardInput(np.array(tokens), positions, np.zeros(0, np.int64), visibility=Visibility(sees, places))
+    )
     backend.cache.keep(n, [1, 3])
     rest = TEXTS["a"][2:]
     logits = backend.forward(ForwardInput(np.array(rest), np.arange(len(rest)) + n + 2, np.arange(len(rest)))).logits
@@ -110,7 +112,7 @@ def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Cal
     def feed(sees: Visibility, tree: np.ndarray | None = None) -> None:
         start = backend.cache.length
         backend.forward(
-            ForwardInput(np.array([3, 4]), np.arange(start, start + 2), np.array([1]), tree=tree, sees=sees)
+            ForwardInput(np.array([3, 4]), np.arange(start, start + 2), np.array([1]), tree=tree, visibility=sees)
         )
 
     with pytest.raises(BackendError, match="at least one token in the cache"):
@@ -120,7 +122,7 @@ def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Cal
         feed(ok)
     n = len(TRUNK)
     wide = Visibility(np.ones((2, n + 2), np.bool_), np.arange(n + 2))
-    with pytest.raises(BackendError, match="no row of its pass behind it"):
+    with pytest.raises(BackendError, match="no later row of its pass"):
         feed(wide)
     blind = np.tri(2, n + 2, n, dtype=np.bool_)
     with pytest.raises(BackendError, match="not both"):
@@ -148,4 +150,4 @@ def test_a_backend_that_cannot_refuses() -> None:
     backend.cache.held = [1]
     with pytest.raises(CapabilityError, match="several texts in one cache"):
         sees = Visibility(np.ones((1, 2), np.bool_), np.arange(2))
-        backend.forward(ForwardInput(np.array([3]), np.array([1]), np.array([0]), sees=sees))
+        backend.forward(ForwardInput(np.array([3]), np.array([1]), np.array([0]), visibility=sees))
