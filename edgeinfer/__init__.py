@@ -10,17 +10,15 @@ from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
-    from edgeinfer.catalog import ModelFacts, describe
+    from edgeinfer.catalog import ModelFacts, describe, verify
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
-    from edgeinfer.device import list_devices, measure_device
-    from edgeinfer.device_tuning import DeviceTuning, forget_tuning, tune_device
     from edgeinfer.errors import EdgeInferError
-    from edgeinfer.evaluation import evaluate
-    from edgeinfer.kv_calibration import calibrate_kv, measure_kv, tune_kv
-    from edgeinfer.predictions import Divergence, Evaluation
     from edgeinfer.results import Chunk, Result
-    from edgeinfer.verifying import verify
+    from edgeinfer.tools.devices import DeviceTuning, forget_tuning, list_devices, measure_device, tune_device
+    from edgeinfer.tools.evaluation import evaluate
+    from edgeinfer.tools.kv_calibration import calibrate_kv, measure_kv, tune_kv
+    from edgeinfer.tools.predictions import Divergence, Evaluation
 
 __all__ = [
     "Chat",
@@ -59,10 +57,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _HOMES = {
     "Chat": "chat",
     "Chunk": "results",
-    "DeviceTuning": "device_tuning",
-    "Divergence": "predictions",
+    "DeviceTuning": "tools.devices",
+    "Divergence": "tools.predictions",
     "EdgeInferError": "errors",
-    "Evaluation": "predictions",
+    "Evaluation": "tools.predictions",
     "GenerationConfig": "config",
     "LoadConfig": "config",
     "MemoryPlan": "api",
@@ -71,18 +69,18 @@ _HOMES = {
     "Result": "results",
     "TokenStream": "api",
     "TuneResult": "api",
-    "calibrate_kv": "kv_calibration",
+    "calibrate_kv": "tools.kv_calibration",
     "describe": "catalog",
-    "evaluate": "evaluation",
-    "forget_tuning": "device_tuning",
-    "list_devices": "device",
+    "evaluate": "tools.evaluation",
+    "forget_tuning": "tools.devices",
+    "list_devices": "tools.devices",
     "load": "api",
-    "measure_device": "device",
-    "measure_kv": "kv_calibration",
+    "measure_device": "tools.devices",
+    "measure_kv": "tools.kv_calibration",
     "plan": "api",
-    "tune_device": "device_tuning",
-    "tune_kv": "kv_calibration",
-    "verify": "verifying",
+    "tune_device": "tools.devices",
+    "tune_kv": "tools.kv_calibration",
+    "verify": "catalog",
 }
 
 

@@ -31,7 +31,7 @@ class ComputeOptions:
     `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a pass early where the first
     layers are sure of the token. The whole model evaluates every prompt.
 
-    Ranges end where nobody means more: a pass a thousand times faster, or sure of more bits than a vocabulary has.
+    Ranges end where more is surely a mistake: a pass a thousand times faster, or more bits than a vocabulary has.
     """
 
     compute: str = option(

@@ -18,10 +18,10 @@ from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.generation import TokenStream
+from edgeinfer.lifecycle import ModelLifecycle, resume, save
 from edgeinfer.loading import Bundles, make_parts
-from edgeinfer.measured import Measured
+from edgeinfer.measured import TUNING_PROMPTS, Measured, TuneResult, tune_by
 from edgeinfer.openai import chat_completion
-from edgeinfer.residence import Residence
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo, Result
 from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
@@ -29,9 +29,7 @@ from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text import ChatTemplate
-from edgeinfer.sessions import resume, save
-from edgeinfer.text_files import chat_template
-from edgeinfer.tuning import TUNING_PROMPTS, TuneResult, tune_by
+from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
 
 __all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "load", "plan"]
@@ -68,8 +66,8 @@ def load(
     with allocating("The model"):
         bundles = Bundles.open(model, config)
     make = partial(make_parts, bundles, config, progress)
-    residence = Residence(make, started, config.idle_unload, aside=config.remember)
-    return Model(residence, chat_template(bundles.target))
+    lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
+    return Model(lifecycle, chat_template(bundles.target))
 
 
 def plan(model: str | Path | None = None, **options: Any) -> MemoryPlan:
@@ -91,29 +89,29 @@ class Model(Measured):
     """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`);
     what a prompt shares with the one before is not evaluated again."""
 
-    def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
-        super().__init__(residence, template)
+    def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
+        super().__init__(lifecycle, template)
         self._turns = Turns()
 
     @property
     def plan(self) -> MemoryPlan:
         """The memory plan in force."""
-        return self._residence.facts.plan
+        return self._lifecycle.facts.plan
 
     @property
     def info(self) -> ModelInfo:
         """Which model this is."""
-        return self._residence.facts.info
+        return self._lifecycle.facts.info
 
     @property
     def context(self) -> int:
         """Tokens of prompt plus reply."""
-        return self._residence.facts.plan.context
+        return self._lifecycle.facts.plan.context
 
     @property
     def threads(self) -> int:
-        """That a pass works with."""
-        return self._residence.facts.threads
+        """How many threads a pass works with."""
+        return self._lifecycle.facts.threads
 
     @property
     def experts(self) -> ExpertUse | None:
@@ -130,17 +128,17 @@ class Model(Measured):
     @property
     def load_costs(self) -> LoadCosts:
         """What loading took."""
-        return self._residence.facts.load
+        return self._lifecycle.facts.load
 
     @property
     def begin_ids(self) -> list[int]:
         """The begin token, in a list; empty where the model has none."""
-        return list(self._residence.facts.begin_ids)
+        return list(self._lifecycle.facts.begin_ids)
 
     @property
     def end_ids(self) -> list[int]:
         """The tokens that end a reply, ascending."""
-        return sorted(self._residence.facts.end_ids)
+        return sorted(self._lifecycle.facts.end_ids)
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> TokenStream:
         """Continues a prompt, chunk by chunk.
@@ -273,16 +271,16 @@ class Model(Measured):
         with self._turns.work():
             if self._turns.paused:
                 raise UsageError("A paused reply needs the model.", "Finish or close its stream first.")
-            self._residence.unload()
+            self._lifecycle.unload()
         if self._template is not None:
             self._template.close()
 
     def close(self) -> None:
         """Frees the model; it is unusable afterwards. Replies of other threads end as "cancelled"; what else another
         thread does with it ends first, and the last of that frees it."""
-        self._residence.shut()
+        self._lifecycle.shut()
         self._turns.close()
-        self._residence.close()
+        self._lifecycle.close()
         if self._template is not None:
             self._template.close()
 
@@ -343,18 +341,18 @@ class Model(Measured):
         self._turns.require_idle()
 
         def finished(result: Result) -> None:
-            self._residence.leave()
+            self._lifecycle.leave()
             if on_finish is not None:
                 on_finish(result)
 
-        parts = self._residence.take()
+        parts = self._lifecycle.take()
         try:
             parts.engine.check(prompt)
             return TokenStream(
                 parts, prompt, config, self._turns, on_finish=finished, continues=continues, started=started
             )
         except BaseException:
-            self._residence.leave()
+            self._lifecycle.leave()
             raise
 
     def _require_idle(self) -> None:

@@ -1,18 +1,20 @@
-"""What a model says of itself before it is loaded; knows nothing of plans, and loads nothing."""
+"""What a model's files say of it before it is loaded, and whether they are what they were."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import EdgeInferError, HubError
-from edgeinfer.hub import local
+from edgeinfer.errors import EdgeInferError, HubError, UsageError
+from edgeinfer.hub import local, resolve
+from edgeinfer.runtime.weights.verification import Outcome, accept_file, check_file, files_of
+from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 
-__all__ = ["ModelFacts", "describe"]
+__all__ = ["ModelFacts", "describe", "verify"]
 
 # Options of generation_config.json that mean the same here; those of beam search and others do not.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -74,3 +76,35 @@ def _sampling(bundle: Bundle) -> dict[str, Any]:
     except EdgeInferError:
         return {}
     return given if config.get("do_sample", True) is True else {}
+
+
+def verify(
+    model: str | Path | None = None,
+    *,
+    accept: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Outcome]:
+    """Reads every file of a model and compares it with its digest; a plain GGUF file, with what it was at first use.
+
+    Args:
+        model: as `edgeinfer.load` takes it.
+        accept: takes a plain GGUF file as the right one from now on.
+        progress: called with a file's name, how many are done and how many there are.
+
+    Returns:
+        By the file's name, "now" where it matches, "first" where it is taken as the right one.
+
+    Raises:
+        BundleError: a file is damaged or missing.
+        UsageError: `accept`, and the files come with digests.
+    """
+    bundle = open_bundle(resolve(model))
+    notes, checks = VerifiedFiles(), files_of([bundle])
+    found: dict[str, Outcome] = {}
+    for index, check in enumerate(checks):
+        if progress is not None:
+            progress(check.name, index, len(checks))
+        if accept and check.sha256 is not None:
+            raise UsageError(f"{check.path} comes with a digest, which it has to match.", "Leave out --accept.")
+        found[check.name] = accept_file(check, notes) if accept else check_file(check, notes, again=True)
+    return found

@@ -52,7 +52,7 @@ from edgeinfer.runtime.system.memory import process_memory, release_freed, retur
 from edgeinfer.runtime.text import Tokenizer, TokenizerLike
 from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
-from edgeinfer.text_files import boundary_ids
+from edgeinfer.tokenizing import boundary_ids
 
 __all__ = ["Bundles", "digest_of", "fingerprint_for", "make_parts"]
 

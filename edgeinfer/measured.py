@@ -1,9 +1,10 @@
-"""What can be measured of a loaded model, found out for it, and had from its drafters; knows nothing of requests."""
+"""What can be measured of a loaded model, and what tuning finds for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,87 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import PassWork, Result
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.tuning import measure
+from edgeinfer.runtime.tuning.drafting_search import TuneResult, tune
 from edgeinfer.runtime.tuning.fewer_experts import FewerExperts, compare_fewer_experts
 from edgeinfer.runtime.tuning.reply_reading import ReplyReading, read_reply
 from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 from edgeinfer.tokenizing import Tokenizing
-from edgeinfer.tuning import SKIP_TOKENS, TUNING_PROMPTS, EntropyFacts, SkipLevel, own_texts
 
-__all__ = ["Measured"]
+__all__ = [
+    "SKIP_TOKENS",
+    "TUNING_PROMPTS",
+    "EntropyFacts",
+    "Measured",
+    "SkipLevel",
+    "TuneResult",
+    "own_texts",
+    "tune_by",
+]
+
+# What a model is tuned by where its user has nothing better: openings that any model goes on with.
+TUNING_PROMPTS = (
+    "Once upon a time, there was a little girl who lived near the woods.",
+    "The most important thing to know about water is that",
+    "def main(arguments):",
+    "Dear Sir or Madam, I am writing to you because",
+)
+# As many as a score looks at, of layers that draft and of blocks that answers skip.
+_TOKENS, SKIP_TOKENS = 33, 48
+
+
+def tune_by(
+    prompts: Iterable[list[int]], generate: Callable[..., Result], backend: Backend, **options: Any
+) -> TuneResult:
+    """Lets the model answer and searches by the answers; options and errors as `tuning.drafting_search.tune`."""
+    return tune(backend, own_texts(prompts, generate, _TOKENS), **options)
+
+
+def own_texts(
+    prompts: Iterable[list[int]], generate: Callable[..., Result], tokens: int, temperature: float = 0.0
+) -> list[Sample]:
+    """What the model answers, so many tokens each."""
+    samples = []
+    for seed, ids in enumerate(prompts):
+        options = {"temperature": temperature, "seed": seed}
+        reply = generate(ids, max_tokens=tokens, speculation="off", ignore_eos=True, **options)
+        samples.append(Sample(tuple(ids), reply.token_ids))
+    return samples
+
+
+@dataclass(frozen=True)
+class SkipLevel:
+    """One set of blocks that answers can skip.
+
+    Attributes:
+        layer_mask: blocks that run, [2i] attention and [2i+1] MLP of layer i.
+        divergence: nats from the whole model's predictions on the texts of the search, mean over tokens.
+        ms: of a pass, predicted by measured costs.
+        speedup: over the whole model's.
+    """
+
+    layer_mask: tuple[bool, ...]
+    divergence: float
+    ms: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class EntropyFacts:
+    """How unsure a draft model is of replies of its target.
+
+    Attributes:
+        tokens: that tell it.
+        thresholds: bits above which the large model takes over, by the share of tokens that this leaves it.
+    """
+
+    tokens: int
+    thresholds: dict[float, float]
 
 
 class Measured(Tokenizing):
-    """A model while it answers nobody. What is measured empties the cache."""
+    """A model while no reply is running. Measuring empties the cache."""
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """Continues a prompt."""
@@ -43,12 +113,12 @@ class Measured(Tokenizing):
 
     @property
     def _parts(self) -> ModelParts:
-        return self._residence.parts()
+        return self._lifecycle.parts()
 
     @contextmanager
     def _idle(self) -> Iterator[ModelParts]:
         """The parts while no reply is running, which stay inside the block."""
-        with self._alone(), self._residence.held() as parts:
+        with self._alone(), self._lifecycle.held() as parts:
             yield parts
 
     def measure_passes(self, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
@@ -57,7 +127,7 @@ class Measured(Tokenizing):
             return measure.pass_times(parts.engine, sizes, past=past, repeats=repeats)
 
     def measure_prefill(self, tokens: int, *, repeats: int) -> list[float]:
-        """Milliseconds of taking in a prompt of `tokens` tokens, chunk by chunk; empties the cache."""
+        """Milliseconds of evaluating a prompt of `tokens` tokens, chunk by chunk; empties the cache."""
         with self._idle() as parts:
             return measure.prefill_times(parts.engine, tokens, repeats=repeats)
 
@@ -67,8 +137,8 @@ class Measured(Tokenizing):
             return measure.decode_times(parts.engine, tokens, past=past)
 
     def measure_work(self, prompt: int, reply: int, *, past: int = 0) -> measure.WorkTimes:
-        """Milliseconds of taking in a prompt behind `past` tokens and of decoding a reply greedily and plainly, as many
-        passes as tokens; `llama-bench` calls these pp, tg and depth. What the cache holds of the past stays.
+        """Milliseconds of evaluating a prompt behind `past` tokens, and of decoding a reply greedily and plainly, in
+        as many passes as tokens; `llama-bench` calls these pp, tg and depth. What the cache holds of the past stays.
 
         Raises:
             UsageError: there is nothing to do, or the context is too small.
@@ -78,7 +148,7 @@ class Measured(Tokenizing):
 
     def pass_work(self, tokens: int, rows: int) -> PassWork:
         """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights."""
-        return measure.pass_work(self._residence.facts.tensors, tokens, rows)
+        return measure.pass_work(self._lifecycle.facts.tensors, tokens, rows)
 
     def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
         """The logits after each token of a text, as arrays of a few rows each, which the next overwrites: (R, V).
@@ -91,7 +161,7 @@ class Measured(Tokenizing):
             with self._idle():
                 yield from logits
 
-        with self._residence.held() as parts:
+        with self._lifecycle.held() as parts:
             return rows(measure.token_logits(parts.engine, tokens))
 
     def score(self, tokens: Sequence[int]) -> measure.TokenScores:

@@ -27,7 +27,7 @@ class ModelParts:
 
     Attributes:
         loaded: which model it is; `info` says besides whether its files are verified.
-        verification: of the files it is made of; what it makes is for nobody before they are verified.
+        verification: of the files it is made of; replies wait until they are verified.
         threads: that a pass works with.
         watched: the backend where it has experts, which tells how they are used.
     """

@@ -1,35 +1,36 @@
-"""Texts and conversations to token ids and back, for a model that may be loaded or not; knows nothing of replies."""
+"""Texts and conversations to token ids and back, for a model that may be loaded or not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.prompt_sizes import require_fitting_messages, require_fitting_text
-from edgeinfer.residence import Residence
-from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, Tokenizer
+from edgeinfer.bundle import Bundle
+from edgeinfer.errors import BundleError, ContextLengthError, PromptError, TemplateError
+from edgeinfer.lifecycle import ModelLifecycle
+from edgeinfer.model_parts import ModelParts
+from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, Tokenizer, surely_longer
 
-__all__ = ["Tokenizing"]
+__all__ = ["Tokenizing", "boundary_ids", "chat_template", "require_fitting_messages", "require_fitting_text"]
 
 
 class Tokenizing:
     """A model's tokenizer and chat template.
 
     Args:
-        residence: has the tokenizer.
+        lifecycle: has the tokenizer.
         template: of the model; None where it has none.
     """
 
-    def __init__(self, residence: Residence, template: ChatTemplate | None) -> None:
-        self._residence = residence
+    def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
+        self._lifecycle = lifecycle
         self._template = template
         self._guarded: GuardedTemplate | None = None
 
     @property
     def tokenizes_beside(self) -> bool:
         """Whether other threads may make tokens of texts while a reply is made."""
-        return isinstance(self._residence.parts().tokenizer, Tokenizer)
+        return isinstance(self._lifecycle.parts().tokenizer, Tokenizer)
 
     @property
     def chat_template_text(self) -> str | None:
@@ -44,14 +45,14 @@ class Tokenizing:
         """
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
-        with self._residence.held(verified=False) as parts:
+        with self._lifecycle.held(verified=False) as parts:
             if parse_special:
                 return parts.tokenizer.encode(text)
             return parts.literal_encoder.literal(text, add_special_tokens=True)
 
     def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
         """The same for a text to go on with; raises ContextLengthError for one that is far too long for the context."""
-        with self._residence.held(verified=False) as parts:
+        with self._lifecycle.held(verified=False) as parts:
             require_fitting_text(parts, text)
             return self.tokenize(text, parse_special=parse_special)
 
@@ -78,9 +79,9 @@ class Tokenizing:
         template = self._template
         if template is None:
             raise TemplateError(
-                f"{self._residence.facts.info.name} has no chat template.", "Use generate() with plain text."
+                f"{self._lifecycle.facts.info.name} has no chat template.", "Use generate() with plain text."
             )
-        with self._residence.held(verified=False) as parts:
+        with self._lifecycle.held(verified=False) as parts:
             if fitting:
                 require_fitting_messages(parts, messages)
             if parse_special:
@@ -98,5 +99,60 @@ class Tokenizing:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        with self._residence.held(verified=False) as parts:
+        with self._lifecycle.held(verified=False) as parts:
             return parts.tokenizer.decode(ids)
+
+
+# Contexts that a prompt may fill whose beginning is forgotten anyway.
+_FORGOTTEN = 16
+# How many times longer than the context's text messages may be: templates leave out some of what they are given.
+_LEFT_OUT = 16
+
+
+def require_fitting_text(parts: ModelParts, text: str) -> None:
+    """Refuses a text that is far too long, before all of it is made tokens of; `Engine.check` judges the rest.
+
+    Raises:
+        ContextLengthError: it has far more tokens than the model takes.
+    """
+    most = _most_tokens(parts)
+    if len(text) > most and surely_longer(parts.tokenizer, text, most, lambda: parts.longest_token):
+        raise _too_long(len(text), most)
+
+
+def require_fitting_messages(parts: ModelParts, messages: Sequence[Mapping[str, Any]]) -> None:
+    """The same for messages, before a template is given them."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    size = sum(len(content) for content in contents if isinstance(content, str))
+    most = _most_tokens(parts)
+    if size > most * _LEFT_OUT and size > most * _LEFT_OUT * parts.longest_token:
+        raise _too_long(size, most)
+
+
+def _most_tokens(parts: ModelParts) -> int:
+    engine = parts.engine
+    return engine.backend.cache.capacity * (1 if engine.context_shift is None else _FORGOTTEN)
+
+
+def _too_long(size: int, most: int) -> ContextLengthError:
+    message = f"The prompt has {size} characters, far more than {most} tokens, which is what the model takes."
+    return ContextLengthError(message, "Shorten it, or load the model with a larger context (-c).")
+
+
+def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
+    """The tokens that begin a text, one or none, and those that end a reply."""
+    config = bundle.read_object("generation_config.json")
+    begin, ends = config.get("bos_token_id"), config.get("eos_token_id", [])
+    for name, ids in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            expected = "an id" if name == "bos_token_id" else "a list of ids"
+            raise BundleError(f"generation_config.json: {name} must be {expected}.", "Export the bundle again.")
+    return () if begin is None else (begin,), frozenset(ends)
+
+
+def chat_template(bundle: Bundle) -> ChatTemplate | None:
+    """The bundle's chat template with its special tokens; None where it has none."""
+    if not bundle.has("chat_template.jinja"):
+        return None
+    special = bundle.read_object("special_tokens.json") if bundle.has("special_tokens.json") else {}
+    return ChatTemplate(bundle.read_text("chat_template.jinja"), special)

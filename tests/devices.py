@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import edgeinfer.config
-import edgeinfer.device
+import edgeinfer.tools.devices
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.devices import registry, selection
@@ -36,7 +36,7 @@ def install(patch: pytest.MonkeyPatch, *devices: Device, **entry: Any) -> None:
     """Puts devices first in the registry, before the CPU and no others."""
     cpu = DeviceEntry((CPU,), "onnxruntime", True, "")
     found = (*(DeviceEntry((device,), f"{device.name}-package", False, "", **entry) for device in devices), cpu)
-    for module in (registry, selection, edgeinfer.device):
+    for module in (registry, selection, edgeinfer.tools.devices):
         patch.setattr(module, "ENTRIES", found)
     patch.setattr(edgeinfer.config, "DEVICES", tuple(device.name for each in found for device in each.devices))
 

@@ -44,7 +44,7 @@ ALLOWED = {
     "edgeinfer.runtime": CORE | {"edgeinfer.runtime"},
     "edgeinfer.hub": CORE | {"edgeinfer.hub"},
     # Distilling is measured by the face and done by the export; only the commands know both.
-    "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.distilling"},
+    "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools.distilling"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {

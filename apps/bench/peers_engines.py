@@ -1,4 +1,4 @@
-"""The engines of `edgeinfer bench peers`: what each needs, is given and is called; knows nothing of timing.
+"""The engines of `edgeinfer bench peers`: what each needs, what it is given, and its name in tables.
 
 To add one: a file in engines/, its line in worker.ENGINES, and a line in PEERS.
 """

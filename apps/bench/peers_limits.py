@@ -1,4 +1,4 @@
-"""One reply inside a memory limit that the system enforces; knows nothing of which engines there are."""
+"""One reply of any engine inside a memory limit that the system enforces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs every engine on one model: checks its replies, then times it in turns with the others; knows no printing."""
+"""Runs every engine on one model: checks its replies, then times it in turns with the others."""
 
 from __future__ import annotations
 

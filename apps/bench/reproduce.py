@@ -1,4 +1,4 @@
-"""Makes every figure of the README again, run after run, each in a process of its own; knows nothing of any benchmark.
+"""Makes every figure of the README again, run after run, each in a process of its own.
 
 python -m edgeinfer.apps.bench.reproduce [--only NAME,...] [--checkpoint PATH]... [--data DATA] [--out docs/results]
     [--python ENGINE=PATH]... [--again] [--quick] [--list] [--readme]

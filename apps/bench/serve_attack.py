@@ -1,4 +1,4 @@
-"""A server under attack: what ordinary clients wait for, and what the server holds, before, during and after.
+"""A server under attack: how long ordinary clients wait, and how much memory the server has, before, during and after.
 
     python -m edgeinfer.apps.bench.serve_attack --seconds 30 --out attack.json -- --memory 400MB
 
@@ -22,15 +22,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.apps.bench.serve_load import running_server
+from edgeinfer.apps.bench.serve_load import running_server, watch_memory
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
 
-__all__ = ["Phase", "attack", "main", "measure", "watch"]
+__all__ = ["Phase", "attack", "main", "measure"]
 
 _BODY = {"messages": [{"role": "user", "content": "Tell me about a little dog."}], "max_tokens": 8, "stream": True}
 _SAMPLE_S = 0.1
@@ -44,7 +43,7 @@ _LEVEL = 1.1
 
 @dataclass
 class Phase:
-    """What ordinary clients met for a while, and what the server held.
+    """How ordinary clients were answered for a while, and the memory that the server had.
 
     Attributes:
         first_ms: from a request to the first of its text.
@@ -71,22 +70,22 @@ class Phase:
 
 async def measure(url: str, pid: int, *, clients: int, seconds: float) -> Phase:
     """Lets ordinary clients ask for a while."""
-    phase, begun = Phase(), time.perf_counter()
+    phase, started = Phase(), time.perf_counter()
 
     async def one(client: httpx.AsyncClient) -> None:
-        while time.perf_counter() - begun < seconds:
+        while time.perf_counter() - started < seconds:
             await _ask(client, url, phase)
             await asyncio.sleep(_PAUSE_S)
 
     async with httpx.AsyncClient(timeout=120) as client:
-        watching = asyncio.create_task(watch(pid, phase))
+        watching = asyncio.create_task(watch_memory(pid, phase.rss, _SAMPLE_S))
         await asyncio.gather(*(one(client) for _ in range(clients)))
         watching.cancel()
     return phase
 
 
 async def _ask(client: httpx.AsyncClient, url: str, phase: Phase) -> None:
-    begun, first = time.perf_counter(), None
+    started, first = time.perf_counter(), None
     try:
         async with client.stream("POST", f"{url}/v1/chat/completions", json=_BODY) as answer:
             if answer.status_code != 200:
@@ -94,19 +93,11 @@ async def _ask(client: httpx.AsyncClient, url: str, phase: Phase) -> None:
                 return
             async for line in answer.aiter_lines():
                 if first is None and '"content":"' in line and '"content":""' not in line:
-                    first = time.perf_counter() - begun
+                    first = time.perf_counter() - started
     except httpx.HTTPError as error:
         phase.refused.append(type(error).__name__)
         return
-    phase.first_ms.append((first or time.perf_counter() - begun) * 1e3)
-
-
-async def watch(pid: int, phase: Phase) -> None:
-    """Notes what a process holds until it is cancelled."""
-    server, begun = psutil.Process(pid), time.perf_counter()
-    while True:
-        phase.rss.append((time.perf_counter() - begun, server.memory_info().rss))
-        await asyncio.sleep(_SAMPLE_S)
+    phase.first_ms.append((first or time.perf_counter() - started) * 1e3)
 
 
 async def attack(url: str, *, seconds: float, unfinished: int) -> dict[str, int]:
@@ -170,7 +161,7 @@ async def _attacked(url: str, pid: int, args: argparse.Namespace) -> Phase:
 async def _afterwards(pid: int, seconds: float) -> Phase:
     phase = Phase()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(watch(pid, phase), seconds)
+        await asyncio.wait_for(watch_memory(pid, phase.rss, _SAMPLE_S), seconds)
     return phase
 
 

@@ -32,7 +32,7 @@ from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, UsageError
 
-__all__ = ["Outcome", "Question", "ask", "load_server", "main", "make_questions", "running_server"]
+__all__ = ["LoadOutcome", "Question", "ask", "load_server", "main", "make_questions", "running_server", "watch_memory"]
 
 _NAMES = ("Tom", "Lily", "a little dog", "the old tree", "a red ball", "Sam and Ben", "the moon", "a brave mouse")
 _PLACES = ("in the park", "at the sea", "in a big forest", "at school", "on a farm", "in the snow")
@@ -51,7 +51,7 @@ class Question:
 
 
 @dataclass
-class Outcome:
+class LoadOutcome:
     """What happened to the requests of a run.
 
     Attributes:
@@ -94,27 +94,29 @@ class Outcome:
 
 def make_questions(model: edgeinfer.Model, count: int, seed: int) -> list[Question]:
     """Questions of many lengths, greedy and sampled, with what the model alone answers without drafts."""
-    chance = random.Random(seed)
+    draw = random.Random(seed)
     questions = []
     for _ in range(count):
-        about = f"{chance.choice(_NAMES)} {chance.choice(_PLACES)}"
-        content = f"{_FILLER * chance.choice((0, 0, 2, 20))}Tell me a story about {about}."
+        about = f"{draw.choice(_NAMES)} {draw.choice(_PLACES)}"
+        content = f"{_FILLER * draw.choice((0, 0, 2, 20))}Tell me a story about {about}."
         messages = [{"role": "user", "content": content}]
-        options: dict[str, Any] = {"max_tokens": chance.choice((8, 32, 64, 150))}
-        if chance.random() < 0.7:
-            options |= {"temperature": 0.8, "top_p": 0.95, "seed": chance.randrange(1000)}
+        options: dict[str, Any] = {"max_tokens": draw.choice((8, 32, 64, 150))}
+        if draw.random() < 0.7:
+            options |= {"temperature": 0.8, "top_p": 0.95, "seed": draw.randrange(1000)}
         result = model.stream_chat(messages, speculation="off", **options).complete()
         questions.append(Question({"messages": messages, "stream": True} | options, result.text))
     return questions
 
 
-async def ask(client: httpx.AsyncClient, url: str, question: Question, leave_after: int | None, into: Outcome) -> None:
+async def ask(
+    client: httpx.AsyncClient, url: str, question: Question, leave_after: int | None, into: LoadOutcome
+) -> None:
     """Asks one question and checks its answer.
 
     Args:
         leave_after: pieces of text after which the client hangs up; None never does.
     """
-    begun = last = time.perf_counter()
+    started = last = time.perf_counter()
     text, pieces, ended = "", 0, False
     try:
         async with client.stream("POST", f"{url}/v1/chat/completions", json=question.body) as answer:
@@ -136,7 +138,7 @@ async def ask(client: httpx.AsyncClient, url: str, question: Question, leave_aft
                 if pieces == leave_after:
                     break
     except (httpx.HTTPError, BackendError) as error:
-        into.errors.append(f"after {time.perf_counter() - begun:.1f} s: {type(error).__name__}: {error}")
+        into.errors.append(f"after {time.perf_counter() - started:.1f} s: {type(error).__name__}: {error}")
         return
     into.tokens += pieces
     _judge(question, text, ended, pieces == leave_after, into)
@@ -148,7 +150,7 @@ def _piece(event: dict[str, Any]) -> str:
     return event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
 
 
-def _judge(question: Question, text: str, ended: bool, left: bool, into: Outcome) -> None:
+def _judge(question: Question, text: str, ended: bool, left: bool, into: LoadOutcome) -> None:
     if left and question.expected.startswith(text):
         into.left += 1
     elif ended and text == question.expected:
@@ -160,34 +162,36 @@ def _judge(question: Question, text: str, ended: bool, left: bool, into: Outcome
 
 async def load_server(
     url: str, pid: int, questions: Sequence[Question], *, clients: int, seconds: float, leaving: float, seed: int
-) -> Outcome:
+) -> LoadOutcome:
     """Lets clients ask for some time.
 
     Args:
         pid: of the server.
         leaving: share of requests whose client hangs up in the middle.
     """
-    outcome = Outcome()
-    begun = time.perf_counter()
+    outcome = LoadOutcome()
+    started = time.perf_counter()
 
     async def one(number: int) -> None:
-        chance = random.Random(seed * 1000 + number)
-        while time.perf_counter() - begun < seconds:
-            leave_after = chance.randrange(1, 20) if chance.random() < leaving else None
-            await ask(client, url, chance.choice(questions), leave_after, outcome)
-
-    async def watch() -> None:
-        server = psutil.Process(pid)
-        while True:
-            outcome.rss.append((time.perf_counter() - begun, server.memory_info().rss))
-            await asyncio.sleep(_SAMPLE_S)
+        draw = random.Random(seed * 1000 + number)
+        while time.perf_counter() - started < seconds:
+            leave_after = draw.randrange(1, 20) if draw.random() < leaving else None
+            await ask(client, url, draw.choice(questions), leave_after, outcome)
 
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-        watching = asyncio.create_task(watch())
+        watching = asyncio.create_task(watch_memory(pid, outcome.rss, _SAMPLE_S))
         await asyncio.gather(*(one(number) for number in range(clients)))
         watching.cancel()
     return outcome
+
+
+async def watch_memory(pid: int, sizes: list[tuple[float, int]], pause: float) -> None:
+    """Notes seconds and the bytes that a process has in memory then, until it is cancelled."""
+    server, started = psutil.Process(pid), time.perf_counter()
+    while True:
+        sizes.append((time.perf_counter() - started, server.memory_info().rss))
+        await asyncio.sleep(pause)
 
 
 @contextlib.contextmanager
@@ -245,12 +249,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         questions = make_questions(model, args.questions, args.seed)
     chosen = [] if args.model is None else ["-m", args.model]
     with running_server([*chosen, *args.server]) as (url, pid):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         load = load_server(
             url, pid, questions, clients=args.clients, seconds=args.seconds, leaving=args.leaving, seed=args.seed
         )
         outcome = asyncio.run(load)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
     figures = outcome.figures(seconds, args.clients)
     _show(figures)
     if args.out is not None:

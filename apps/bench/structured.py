@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
@@ -23,8 +23,9 @@ from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["Followed", "follow", "main", "read_schemas"]
+__all__ = ["Followed", "add_reply_options", "follow", "main", "read_schemas", "sample_groups"]
 
+T = TypeVar("T")
 _PROMPT = "Write a JSON document:\n"
 _SHOWN = 12  # reasons of refusals
 
@@ -54,7 +55,7 @@ class Followed:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Followed) -> None:
-        """Takes in another group's."""
+        """Adds another group's."""
         self.schemas += other.schemas
         self.refused += other.refused
         self.compile_ms += other.compile_ms
@@ -90,12 +91,33 @@ def read_schemas(folder: Path, sample: int | None, seed: int = 0) -> dict[str, l
     groups = {}
     for path in sorted(folder.glob("*.jsonl")):
         groups[path.stem] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    total = sum(map(len, groups.values()))
-    if not total:
+    if not any(groups.values()):
         raise UsageError(f"{folder} has no schemas.", "Give the folder of jsonschemabench's .jsonl files.")
-    share = 1.0 if sample is None else min(1.0, sample / total)
-    chance = random.Random(seed)
-    return {name: chance.sample(cases, max(1, round(share * len(cases)))) for name, cases in groups.items()}
+    return sample_groups(groups, sample, seed)
+
+
+def sample_groups(groups: Mapping[str, Sequence[T]], sample: int | None, seed: int) -> dict[str, list[T]]:
+    """So many items in all, the same share of each group but one at least; None is all of them."""
+    share = 1.0 if sample is None else min(1.0, sample / sum(map(len, groups.values())))
+    draw = random.Random(seed)
+    return {name: draw.sample(items, max(1, round(share * len(items)))) for name, items in groups.items()}
+
+
+def add_reply_options(parser: argparse.ArgumentParser, data: str, items: str) -> None:
+    """Options of scripts that have a model reply to the items of a data set.
+
+    Args:
+        data: what the folder of the data set holds.
+        items: what it is made of.
+    """
+    parser.add_argument("data", type=Path, help=f"folder of {data}")
+    parser.add_argument("-m", "--model", help="as for edgeinfer run; the built-in one without it")
+    parser.add_argument("--sample", type=int, help=f"{items} in all; every one without it")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def follow(model: edgeinfer.Model, cases: Sequence[Mapping[str, Any]], **options: Any) -> Followed:
@@ -187,15 +209,8 @@ _HEADER = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="structured", description=__doc__)
-    parser.add_argument("data", type=Path, help="folder of jsonschemabench's .jsonl files")
-    parser.add_argument("-m", "--model", help="as for edgeinfer run; the built-in one without it")
-    parser.add_argument("--sample", type=int, help="schemas in all; every one without it")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    add_reply_options(parser, "jsonschemabench's .jsonl files", "schemas")
     parser.add_argument("--spec", default="off")
-    parser.add_argument("-t", "--threads", type=int)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args(arguments)
     try:
         groups = read_schemas(options.data, options.sample, options.seed)

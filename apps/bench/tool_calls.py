@@ -22,6 +22,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
+from edgeinfer.apps.bench.structured import add_reply_options, sample_groups
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
@@ -29,7 +30,7 @@ from edgeinfer.openai.tool_formats import FORMATS, ToolFormat
 from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read_functions
 from edgeinfer.results import Chunk
 
-__all__ = ["Entry", "Outcome", "json_schema", "main", "read_entries", "run_entry"]
+__all__ = ["CallOutcome", "Entry", "json_schema", "main", "read_entries", "run_entry"]
 
 _PREFIX = "BFCL_v4_"
 # Its names of types, which are Python's, in JSON Schema's words; None allows all.
@@ -55,7 +56,7 @@ class Entry:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """Outcome of a group of entries.
 
     Attributes:
@@ -83,8 +84,8 @@ class Outcome:
     cut: int = 0
     invalid: dict[str, str] = field(default_factory=dict)
 
-    def add(self, other: Outcome) -> None:
-        """Takes in another group's."""
+    def add(self, other: CallOutcome) -> None:
+        """Adds another group's."""
         for name in vars(self):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, mine | theirs if isinstance(mine, dict) and name == "invalid" else mine + theirs)
@@ -121,21 +122,18 @@ def read_entries(folder: Path, sample: int | None, seed: int = 0) -> dict[str, l
     for path in sorted(folder.glob(f"{_PREFIX}*.json")):
         answers = {line["id"]: line["ground_truth"] for line in _lines(folder / "possible_answer" / path.name)}
         groups[path.stem.removeprefix(_PREFIX)] = [_entry(line, answers[line["id"]]) for line in _lines(path)]
-    total = sum(map(len, groups.values()))
-    if not total:
+    if not any(groups.values()):
         raise UsageError(f"{folder} has no entries.", f"Give the folder of BFCL's {_PREFIX}*.json files.")
-    share = 1.0 if sample is None else min(1.0, sample / total)
-    chance = random.Random(seed)
-    return {name: chance.sample(entries, max(1, round(share * len(entries)))) for name, entries in groups.items()}
+    return sample_groups(groups, sample, seed)
 
 
-def run_entry(model: edgeinfer.Model, entry: Entry, **options: Any) -> Outcome:
+def run_entry(model: edgeinfer.Model, entry: Entry, **options: Any) -> CallOutcome:
     """Everything about one entry.
 
     Args:
         options: of the forced reply.
     """
-    found = Outcome(entries=1)
+    found = CallOutcome(entries=1)
     try:
         functions = read_functions(entry.tools)
     except UsageError as error:
@@ -181,7 +179,7 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list) else value
 
 
-def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[ToolFunction, ...], found: Outcome) -> None:
+def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[ToolFunction, ...], found: CallOutcome) -> None:
     try:
         grammar = calls_grammar(form, ToolChoice("auto", functions, several=True), None)
         with model.stream(".", grammar=grammar, max_tokens=1) as stream:
@@ -201,9 +199,9 @@ def _read_back(form: ToolFormat, truth: Sequence[Call]) -> bool:
 
 
 def _read(form: ToolFormat, text: str) -> list[Call]:
-    chance, reader, pieces = random.Random(text), CallReader(form), []
+    draw, reader, pieces = random.Random(text), CallReader(form), []
     while text:
-        size = chance.randint(1, _LONGEST)
+        size = draw.randint(1, _LONGEST)
         pieces += reader.push(Chunk(text[:size], ()))
         text = text[size:]
     names: list[str] = []
@@ -218,7 +216,7 @@ def _read(form: ToolFormat, text: str) -> list[Call]:
 
 
 def _force(
-    model: edgeinfer.Model, entry: Entry, schemas: Mapping[str, Any], found: Outcome, options: Mapping[str, Any]
+    model: edgeinfer.Model, entry: Entry, schemas: Mapping[str, Any], found: CallOutcome, options: Mapping[str, Any]
 ) -> None:
     request = {"tools": entry.tools, "tool_choice": "required", **options}
     answer = model.create_chat_completion(entry.messages, **request)
@@ -258,7 +256,7 @@ def _wrong(schemas: Mapping[str, Any], call: Call) -> str:
 _HEADER = ("group", "compiled", "compile p50 ms", "p99", "read back", "truth valid", "valid/whole", "calls", "cut")
 
 
-def _row(name: str, found: Outcome) -> list[str]:
+def _row(name: str, found: CallOutcome) -> list[str]:
     grammars, times = len(FORMATS) * found.entries, found.figures()["compile_ms"]
     return [
         name,
@@ -275,27 +273,20 @@ def _row(name: str, found: Outcome) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="tool_calls", description=__doc__)
-    parser.add_argument("data", type=Path, help="folder of BFCL's files")
-    parser.add_argument("-m", "--model", help="as for edgeinfer run; the built-in one without it")
-    parser.add_argument("--sample", type=int, help="entries in all; every one without it")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    add_reply_options(parser, "BFCL's files", "entries")
     parser.add_argument("--several", action="store_true", help="let a reply make several calls")
     parser.add_argument("-c", "--context", type=int, default=1024)
-    parser.add_argument("-t", "--threads", type=int)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args(arguments)
     try:
         groups = read_entries(options.data, options.sample, options.seed)
         reply = {"max_tokens": options.max_tokens, "temperature": options.temp, "seed": options.seed}
         reply["parallel_tool_calls"] = options.several
-        results, total = {}, Outcome()
+        results, total = {}, CallOutcome()
         with edgeinfer.load(options.model, threads=options.threads, context=options.context) as model:
             # What is made once per model is no grammar's cost.
             model.generate(".", json_object=True, max_tokens=1)
             for name, entries in groups.items():
-                results[name] = Outcome()
+                results[name] = CallOutcome()
                 for entry in entries:
                     results[name].add(run_entry(model, entry, **reply))
                 total.add(results[name])

@@ -26,9 +26,9 @@ from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
-    from edgeinfer.distilling import ModelReplier
     from edgeinfer.export.training.drafter import DrafterTraining
     from edgeinfer.export.training.sizing import StudentSize
+    from edgeinfer.tools.distilling import ModelReplier
 
 __all__ = ["add_drafter_parser", "add_sorted_parser", "repliers"]
 
@@ -119,7 +119,7 @@ def _checked(args: argparse.Namespace) -> Path:
 @contextlib.contextmanager
 def repliers(source: Path) -> Iterator[ModelReplier | None]:
     """Gives what draws the target's replies: the engine if it is a bundle, much faster than torch; else None."""
-    from edgeinfer.distilling import ModelReplier
+    from edgeinfer.tools.distilling import ModelReplier
 
     if not hub.is_bundle(source):
         yield None
@@ -165,8 +165,8 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
     """Exports what was trained, measures it on the engine and puts it into its target; returns the report."""
     from edgeinfer.bundle import open_bundle
     from edgeinfer.bundle.nesting import add_figures, exit_figure, nest_drafter
-    from edgeinfer.distilling import measure_drafter
     from edgeinfer.export import ExportConfig, export_checkpoint
+    from edgeinfer.tools.distilling import measure_drafter
 
     # At 8 bits the small layers would stay float32, and all layers of a drafter are small.
     keep = args.keep_small and args.bits == 4
@@ -189,7 +189,7 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
 
 
 def _speed_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
-    from edgeinfer.distilling import DraftFigures
+    from edgeinfer.tools.distilling import DraftFigures
 
     if "engine" not in facts:
         return []

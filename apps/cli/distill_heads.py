@@ -135,7 +135,7 @@ def _keep(source: Path, out: Path, heads: Heads, *, in_place: bool) -> None:
 
 def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any]:
     """Measures on the engine what heads that draft gain."""
-    from edgeinfer.distilling import measure_drafter
+    from edgeinfer.tools.distilling import measure_drafter
 
     if args.kind in ("acceptance", "routers"):
         return {}

@@ -82,7 +82,7 @@ def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuning a device measures as little as it can, and is sure of nothing."""
     for name in ("FULL", "QUICK"):
-        monkeypatch.setattr(f"edgeinfer.device_tuning.{name}", Effort((7, 8), 0.05))
+        monkeypatch.setattr(f"edgeinfer.tools.devices.{name}", Effort((7, 8), 0.05))
 
 
 def made_up_stopwatch(factor: Callable[[TunedSettings], float]) -> type[Any]:

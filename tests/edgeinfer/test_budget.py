@@ -54,7 +54,7 @@ class Pressure:
 
 def under(model: edgeinfer.Model, budget: int) -> edgeinfer.Model:
     """Puts a loaded model under a budget."""
-    ledger = model._residence.parts().ledger
+    ledger = model._lifecycle.parts().ledger
     ledger.plan = dataclasses.replace(ledger.plan, budget_bytes=budget)
     ledger._replan = lambda plan, *rest: plan
     return model

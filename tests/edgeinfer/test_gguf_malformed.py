@@ -20,7 +20,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.gguf.reader import GgufArray
 from edgeinfer.errors import BundleError, TemplateError
-from edgeinfer.text_files import boundary_ids, chat_template
+from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.cli import edgeinfer, edgeinfer_process, refuses
 from tests.gguf_builder import ARRAY, INT32, STRING, UINT32, Builder, Tensor, small_model
 from tests.gguf_corpus import CASES, GIB, Case, u64

@@ -13,7 +13,7 @@ from edgeinfer.bundle import Bundle, Capabilities, Manifest, open_bundle, seal
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import KV_TYPES, kv_bytes_per_token, manifest_of
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.text_files import boundary_ids, chat_template
+from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.gguf_builder import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, small_model
 
 

@@ -99,7 +99,7 @@ def test_a_model_that_cannot_run_here_is_exported_without(
     def fails(*_: object) -> None:
         raise BundleError("It cannot be run.", "Try elsewhere.")
 
-    monkeypatch.setattr("edgeinfer.kv_calibration.choose_layout", fails)
+    monkeypatch.setattr("edgeinfer.tools.kv_calibration.choose_layout", fails)
     assert export(checkpoint, tmp_path / "out") == 0
     assert "No scales for int8 and int4 caches: It cannot be run. Try elsewhere." in capsys.readouterr().err
     assert read_kv_scales(open_bundle(tmp_path / "out")) is None
@@ -122,7 +122,7 @@ def test_nothing_is_tuned_where_the_bundle_has_scales(bundle: Path) -> None:
 def test_the_tune_command_finds_scales_too(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("edgeinfer.device_tuning.Stopwatch", made_up_stopwatch(lambda way: 1.0))
+    monkeypatch.setattr("edgeinfer.tools.devices.Stopwatch", made_up_stopwatch(lambda way: 1.0))
     line = ["tune", "-m", str(bundle), "--evaluations", "2", "--json"]
     assert main(line) == 0
     assert json.loads(capsys.readouterr().out)["kv_scales"] is True

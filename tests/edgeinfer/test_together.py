@@ -66,7 +66,7 @@ class Models:
         self._model: edgeinfer.Model | None = None
 
     def open(self) -> edgeinfer.Model:
-        if self._model is None or self._model._residence._closed:
+        if self._model is None or self._model._lifecycle._closed:
             self._model = edgeinfer.load(self._bundle, threads=1)
         return self._model
 
@@ -101,7 +101,7 @@ def expected(model: edgeinfer.Model) -> str:
 
 
 def _waits_or_is_done(thread: threading.Thread, model: edgeinfer.Model) -> bool:
-    return not thread.is_alive() or model._residence._closed
+    return not thread.is_alive() or model._lifecycle._closed
 
 
 class Held:
@@ -147,7 +147,7 @@ def test_whatever_comes_while_the_model_runs(models: Models, folder: Path, first
         if second in RUNS:
             assert isinstance(of_other[0], UsageError), (first, second)
         if second == "close":
-            assert model._residence._parts is None, first
+            assert model._lifecycle._parts is None, first
         else:
             assert of_running[0] is None, (first, second)
             assert expected(model) == text, (first, second)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer import device_tuning
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation import device as device_costs
@@ -22,6 +21,7 @@ from edgeinfer.runtime.tuning.comparison import Effort
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
 from edgeinfer.runtime.tuning.work import Times
+from edgeinfer.tools import devices
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.speculation import PROMPT
 
@@ -38,7 +38,7 @@ LONG_CHUNKS = made_up_stopwatch(lambda way: 0.5 if way.prefill_chunk == 128 else
 
 @pytest.fixture
 def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_tuning, "Stopwatch", LONG_CHUNKS)
+    monkeypatch.setattr(devices, "Stopwatch", LONG_CHUNKS)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def tuned_once(small_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("tuned") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(device_tuning, "Stopwatch", LONG_CHUNKS)
+        patch.setattr(devices, "Stopwatch", LONG_CHUNKS)
         return folder, edgeinfer.tune_device(small_bundle)
 
 
@@ -109,7 +109,7 @@ def test_threads_are_tuned(
     usual = edgeinfer.plan(small_bundle).threads
     best = next(count for count in (1, 2) if count != usual)
     fast = made_up_stopwatch(lambda way: 0.5 if way.threads == best else 1.0)
-    monkeypatch.setattr(device_tuning, "Stopwatch", fast)
+    monkeypatch.setattr(devices, "Stopwatch", fast)
     found = edgeinfer.tune_device(small_bundle)
     assert (found.settings.threads, found.threads) == (best, best)
     with edgeinfer.load(small_bundle, draft_model=short_drafter) as model:
@@ -123,7 +123,7 @@ def test_threads_are_tuned(
 def test_nothing_better_leaves_all_as_usual(
     small_bundle: Path, cache: Path, tuned: edgeinfer.DeviceTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_tuning, "Stopwatch", made_up_stopwatch(lambda way: 1.0))
+    monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(lambda way: 1.0))
     found = edgeinfer.tune_device(small_bundle)
     assert found.settings == TunedSettings() and found.path is None
     assert {part.ratio for part in found.parts.values()} == {1.0}
@@ -138,7 +138,7 @@ def test_what_cannot_be_proved_is_not_kept(small_bundle: Path, cache: Path, monk
         calls.append(way)
         return 0.5 if way.prefill_chunk == 128 and calls.count(way) < 15 else 1.0
 
-    monkeypatch.setattr(device_tuning, "Stopwatch", made_up_stopwatch(at_first))
+    monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(at_first))
     found = edgeinfer.tune_device(small_bundle, threads=1)
     assert found.settings == TunedSettings() and found.rejected == TunedSettings(prefill_chunk=128)
     assert kept(cache) == []
@@ -153,7 +153,7 @@ def test_an_interrupted_search_keeps_what_there_was(
     def interrupted(way: TunedSettings) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(device_tuning, "Stopwatch", made_up_stopwatch(interrupted))
+    monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(interrupted))
     with pytest.raises(KeyboardInterrupt):
         edgeinfer.tune_device(small_bundle)
     assert kept(cache) == [path] and path.read_bytes() == before
@@ -320,8 +320,8 @@ def test_loading_is_timed_where_weights_may_be_elsewhere(small_bundle: Path, mon
             made.append(task)
             return dict.fromkeys(times, 1.0 if settings.weights is None else 0.5)
 
-    monkeypatch.setattr(device_tuning, "Stopwatch", Fast)
-    monkeypatch.setattr(device_tuning, "FULL", Effort((7, 8), 600.0))
+    monkeypatch.setattr(devices, "Stopwatch", Fast)
+    monkeypatch.setattr(devices, "FULL", Effort((7, 8), 600.0))
     found = edgeinfer.tune_device(small_bundle, native=False, threads=1, prefill_chunk=64)
     assert found.settings == TunedSettings(weights="mapped") and "load" in found.parts and LOADED in made
     plan = edgeinfer.plan(small_bundle, native=False, threads=1)

@@ -64,7 +64,7 @@ def fresh(kept: edgeinfer.Model) -> edgeinfer.Model:
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     """The timers of models, none of which goes off by itself."""
     found = Timers()
-    monkeypatch.setattr("edgeinfer.residence.threading.Timer", found.make)
+    monkeypatch.setattr("edgeinfer.lifecycle.threading.Timer", found.make)
     return found
 
 
@@ -76,7 +76,7 @@ def left(small_bundle: Path, timers: Timers) -> Iterator[edgeinfer.Model]:
 
 
 def is_loaded(model: edgeinfer.Model) -> bool:
-    return model._residence._parts is not None
+    return model._lifecycle._parts is not None
 
 
 def test_text_goes_on_as_if_nothing_had_happened(fresh: edgeinfer.Model, aside: Callable[[], list[Path]]) -> None:
@@ -165,7 +165,7 @@ print(low.anonymous, high.anonymous, again.anonymous, low.file, high.file)
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     low, high, again, low_file, high_file = map(int, done.stdout.split())
     with edgeinfer.load(BUILTIN, threads=1) as model:
-        weights = sum(tensor.nbytes for tensor in model._residence.facts.tensors)
+        weights = sum(tensor.nbytes for tensor in model._lifecycle.facts.tensors)
     assert high + high_file - low - low_file > 0.5 * weights
     assert again - low < 2_000_000
 
@@ -269,10 +269,10 @@ def test_a_model_that_nobody_holds_is_not_kept_by_its_timer(
     model.generate(PROMPT, **OPTIONS)
     model.unload()
     assert aside()
-    residence = model._residence
+    lifecycle = model._lifecycle
     model.tokenize("Hello")
     model.unload()
-    del model, residence
+    del model, lifecycle
     gc.collect()
     assert aside() == []
 
@@ -355,7 +355,7 @@ def test_text_is_the_same_without_what_was_put_aside(
 
     first = fresh.generate(PROMPT, **OPTIONS)
     if kind == "full":
-        monkeypatch.setattr("edgeinfer.sessions.write_session", full)
+        monkeypatch.setattr("edgeinfer.lifecycle.write_session", full)
     fresh.unload()
     if kind == "full":
         assert aside() == []

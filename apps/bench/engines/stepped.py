@@ -29,7 +29,7 @@ class SteppedEngine:
         self._cached: list[int] = []
 
     def evaluate(self, tokens: list[int], rows: int) -> None:
-        """Takes in tokens behind those in the cache and waits for the logits of so many of the last of them."""
+        """Evaluates tokens behind those in the cache and waits for the logits of so many of the last of them."""
         raise NotImplementedError
 
     def choices(self, rows: int) -> list[int]:

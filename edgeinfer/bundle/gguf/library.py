@@ -39,7 +39,7 @@ _INSTALL = (
 _PACKAGE = "llama_cpp"
 # llama.cpp's threads wait for each other some hundred times in a pass. GNU's OpenMP lets them spin 300,000 times, some
 # 12 ms, before they sleep: on a busy machine a thread that spins keeps the processor from the very one it waits for.
-# 1,000 turns are enough where nobody else works: a reply of 64 tokens by a model of 3M takes 0.04 s with 1,000 as with
+# 1,000 turns are enough where nothing else runs: a reply of 64 tokens by a model of 3M takes 0.04 s with 1,000 as with
 # 300,000, and 0.38 s where they sleep at once. Beside two busy loops it is 0.3, 4.5 and 0.1 s.
 _SPINNING, _POLICY = ("GOMP_SPINCOUNT", "1000"), "OMP_WAIT_POLICY"
 _ERROR_LEVEL = 4  # ggml_log_level

@@ -27,7 +27,7 @@ def damaged(path: Path, what: str) -> BundleError:
 
 @dataclass(frozen=True)
 class GgufArray:
-    """An array of metadata, which was checked when the file was read and is read anew whenever its values are taken.
+    """An array of metadata, which was checked when the file was read and is read again whenever its values are used.
 
     Attributes:
         item_type: name of an `ItemType`, never "array".

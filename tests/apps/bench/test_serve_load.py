@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 import httpx
 
 from edgeinfer.apps.bench import serve_load
-from edgeinfer.apps.bench.serve_load import Outcome, Question, ask, main
+from edgeinfer.apps.bench.serve_load import LoadOutcome, Question, ask, main
 from tests.apps.server.served import served
 from tests.speculation import needs_builtin
 
@@ -31,9 +31,9 @@ def event(text: str) -> str:
     return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
 
 
-def outcome_of(body: str, status: int = 200, leave_after: int | None = None) -> Outcome:
+def outcome_of(body: str, status: int = 200, leave_after: int | None = None) -> LoadOutcome:
     """What a made-up answer counts as."""
-    outcome = Outcome()
+    outcome = LoadOutcome()
 
     async def run() -> None:
         transport = httpx.MockTransport(lambda _: httpx.Response(status, text=body))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.tool_calls import Entry, Outcome, json_schema, main, read_entries, run_entry
+from edgeinfer.apps.bench.tool_calls import CallOutcome, Entry, json_schema, main, read_entries, run_entry
 from edgeinfer.errors import UsageError
 from tests.speculation import needs_builtin
 
@@ -74,7 +74,7 @@ def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @needs_builtin
 @needs_data
 def test_real_entries() -> None:
-    total = Outcome()
+    total = CallOutcome()
     with edgeinfer.load(threads=1, context=1024) as model:
         for entries in read_entries(DATA, 24).values():
             for entry in entries:

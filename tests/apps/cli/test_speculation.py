@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import edgeinfer as package
-from edgeinfer import device_tuning
 from edgeinfer.apps.cli.main import main
 from edgeinfer.runtime.tuning import drafting_search
+from edgeinfer.tools import devices
 from tests.cache import export_checkpoint
 from tests.cli import edgeinfer, refuses
 from tests.edgeinfer.conftest import made_up_stopwatch
@@ -193,7 +193,7 @@ def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -
 @pytest.fixture
 def tuned_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which all settings do as well: what is tuned here are layers."""
-    monkeypatch.setattr(device_tuning, "Stopwatch", made_up_stopwatch(lambda way: 1.0))
+    monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(lambda way: 1.0))
 
 
 @pytest.mark.usefixtures("tuned_device")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import edgeinfer
-from edgeinfer import device_tuning
 from edgeinfer.apps.cli.main import main
 from edgeinfer.runtime.profile.settings import TunedSettings
+from edgeinfer.tools import devices
 from tests import cli
 from tests.edgeinfer.conftest import made_up_stopwatch
 from tests.gguf_models import random_gguf
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cache", "told_costs")
 def long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which prompts run faster in chunks of 128."""
     fast = made_up_stopwatch(lambda way: 0.5 if way.prefill_chunk == 128 else 1.0)
-    monkeypatch.setattr(device_tuning, "Stopwatch", fast)
+    monkeypatch.setattr(devices, "Stopwatch", fast)
 
 
 def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
@@ -36,7 +36,7 @@ def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
 @pytest.mark.usefixtures("long_chunks")
 def test_what_tuning_prints_and_keeps(capsys: Capture, small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ("-m", small_bundle)
-    monkeypatch.setattr(device_tuning, "load_average", lambda: 7.25)
+    monkeypatch.setattr(devices, "load_average", lambda: 7.25)
     table = run(capsys, "tune", *model, "--evaluations", "1")
     assert "7.2 threads of other programs" in table
     for line in (
@@ -80,7 +80,7 @@ def test_bad_requests_are_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("something was measured")
 
-    monkeypatch.setattr(device_tuning, "Stopwatch", measured)
+    monkeypatch.setattr(devices, "Stopwatch", measured)
     (tmp_path / "blank").write_text(" \n")
     for says, options in (
         ("usual settings", ("--profile", "off")),
@@ -103,7 +103,7 @@ def test_an_interrupted_command_keeps_what_there_was(
     def interrupted(way: TunedSettings) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(device_tuning, "Stopwatch", made_up_stopwatch(interrupted))
+    monkeypatch.setattr(devices, "Stopwatch", made_up_stopwatch(interrupted))
     assert run(capsys, "tune", "-m", small_bundle, code=130) == ""
     assert kept.read_bytes() == before and list(kept.parent.iterdir()) == [kept]
 

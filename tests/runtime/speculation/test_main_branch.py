@@ -1,4 +1,4 @@
-"""On every layout the spine of a tree has the bits of a chain, and verdicts settle on it."""
+"""On every layout the main branch of a tree has the bits of a chain, and verdicts end on it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def paths(draft: Draft) -> list[tuple[list[int], str]]:
     return sorted((draft.path(node), draft.sources[node]) for node in range(len(draft)))
 
 
-def spine_of(draft: Draft) -> int:
+def main_branch_size(draft: Draft) -> int:
     """Nodes of the chain in front."""
     length = 0
     while length < len(draft) and draft.parents[length] == length - 1:
@@ -47,7 +47,7 @@ def spine_of(draft: Draft) -> int:
 
 @settings(deadline=None)
 @given(trees())
-def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None:
+def test_the_main_branch_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None:
     ordered = main_branch_first(draft)
     assert paths(ordered) == paths(draft)
     assert all(parent < node for node, parent in enumerate(ordered.parents))
@@ -56,28 +56,28 @@ def test_the_spine_comes_first_and_the_tree_stays_the_same(draft: Draft) -> None
         node = children[0]
         firsts.append(draft.sources[node])
     assert list(ordered.sources[: len(firsts)]) == firsts
-    assert spine_of(ordered) == len(firsts)
+    assert main_branch_size(ordered) == len(firsts)
     sides = [source for source in draft.sources if source not in firsts]
     assert list(ordered.sources[len(firsts) :]) == sides
 
 
 @settings(deadline=None)
 @given(trees(), st.data())
-def test_a_verdict_settles_on_rows_of_the_spine(draft: Draft, data: st.DataObject) -> None:
+def test_a_verdict_ends_on_rows_of_the_main_branch(draft: Draft, data: st.DataObject) -> None:
     draft = main_branch_first(draft)
     accepted, node = [], data.draw(st.integers(-1, len(draft) - 1))
     while node >= 0:
         accepted.append(node)
         node = draft.parents[node]
     verdict = Verdict(tuple(accepted[::-1]), 7, True)
-    settled = keep_main_branch(draft, verdict)
-    spine = [node for node in verdict.accepted if node < spine_of(draft)]
-    assert list(settled.accepted) == spine
-    if len(spine) == len(verdict.accepted):
-        assert settled is verdict
+    kept = keep_main_branch(draft, verdict)
+    main = [node for node in verdict.accepted if node < main_branch_size(draft)]
+    assert list(kept.accepted) == main
+    if len(main) == len(verdict.accepted):
+        assert kept is verdict
     else:
-        side = verdict.accepted[len(spine)]
-        assert (settled.token, settled.bonus) == (draft.guesses[side].token, False)
+        side = verdict.accepted[len(main)]
+        assert (kept.token, kept.bonus) == (draft.guesses[side].token, False)
 
 
 def make_bundle(folder: Path, layout: Layout) -> None:
@@ -107,9 +107,9 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 
 @given(trees(), st.integers(1, PAST))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_spine_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
+def test_the_main_branch_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
     draft = main_branch_first(draft)
-    size = 1 + spine_of(draft)
+    size = 1 + main_branch_size(draft)
     backend.cache.trim(0)
     backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
     logits = feed(backend, 5, draft)[:size]

@@ -173,7 +173,7 @@ def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> Non
     assert dear._saved == pytest.approx(before - 1.0 + 0.1)
 
 
-def test_the_spine_ends_where_first_children_do() -> None:
+def test_the_main_branch_ends_where_first_children_do() -> None:
     guesses = tuple(Guess(token, 0) for token in range(5))
     assert main_branch_end(Draft()) == -1
     assert main_branch_end(Draft(guesses[:3], (-1, 0, 1), ("any",) * 3)) == 2

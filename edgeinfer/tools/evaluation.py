@@ -1,4 +1,4 @@
-"""Has a model read given texts, alone or beside a reference; knows nothing of figures or of how models are made."""
+"""Has a model read given texts, alone or beside a reference."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from edgeinfer.api import Model, load
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.predictions import Evaluation, Predictor, compare_predictions, read_predictions
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
+from edgeinfer.tools.predictions import Evaluation, Predictor, compare_predictions, read_predictions
 
 __all__ = ["evaluate"]
 

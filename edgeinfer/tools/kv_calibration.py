@@ -13,6 +13,7 @@ from edgeinfer.bundle.kv_scales import add_kv_scales
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
+from edgeinfer.measured import TUNING_PROMPTS
 from edgeinfer.runtime.backends.factory import thread_count
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.kv_cache.calibration import calibrate
@@ -20,8 +21,7 @@ from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
 from edgeinfer.runtime.profile.kv_scales import keep_kv_scales, kv_scales
 from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
 from edgeinfer.runtime.weights.layouts import choose_layout
-from edgeinfer.text_files import boundary_ids
-from edgeinfer.tuning import TUNING_PROMPTS
+from edgeinfer.tokenizing import boundary_ids
 
 __all__ = ["AttentionError", "calibrate_kv", "measure_kv", "tune_kv"]
 

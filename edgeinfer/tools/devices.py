@@ -1,4 +1,4 @@
-"""Tunes how a model runs on this device, and keeps what is proved better; knows nothing of how that is proved."""
+"""The devices of this machine and their limits, and tuning how a model runs on one of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from typing import Any
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.errors import CapabilityError, DeviceError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
+from edgeinfer.results import DeviceFacts, DeviceLimits
+from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.devices.contract import Device, DeviceEntry
+from edgeinfer.runtime.devices.providers import is_installed
+from edgeinfer.runtime.devices.registry import ENTRIES
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
+from edgeinfer.runtime.native.library import native_kernel
+from edgeinfer.runtime.native.probe import measure_limits
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
 from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
@@ -27,7 +34,15 @@ from edgeinfer.runtime.tuning.comparison import FULL, QUICK
 from edgeinfer.runtime.tuning.search import Attempt, SettingChoices, SettingsFound, search_settings
 from edgeinfer.runtime.tuning.stopwatch import Stopwatch
 
-__all__ = ["DeviceTuning", "PartGain", "TunedSettings", "forget_tuning", "tune_device"]
+__all__ = [
+    "DeviceTuning",
+    "PartGain",
+    "TunedSettings",
+    "forget_tuning",
+    "list_devices",
+    "measure_device",
+    "tune_device",
+]
 
 Progress = Callable[[str, int, int], None]
 
@@ -201,3 +216,53 @@ def _result(found: SettingsFound, threads: int, busy: float | None, seconds: flo
     else:
         parts = {name: PartGain(ms, ms, 1.0) for name, ms in found.usual.items()}
     return DeviceTuning(found.settings, threads, parts, found.attempts, found.rejected, busy, seconds, path)
+
+
+def measure_device(threads: int = 1) -> DeviceLimits:
+    """Measures how fast memory is read and multiply-adds are done, in about 0.2 s.
+
+    No pass can be faster than `Model.pass_work` divided by these figures.
+
+    Args:
+        threads: that work together.
+
+    Raises:
+        NativeUnavailableError: there is no native kernel here.
+        UsageError: no thread.
+    """
+    return measure_limits(native_kernel(), threads)
+
+
+def list_devices(*, check: bool = True) -> tuple[DeviceFacts, ...]:
+    """The devices that models may run on, installed or not, in the order in which "auto" looks for one.
+
+    Args:
+        check: run small models on those that are there and have hardware.
+    """
+    return tuple(_facts(entry, device, check) for entry in ENTRIES for device in entry.devices)
+
+
+def _facts(entry: DeviceEntry, device: Device, check: bool) -> DeviceFacts:
+    installed, hardware, outcome = is_installed(device), None, ""
+    if installed:
+        try:
+            hardware = entry.hardware(device)
+            if check and hardware:
+                check_device(device)
+                outcome = "ok"
+        except DeviceError as error:
+            outcome = error.message
+    traits = dataclasses.asdict(device.traits)
+    return DeviceFacts(
+        name=device.name,
+        provider=device.provider,
+        package=entry.package,
+        beside=entry.beside,
+        installed=installed,
+        hardware=hardware,
+        bundles="all" if traits.pop("dynamic_shapes") else "static",
+        traits=traits,
+        memory=device.memory,
+        check=outcome,
+        tried=entry.tried,
+    )

@@ -1,6 +1,6 @@
-"""Whether a model is in memory: loaded when it is asked for, unloaded when it was left alone; knows no requests.
+"""When a model is in memory: loaded when it is asked for, unloaded when it was idle, its cache kept in between.
 
-What the cache held is put aside while the model is away, in a file of the user's cache that nobody else may read, so
+What the cache held is put aside while the model is away, in a file of the user's cache that only this user may read, so
 that the next request goes on where the last one ended. The file is gone once it was used, and when the program ends.
 """
 
@@ -14,23 +14,22 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.writing import storage_errors
-from edgeinfer.errors import EdgeInferError, StorageError, UsageError
+from edgeinfer.errors import BackendError, EdgeInferError, StorageError, UsageError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo
-from edgeinfer.runtime.kv_cache.session_file import open_session
+from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.system.user_cache import user_cache
-from edgeinfer.sessions import resume, save
 
-__all__ = ["Facts", "Residence"]
+__all__ = ["Facts", "ModelLifecycle", "resume", "save"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -51,8 +50,8 @@ class Facts:
     threads: int
 
 
-class Residence:
-    """Has the parts of a model when they are needed.
+class ModelLifecycle:
+    """Loads the parts of a model when they are needed, and frees them when they were idle.
 
     Args:
         make: loads the parts; takes time.perf_counter() of the request to, and the plan to load by if it is not the
@@ -143,7 +142,7 @@ class Residence:
             self.leave()
 
     def unload(self) -> None:
-        """Frees the parts, unless somebody holds them; they are loaded again when they are next asked for."""
+        """Frees the parts, unless they are in use; they are loaded again when they are next asked for."""
         with self._lock:
             if self._parts is None or self._holders:
                 return
@@ -156,7 +155,7 @@ class Residence:
         release_freed()
 
     def shut(self) -> None:
-        """Gives the parts to nobody any more; who has them keeps them."""
+        """Hands the parts out no more; whoever uses them keeps them."""
         with self._lock:
             self._stop_waiting()
             self._closed = True
@@ -179,7 +178,7 @@ class Residence:
             release_freed()
 
     def _wait(self) -> None:
-        """Unloads after the time to wait, counted from now, where nobody holds the parts."""
+        """Unloads after the time to wait, counted from now, where the parts are not in use."""
         self._stop_waiting()
         if self._idle_s is None or self._holders or self._parts is None:
             return
@@ -213,7 +212,7 @@ class Residence:
             _log.info("The conversation is not put aside while the model is away. %s", error.message)
             return
         self._aside = path
-        # Called when the program ends, if nobody calls it before.
+        # Called when the program ends, unless it was called before.
         self._forget_aside = weakref.finalize(self, _remove, path)
 
     def _bring_back(self, parts: ModelParts) -> None:
@@ -227,10 +226,10 @@ class Residence:
             self._aside = None
 
 
-def _call(waiting: weakref.ref[Residence], timer: threading.Timer) -> None:
-    residence = waiting()
-    if residence is not None:
-        residence._waited(timer)
+def _call(waiting: weakref.ref[ModelLifecycle], timer: threading.Timer) -> None:
+    lifecycle = waiting()
+    if lifecycle is not None:
+        lifecycle._waited(timer)
 
 
 def _facts(parts: ModelParts) -> Facts:
@@ -265,3 +264,41 @@ def _place() -> Path:
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
+
+
+def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
+    """Writes the tokens and rows that the cache holds.
+
+    Args:
+        tokens: only as far as both begin alike; None writes all.
+        text: kept with them.
+
+    Raises:
+        StorageError: the place cannot be written, or the disk is full.
+    """
+    engine = parts.engine
+    held = engine.cached_tokens if tokens is None else engine.cached_tokens[: engine.shared(tokens)]
+    write_session(path, parts.origin, held, engine.backend.cache.snapshot, text)
+
+
+def resume(parts: ModelParts, session: SessionFile) -> bool:
+    """Takes the rows of a session file over where this model, as it runs here, would have made the same; else says why
+    not in the log, as replies are then only slower to begin. Whether it did."""
+    engine = parts.engine
+    kind = engine.backend.cache.snapshot(0, 0)
+    obstacles = {
+        "they are another model's": session.origin.model != parts.origin.model,
+        "the model ran in another way": session.origin.run != parts.origin.run,
+        "the cache is of another type": (session.kv, session.scales) != (kind.kv, kind.scales),
+        "the context is smaller": len(session.tokens) > engine.backend.cache.capacity,
+        "there are no such tokens": max(session.tokens, default=0) >= engine.backend.geometry.vocab_size,
+    }
+    reason = next((reason for reason, met in obstacles.items() if met), None)
+    if reason is None and session.tokens:
+        try:
+            engine.adopt(session.tokens, session.pieces())
+        except (BackendError, UsageError) as error:
+            reason = error.message.rstrip(".")
+    if reason is not None:
+        _log.warning("The rows in %s are evaluated again: %s.", session.path, reason)
+    return reason is None

@@ -1,4 +1,4 @@
-"""Runs loaded models for what trains their drafters: replies to learn from, and what a drafter brings.
+"""Runs loaded models for the training of their drafters: replies to learn from, and what a drafter brings.
 
 Knows nothing of training.
 """
