@@ -6,6 +6,7 @@ Field names are those of `edgeinfer run --json` (DESIGN section 6).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ __all__ = [
     "ModelInfo",
     "Overflow",
     "PassWork",
+    "Progress",
     "Result",
     "Speculation",
     "Timings",
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "cancelled"]
+# Called with what is being done, how many steps are done and how many there are.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

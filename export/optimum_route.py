@@ -27,6 +27,7 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.quant import QuantPolicy, QuantScheme, quantize
+from edgeinfer.results import Progress
 
 __all__ = ["export_optimum", "quantize_graph"]
 
@@ -45,7 +46,6 @@ _STEPS = 3
 _SAME = 1e-3
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
 
 
 def quantize_graph(model: onnx.ModelProto, policy: QuantPolicy, vocab_size: int) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.arithmetic import rms_norm
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
+from edgeinfer.results import Progress
 
 __all__ = ["Look", "Probe", "expert_group", "probe_decoder", "probe_tokens", "rounded"]
 
@@ -78,7 +79,7 @@ def probe_decoder(
     tensors: Tensors,
     texts: Sequence[Ints],
     look: Look,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Probe]:
     """Probes every matrix of a decoder, by name or by the name of its group (`expert_group`).
 

@@ -6,7 +6,7 @@ than the probe's: both measured at the matrix's output, on the inputs that a tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from edgeinfer.quant.methods import approximate
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import Probe, expert_group, probe_decoder, rounded
 from edgeinfer.quant.statistics import StatisticsAccumulator
+from edgeinfer.results import Progress
 
 __all__ = ["choose_texts", "measure_costs", "share_of", "spread_rows"]
 
@@ -37,7 +38,7 @@ def measure_costs(
     tensors: Tensors,
     texts: Sequence[Ints],
     candidates: Mapping[str, Sequence[QuantScheme | None]],
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
     """Predicts the cost of each candidate of each matrix, from one run of all probes through the model.
 

@@ -103,7 +103,7 @@ def _read(model: str | None, kv: str, stories: Sequence[str]) -> _Reading:
 
 
 def _predict(model: edgeinfer.Model, ids: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Of every token but the first: its log-probability, and the token that was most likely in its place."""
+    """The log-probability of every token but the first, and the token that was most likely in its place."""
     logprobs, likely, start = [], [], 0
     for logits in model.logits(ids):  # (R, V)
         targets = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)

@@ -89,7 +89,7 @@ def text_of(prompts: Sequence[Sequence[int]], tokens: int) -> list[int]:
 
 
 class _BundleFiles(ModelFiles):
-    """Of the weights of a bundle."""
+    """Files made of the weights of a bundle."""
 
     def __init__(self, folder: Path, name: str, bundle: Path) -> None:
         super().__init__(folder, name)
@@ -101,7 +101,7 @@ class _BundleFiles(ModelFiles):
 
 
 class _CheckpointFiles(ModelFiles):
-    """Of somebody's checkpoint."""
+    """Files made of a user's checkpoint."""
 
     def __init__(self, folder: Path, name: str, source: Path) -> None:
         super().__init__(folder, name)

@@ -32,7 +32,7 @@ LEAST_AGREEMENT = 0.8
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one or several replies: how many of their tokens the reference would have chosen."""
+    """Agreement of one or several replies: how many of their tokens the reference would have chosen."""
 
     agreeing: int = 0
     tokens: int = 0
@@ -42,7 +42,7 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """Of the tokens."""
+        """The share of the tokens that agree."""
         return self.agreeing / self.tokens if self.tokens else 0.0
 
     @property
@@ -69,7 +69,7 @@ class Judge:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Agreement] = {}
 
     def verdicts(self, replies: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Agreement]:
-        """Of each pair of a prompt and a reply to it.
+        """The agreement of each pair of a prompt and a reply to it.
 
         Raises:
             BackendError: the reference failed.
@@ -190,7 +190,7 @@ class PeersRun:
                 self._entries[name].verdict = sum(mine, Agreement())
 
     def _verdicts(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Agreement]:
-        """Of prompts and replies; none where there is no reference."""
+        """The agreement of prompts and replies; none where there is no reference."""
         if self._judge is None:
             return []
         try:

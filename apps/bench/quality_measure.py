@@ -269,7 +269,7 @@ def measure_family(family: Family, material: Material, told: StageProgress | Non
 
 
 def layout_differences(results: Sequence[Quality]) -> list[Difference]:
-    """Of each two results that differ in their layout alone."""
+    """The difference of each two results that differ in their layout alone."""
     differences = []
     for first, second in itertools.combinations(results, 2):
         one, other = first.variant, second.variant

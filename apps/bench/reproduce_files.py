@@ -274,7 +274,7 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def names(text: str) -> list[str]:
-    """Of the results that a text shows."""
+    """The names of the results that a text shows."""
     return [found["name"] for found in _MARKED.finditer(text)]
 
 

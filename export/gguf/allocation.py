@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -30,13 +30,13 @@ from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.probing import expert_group, probe_decoder, rounded
 from edgeinfer.quant.sensitivity import share_of, spread_rows
+from edgeinfer.results import Progress
 
 __all__ = ["RowQuantizer", "TypePlan", "check_budget", "choose_types", "file_kind", "tensor_bytes"]
 
 Floats = NDArray[np.float32]
 
 Ints = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
 # From small to large, of rows that are whole blocks of 256, and of 32. Smaller ones than these are slow on CPUs and
 # need importance data.
 _WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")

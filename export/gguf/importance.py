@@ -5,7 +5,7 @@ The checkpoint is run layer by layer in numpy, so that memory holds one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.quant.calibration import CalibrationOptions, ModelReader, calibrate
 from edgeinfer.quant.statistics import InputStatistics
+from edgeinfer.results import Progress
 
 __all__ = ["Importance", "gather_importance"]
 
@@ -32,7 +33,7 @@ def gather_importance(
     reader: ModelReader,
     texts: Sequence[Ints],
     tensors: Iterable[PlannedGgufTensor],
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Importance:
     """Collects the importance of every matrix of a file but the embedding and routers, which stay as they are.
 
@@ -63,9 +64,7 @@ def gather_importance(
 class _Gathered:
     """Collects the statistics of each matrix's inputs; see `edgeinfer.quant.calibration.Visitor`."""
 
-    def __init__(
-        self, spec: DecoderSpec, reader: ModelReader, progress: Callable[[str, int, int], None] | None
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, reader: ModelReader, progress: Progress | None) -> None:
         self.squares: dict[str, Floats] = {}
         self._layers, self._progress = spec.num_layers, progress
         self._done = 0

@@ -16,12 +16,12 @@ from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import UsageError
 from edgeinfer.quant.calibration import ModelReader
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal
+from edgeinfer.results import Progress
 
 __all__ = ["check_layers", "check_prunable", "choose_layers", "prune_tokens", "renumbered"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
 
 # Some minutes of two slow cores; at most so many tokens, which more would not make a better choice, and at least these.
 _OPERATIONS = 1e13

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered
 from edgeinfer.export.options.file_types import COPY, FileType, find_file_type, find_tensor_type, needs_importance
+from edgeinfer.results import Progress
 
-__all__ = ["Progress", "quantize_gguf"]
+__all__ = ["quantize_gguf"]
 
-Progress = Callable[[str, int, int], None]
 Floats = npt.NDArray[np.float32]
 
 _ALIGNMENT = 32

@@ -28,7 +28,7 @@ from edgeinfer.export.gguf.allocation import TypePlan, check_budget, choose_type
 from edgeinfer.export.gguf.architectures import FILE_TYPES, context_length
 from edgeinfer.export.gguf.importance import Importance, gather_importance
 from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers, prune_tokens, renumbered
-from edgeinfer.export.gguf.quantize import Progress, quantize_gguf
+from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor
 from edgeinfer.export.gguf.tokenizer_check import check_tokenizer
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
@@ -42,6 +42,7 @@ from edgeinfer.quant.calibration import ModelReader, default_tokens
 from edgeinfer.quant.plan import match_patterns
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts
+from edgeinfer.results import Progress
 
 __all__ = ["Shrunk", "check_request", "export_gguf", "shrink"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, 
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
+from edgeinfer.results import Progress
 
 __all__ = [
     "GgufSource",
@@ -39,7 +40,6 @@ __all__ = [
     "written_bytes",
 ]
 
-Progress = Callable[[str, int, int], None]
 Floats = NDArray[np.float32]
 
 # Values that are converted at a time.

@@ -33,11 +33,12 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.static.graph import build_static_graph
-from edgeinfer.export.weights.calibrated import Progress, write_weights
+from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.planning import plan_weights, resolve
 from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.results import Progress
 
 __all__ = ["export_static"]
 

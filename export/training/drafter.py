@@ -21,12 +21,13 @@ from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target, hidden_states, layer_states, make_student, save_checkpoint
-from edgeinfer.export.training.options import Progress, TrainOptions, require
+from edgeinfer.export.training.options import TrainOptions, require
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
 from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
+from edgeinfer.results import Progress
 
 __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["DEVICES", "Progress", "TrainOptions", "require"]
+__all__ = ["DEVICES", "TrainOptions", "require"]
 
 DEVICES = ("auto", "cpu", "cuda")
-
-# Called with a stage, steps done and steps in all.
-Progress = Callable[[str, int, int], None]
 
 
 def require(condition: bool, name: str, value: Any, rule: str) -> None:

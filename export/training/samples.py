@@ -18,8 +18,9 @@ from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import Progress, require
+from edgeinfer.export.training.options import require
 from edgeinfer.export.training.text import TokenFile, open_tokens, write_tokens
+from edgeinfer.results import Progress
 
 __all__ = ["Replier", "SampleOptions", "TorchReplier", "sample"]
 

@@ -21,8 +21,8 @@ from edgeinfer.bundle.writing import new_file, storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import cross_entropy, taught_divergence
 from edgeinfer.export.training.models import Target, hidden_states, layer_states
-from edgeinfer.export.training.options import Progress
 from edgeinfer.export.training.text import TokenFile
+from edgeinfer.results import Progress
 
 __all__ = ["TOP_TOKENS", "Batches", "TeacherProbabilities", "TeacherTask", "TextTask", "teacher_probabilities"]
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import DeviceError, StorageError, UsageError
-from edgeinfer.export.training.options import Progress, TrainOptions
+from edgeinfer.export.training.options import TrainOptions
+from edgeinfer.results import Progress
 
 __all__ = [
     "Task",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -21,11 +21,11 @@ from edgeinfer.export.weights.writer import quantized_rows, stored_rows, write_f
 from edgeinfer.quant import METHODS, InputStatistics, dequantized, quantize
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate, default_streams
 from edgeinfer.quant.plan import QuantPlan
+from edgeinfer.results import Progress
 
-__all__ = ["Progress", "write_calibrated", "write_plain", "write_weights"]
+__all__ = ["write_calibrated", "write_plain", "write_weights"]
 
 Floats = NDArray[np.float32]
-Progress = Callable[[str, int, int], None]
 
 _log = logging.getLogger("edgeinfer")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from edgeinfer.bundle import DecoderSpec
@@ -21,6 +21,7 @@ from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
+from edgeinfer.results import Progress
 
 __all__ = ["WeightPlan", "plan_weights", "resolve"]
 
@@ -67,7 +68,7 @@ def plan_weights(
     described: Described,
     tensors: PlannedTensors,
     parameters: int,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> WeightPlan:
     """Plans the weights of a resolved configuration; where it has a budget, the model is probed for the smallest loss.
 
@@ -90,7 +91,7 @@ def _plan(
     tensors: PlannedTensors,
     parameters: int,
     text: CalibrationText | None,
-    progress: Callable[[str, int, int], None] | None,
+    progress: Progress | None,
 ) -> QuantPlan:
     spec, plans = described.spec, described.plans
     shapes, method = {plan.name: plan.shape for plan in plans}, config.method or "rtn"

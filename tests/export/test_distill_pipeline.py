@@ -17,10 +17,10 @@ from edgeinfer.export.training import drafter
 from edgeinfer.export.training.drafter import DrafterOptions, train_drafter
 from edgeinfer.export.training.exits import ExitsOptions, tune_exits
 from edgeinfer.export.training.models import Target, load_target
-from edgeinfer.export.training.options import Progress
 from edgeinfer.export.training.samples import SampleOptions
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.text import TextSource
+from edgeinfer.results import Progress
 from tests.factories import make_checkpoint
 
 OPTIONS = DrafterOptions(

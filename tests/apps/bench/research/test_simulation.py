@@ -54,7 +54,7 @@ def test_three_bits_lie_between_two_and_four(floats: Path, tmp_path: Path) -> No
     assert errors == sorted(errors, reverse=True) and sizes == sorted(sizes)
 
 
-def test_codebooks_are_those_of_quant(floats: Path, tmp_path: Path) -> None:
+def test_codebooks_are_those_of_the_quantizer(floats: Path, tmp_path: Path) -> None:
     simulate(floats, tmp_path / "out", Form("codebook", 3, 16))
     source, made = open_bundle(floats), open_bundle(tmp_path / "out")
     wanted = quantize_codebook(source.tensor(DOWN), 3, 16)
