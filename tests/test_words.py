@@ -41,8 +41,9 @@ BANNED = {
     "whom": "which",
 }
 PHRASES = re.compile(r"\b(?:take|takes|taken|taking) in (?:a|the) (?:prompt|text)\b", re.IGNORECASE)
-# Names of values, fields and files that users have had since before; and held-out text is the field's.
-DOCUMENTED = {"elastic", "matchness", "laws", "laws.bin", "laws.json", "held_out", "_held_out", "_HELD_OUT"}
+# Values, fields, parameters and files that have had these names since before; and held-out text is the field's.
+DOCUMENTED = {"elastic", "matchness", "laws", "laws.bin", "laws.json", "begun", "settled"}
+DOCUMENTED |= {"held_out", "_held_out", "_HELD_OUT", "held_out_perplexity"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
