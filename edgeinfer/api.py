@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,8 +18,9 @@ from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle, resume, save
-from edgeinfer.loading import Bundles, make_parts
+from edgeinfer.loading import Bundles, LoadRequest, make_parts
 from edgeinfer.measured import TUNING_PROMPTS, Measured, TuneResult, tune_by
+from edgeinfer.model_parts import ModelParts
 from edgeinfer.openai import chat_completion
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo, Result
 from edgeinfer.runtime.experts.statistics import ExpertCounts
@@ -65,7 +65,10 @@ def load(
     config = LoadConfig.of(memory=memory, context=context, **options)
     with allocating("The model"):
         bundles = Bundles.open(model, config)
-    make = partial(make_parts, bundles, config, progress)
+
+    def make(started: float, plan: MemoryPlan | None) -> ModelParts:
+        return make_parts(LoadRequest(bundles, config, progress, started, plan))
+
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
     return Model(lifecycle, chat_template(bundles.target))
 

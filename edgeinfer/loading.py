@@ -54,7 +54,7 @@ from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.tokenizing import boundary_ids
 
-__all__ = ["Bundles", "digest_of", "fingerprint_for", "make_parts"]
+__all__ = ["Bundles", "LoadRequest", "digest_of", "fingerprint_for", "make_parts"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -74,11 +74,13 @@ class Bundles:
     Attributes:
         choice: what runs the model.
         drafter_choice: what runs the small one.
+        planned: the plan of both, where choosing the drafter took one.
     """
 
     choice: BackendChoice
     drafter_choice: BackendChoice | None
     settings: TunedSettings = UNTUNED
+    planned: MemoryPlan | None = None
 
     @property
     def target(self) -> Bundle:
@@ -117,9 +119,14 @@ class Bundles:
         """Without the drafter of the bundle's own where something would have to be given up for it."""
         if config.memory is None:
             return self
-        alone = dataclasses.replace(self, drafter_choice=None)
         with_it = self.plan(config)
-        return self if with_it.fits and with_it.given_up == alone.plan(config).given_up else alone
+        if with_it.fits and not with_it.given_up:
+            return dataclasses.replace(self, planned=with_it)
+        alone = dataclasses.replace(self, drafter_choice=None)
+        without = alone.plan(config)
+        if with_it.fits and with_it.given_up == without.given_up:
+            return dataclasses.replace(self, planned=with_it)
+        return dataclasses.replace(alone, planned=without)
 
     def subject(self, config: LoadConfig) -> PlanInput:
         """What there is to plan."""
@@ -177,28 +184,49 @@ def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     return open_variant
 
 
-@allocating("The model")
-def make_parts(
-    bundles: Bundles,
-    config: LoadConfig,
-    progress: Callable[[str, int, int], None] | None,
-    started: float,
-    plan: MemoryPlan | None = None,
-) -> ModelParts:
-    """Loads what was opened, while its files are compared with their digests; of large ones replies await the verdict.
+@dataclass(frozen=True)
+class LoadRequest:
+    """One request to load a model.
 
-    Args:
+    Attributes:
         progress: as `edgeinfer.load` takes it.
-        started: time.perf_counter() of the request to load.
-        plan: of the last time, where it is loaded again; None makes one.
+        started: time.perf_counter() of the request.
+        plan: of the last time, where the model is loaded again; None makes one.
+    """
+
+    bundles: Bundles
+    config: LoadConfig
+    progress: Callable[[str, int, int], None] | None
+    started: float
+    plan: MemoryPlan | None = None
+
+    def on(self, device: str) -> LoadRequest:
+        """The same on one device, by no plan yet, with the tuned settings for it."""
+        config = dataclasses.replace(self.config, device=device)
+        choice = choose_backend(self.bundles.target, config)
+        bundles = dataclasses.replace(self.bundles, choice=choice, settings=settings_for(choice, config), planned=None)
+        return dataclasses.replace(self, bundles=bundles, config=config, plan=None)
+
+    def again(self) -> LoadRequest:
+        """The same on the device of the plan, where there is one."""
+        if self.plan is None:
+            return self
+        config = dataclasses.replace(self.config, device=self.plan.device)
+        bundles = dataclasses.replace(self.bundles, choice=choose_backend(self.bundles.target, config))
+        return dataclasses.replace(self, bundles=bundles, config=config)
+
+
+@allocating("The model")
+def make_parts(request: LoadRequest) -> ModelParts:
+    """Loads what was opened, while its files are compared with their digests; of large ones replies await the verdict.
 
     Raises:
         EdgeInferError: as `edgeinfer.load`.
     """
-    opened = [bundles.target] if bundles.drafter is None else [bundles.target, bundles.drafter]
-    verification = Verification(opened, keeps=config.remember)
+    target, drafter = request.bundles.target, request.bundles.drafter
+    verification = Verification([target] if drafter is None else [target, drafter], keeps=request.config.remember)
     try:
-        parts = _make_somewhere(bundles, config, progress, started, plan, verification)
+        parts = _make_somewhere(request, verification)
         verification.finish()
         return parts
     except (ModelError, BackendError):
@@ -210,51 +238,34 @@ def make_parts(
         raise
 
 
-def _make_somewhere(
-    bundles: Bundles,
-    config: LoadConfig,
-    progress: Callable[[str, int, int], None] | None,
-    started: float,
-    plan: MemoryPlan | None,
-    verification: Verification,
-) -> ModelParts:
+def _make_somewhere(request: LoadRequest, verification: Verification) -> ModelParts:
     """As `make_parts`, on the CPU where the device fails."""
-    if plan is not None:
-        config = dataclasses.replace(config, device=plan.device)
-        bundles = dataclasses.replace(bundles, choice=choose_backend(bundles.target, config))
-    subject = dataclasses.replace(bundles.subject(config), device_note="" if plan is None else plan.device_note)
+    request = request.again()
+    note = "" if request.plan is None else request.plan.device_note
+    subject = dataclasses.replace(request.bundles.subject(request.config), device_note=note)
     try:
-        return _make_parts(bundles, subject, config, progress, started, plan, verification)
+        return _make_parts(request, subject, verification)
     except DeviceError as error:
         if subject.device.on_cpu:
             raise
         reason = error.message
     # Here and not above: what was loaded of the model is alive as long as the error is.
-    _log.warning("%s The CPU runs %s.", reason, bundles.target.manifest.name)
-    config = dataclasses.replace(config, device="cpu")
-    choice = choose_backend(bundles.target, config)
-    bundles = dataclasses.replace(bundles, choice=choice, settings=settings_for(choice, config))
-    subject = dataclasses.replace(bundles.subject(config), device_note=reason)
-    return _make_parts(bundles, subject, config, progress, started, None, verification)
+    _log.warning("%s The CPU runs %s.", reason, request.bundles.target.manifest.name)
+    request = request.on("cpu")
+    subject = dataclasses.replace(request.bundles.subject(request.config), device_note=reason)
+    return _make_parts(request, subject, verification)
 
 
-def _make_parts(
-    bundles: Bundles,
-    subject: PlanInput,
-    config: LoadConfig,
-    progress: Callable[[str, int, int], None] | None,
-    started: float,
-    plan: MemoryPlan | None,
-    verification: Verification,
-) -> ModelParts:
+def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verification) -> ModelParts:
     """As `make_parts`, on the subject's device or not at all.
 
     Raises:
         DeviceError: the device fails.
     """
+    bundles, config = request.bundles, request.config
     profiles = profiles_of(subject, config)
     speed = speed_model(subject, profiles)
-    plan = plan or make_plan(subject, config, speed)
+    plan = request.plan or bundles.planned or make_plan(subject, config, speed)
     plan.require_fit()
     return_large_frees()
     bundle = bundles.target
@@ -262,7 +273,7 @@ def _make_parts(
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
     parsed = _parse(lambda: _TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in _TOKENIZERS else None
-    backend = make_backend(subject.choice, config, plan.configuration, progress, bundles.settings)
+    backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings)
     if not subject.device.on_cpu:
         check_first_pass(backend, subject.device)
     parsed = parsed or _parse(lambda: own_tokenizer(subject.choice, backend))
@@ -282,7 +293,7 @@ def _make_parts(
         loaded=_info(bundle, engine.backend, plan),
         begin_ids=begin_ids,
         eos_ids=eos_ids,
-        load=LoadCosts((time.perf_counter() - started) * 1e3, parsed.ms, parsed.bytes),
+        load=LoadCosts((time.perf_counter() - request.started) * 1e3, parsed.ms, parsed.bytes),
         tensors=tensors_in(bundle.manifest, plan.layout),
         origin=origin_of(bundle, plan.layout, engine_version(subject.choice), config.exact),
         speculator=speculator,

@@ -70,7 +70,7 @@ class ReplyText:
         return text
 
     def finish(self) -> str:
-        """The text that was held back; no tokens come afterwards."""
+        """The text that was withheld; no tokens come afterwards."""
         text = self._decoder.flush()
         if self._stops is not None:
             text, found = self._stops.push(text)

@@ -1,4 +1,4 @@
-"""What passes with fewer experts guess and cost, token by token of a text; knows nothing of drafts or rounds."""
+"""What passes with fewer experts guess and cost, token by token of a text."""
 
 from __future__ import annotations
 
