@@ -92,23 +92,9 @@ class SmallestResults:
         """The same of the speeds under the largest budget, which is ample."""
         return point.share(self.points[0], _SHORT), point.share(self.points[0], _DEEP)
 
-    def keeps(self, point: Timed, share: float = BEST_SHARE) -> bool:
-        """Whether it replied, at this share of the best speed in both chats."""
-        return not point.reason and min(self.shares(point)) >= share
-
-    @property
-    def smallest_running(self) -> Timed | None:
-        """The smallest budget under which it replied."""
-        return self._smallest(0.0)
-
-    @property
-    def smallest_fast(self) -> Timed | None:
-        """The smallest budget under which both chats ran at `BEST_SHARE` of their best speed."""
-        return self._smallest(BEST_SHARE)
-
-    def _smallest(self, share: float) -> Timed | None:
-        kept = [point for point in self.points if self.keeps(point, share)]
-        return min(kept, key=lambda point: point.setup.budget or 0, default=None)
+    def keeps(self, point: Timed) -> bool:
+        """Whether it replied, at `BEST_SHARE` of the best speed in both chats."""
+        return not point.reason and min(self.shares(point)) >= BEST_SHARE
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON's types."""

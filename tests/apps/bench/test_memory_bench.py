@@ -18,7 +18,7 @@ from edgeinfer.apps.bench.enforced import Enclosure, enclosure
 from edgeinfer.apps.bench.memory_budgets import BudgetPeer, SmallestResults, SpecMemoResults, measure_peer
 from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, PlansResults, draw_cases, find_subjects
-from edgeinfer.apps.bench.memory_sections import chat_section, plans_section, spec_memory_section
+from edgeinfer.apps.bench.memory_sections import chat_section, plans_section, smallest_section, spec_memory_section
 from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
 from edgeinfer.apps.bench.render import print_section
 from edgeinfer.apps.bench.watch import Ended, Watched, watch
@@ -149,12 +149,12 @@ def timed(budget: int | None, short: float, deep: float, reason: str = "", name:
     return Timed(LoadSetup(name or str(budget), options), (run, run))
 
 
-def test_the_smallest_budget_has_to_keep_both_speeds() -> None:
+def test_the_smallest_budget_has_to_keep_both_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     points = (timed(400, 30, 20), timed(300, 29, 19.5), timed(200, 29, 15), timed(100, 1, 1, "refused"))
     results = SmallestResults("m", 2048, points)
     assert results.shares(points[1]) == pytest.approx((29 / 30, 19.5 / 20))
-    assert results.smallest_fast is points[1]
-    assert results.smallest_running is points[2]
+    print_section(smallest_section(results.to_dict()))
+    assert "Smallest budget with 95% of the best speed: 300 B; at all: 200 B." in capsys.readouterr().out
 
 
 def test_generation_memory_is_all_beyond_the_weights() -> None:
@@ -185,7 +185,7 @@ def test_budgets_are_halved_towards_the_smallest_that_is_fast(monkeypatch: pytes
     replies = memory_timed.ReplyRequest(((1,), (2,)), 4)
     found = memory_timed.narrow("m", first, replies, 1, 3, results.keeps)
     assert [each.setup.budget for each in found] == [400, 250, 212, 175, 100]
-    assert found[1].beside and dataclasses.replace(results, points=tuple(found)).smallest_fast is found[1]
+    assert found[1].beside and [results.keeps(each) for each in found] == [True, True, False, False, False]
 
 
 def test_the_smallest_budget_that_pays_is_held_against_no_limits(capsys: pytest.CaptureFixture[str]) -> None:
