@@ -90,7 +90,7 @@ class ModelLifecycle:
         return self._facts if parts is None else _facts(parts)
 
     def parts(self) -> ModelParts:
-        """The parts, loaded if they were not. They stay for a moment; `held` and `take` make them stay.
+        """The parts, loaded if they were not. They stay for a moment; `acquire` and `take` make them stay.
 
         Raises:
             UsageError: the model was closed.
@@ -123,7 +123,7 @@ class ModelLifecycle:
                 self._wait()
 
     @contextmanager
-    def held(self, *, verified: bool = True) -> Iterator[ModelParts]:
+    def acquire(self, *, verified: bool = True) -> Iterator[ModelParts]:
         """The parts, which stay inside the block.
 
         Args:
@@ -277,8 +277,8 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
         StorageError: the place cannot be written, or the disk is full.
     """
     engine = parts.engine
-    held = engine.cached_tokens if tokens is None else engine.cached_tokens[: engine.shared(tokens)]
-    write_session(path, parts.origin, held, engine.backend.cache.snapshot, text)
+    cached = engine.cached_tokens if tokens is None else engine.cached_tokens[: engine.shared(tokens)]
+    write_session(path, parts.origin, cached, engine.backend.cache.snapshot, text)
 
 
 def resume(parts: ModelParts, session: SessionFile) -> bool:

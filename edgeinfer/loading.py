@@ -338,11 +338,11 @@ class _Parsed:
 
 
 def _parse(make: Callable[[], TokenizerLike]) -> _Parsed:
-    begun, before = time.perf_counter(), process_memory().anonymous
+    started, before = time.perf_counter(), process_memory().anonymous
     tokenizer = make()
     tokenizer.rest()
     release_freed()
-    return _Parsed(tokenizer, (time.perf_counter() - begun) * 1e3, process_memory().anonymous - before)
+    return _Parsed(tokenizer, (time.perf_counter() - started) * 1e3, process_memory().anonymous - before)
 
 
 def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:
@@ -353,13 +353,13 @@ def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_
         speculator.plan_for(plan.configuration.drafters, plan.draft_max)
 
     def evict() -> bool:
-        held = engine.prefix_bytes
-        engine.evict_prefixes(held // 2)
-        return engine.prefix_bytes < held
+        kept = engine.prefix_bytes
+        engine.evict_prefixes(kept // 2)
+        return engine.prefix_bytes < kept
 
     def terms() -> dict[str, int]:
-        held = {"tokenizer": tokenizer_bytes, "drafting": speculator.nbytes, "prefix_cache": engine.prefix_bytes}
-        return engine.backend.nbytes() | {name: size for name, size in held.items() if size}
+        sizes = {"tokenizer": tokenizer_bytes, "drafting": speculator.nbytes, "prefix_cache": engine.prefix_bytes}
+        return engine.backend.nbytes() | {name: size for name, size in sizes.items() if size}
 
     reliefs = (
         MemoryRelief("", _release),

@@ -118,7 +118,7 @@ class Measured(Tokenizing):
     @contextmanager
     def _idle(self) -> Iterator[ModelParts]:
         """The parts while no reply is running, which stay inside the block."""
-        with self._alone(), self._lifecycle.held() as parts:
+        with self._alone(), self._lifecycle.acquire() as parts:
             yield parts
 
     def measure_passes(self, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
@@ -161,7 +161,7 @@ class Measured(Tokenizing):
             with self._idle():
                 yield from logits
 
-        with self._lifecycle.held() as parts:
+        with self._lifecycle.acquire() as parts:
             return rows(measure.token_logits(parts.engine, tokens))
 
     def score(self, tokens: Sequence[int]) -> measure.TokenScores:

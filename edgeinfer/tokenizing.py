@@ -45,14 +45,14 @@ class Tokenizing:
         """
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
-        with self._lifecycle.held(verified=False) as parts:
+        with self._lifecycle.acquire(verified=False) as parts:
             if parse_special:
                 return parts.tokenizer.encode(text)
             return parts.literal_encoder.literal(text, add_special_tokens=True)
 
     def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
         """The same for a text to go on with; raises ContextLengthError for one that is far too long for the context."""
-        with self._lifecycle.held(verified=False) as parts:
+        with self._lifecycle.acquire(verified=False) as parts:
             require_fitting_text(parts, text)
             return self.tokenize(text, parse_special=parse_special)
 
@@ -81,7 +81,7 @@ class Tokenizing:
             raise TemplateError(
                 f"{self._lifecycle.facts.info.name} has no chat template.", "Use generate() with plain text."
             )
-        with self._lifecycle.held(verified=False) as parts:
+        with self._lifecycle.acquire(verified=False) as parts:
             if fitting:
                 require_fitting_messages(parts, messages)
             if parse_special:
@@ -99,7 +99,7 @@ class Tokenizing:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        with self._lifecycle.held(verified=False) as parts:
+        with self._lifecycle.acquire(verified=False) as parts:
             return parts.tokenizer.decode(ids)
 
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,6 +58,8 @@ ALLOWED = {
     },
     "edgeinfer.__main__": {"edgeinfer.apps.cli"},
 }
+# Files of edgeinfer/ itself that everything may build on; the others are the face.
+GROUND = CORE - {"edgeinfer.bundle"}
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}
 # Making a bundle needs these; running one does not.
 HEAVY = {"torch", "transformers", "onnx", "safetensors", "optimum", "ml_dtypes"}
@@ -183,6 +185,62 @@ def test_imports_point_downwards() -> None:
         if within(name, "edgeinfer") and not may_import(module, name)
     ]
     assert wrong == []
+
+
+def room(module: str) -> str:
+    """The folder of a module by its import name; files of edgeinfer/ itself are the ground or the face."""
+    if module == "edgeinfer":
+        return module
+    if MODULES[module].parent == ROOT / "edgeinfer":
+        return "ground" if module in GROUND else "face"
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of nodes that reach each other."""
+    found: list[list[str]] = []
+    reach: dict[str, set[str]] = {}
+    for start in arrows:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            ahead += (new := arrows.get(ahead.pop(), set()) - seen)
+            seen |= new
+        reach[start] = seen
+    for node in arrows:
+        circle = sorted(other for other in reach[node] if node in reach.get(other, ()))
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
+
+
+def arrows_between(place: Callable[[str], str]) -> dict[str, set[str]]:
+    """Which places import which others, wherever in their files."""
+    found: dict[str, set[str]] = {place(module): set() for module in MODULES}
+    for module, source in sources().items():
+        targets = {place(name) for name in source.imports if name in MODULES}
+        found[place(module)] |= targets - {place(module)}
+    return found
+
+
+def test_no_files_import_in_a_circle() -> None:
+    assert circles(arrows_between(lambda module: module)) == []
+
+
+def test_no_folders_import_in_a_circle() -> None:
+    # The package itself names what it brings in when that is asked for.
+    arrows = arrows_between(room)
+    del arrows["edgeinfer"]
+    assert circles(arrows) == []
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 def test_only_makers_import_heavy_libraries() -> None:

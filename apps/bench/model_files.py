@@ -143,7 +143,7 @@ class ModelFiles:
         Raises:
             BackendError: it could not.
         """
-        source, script = self.exported_gguf(kind), Path(__file__).with_name("openvino_genai_model.py")
+        source, script = self.exported_gguf(kind), Path(__file__).with_name("engines") / "pipelines.py"
 
         def write(path: Path) -> None:
             path.mkdir()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, names, option
 from edgeinfer.apps.bench.model_files import default_folder
+from edgeinfer.apps.bench.peers_engines import BUILTIN, PeerModel, builtin_model, checkpoint_model, shape_model
 from edgeinfer.apps.bench.peers_engines import PEERS as ENGINES
 from edgeinfer.apps.bench.peers_figures import BUDGETS, PeersConfig, peers_json, peers_section
-from edgeinfer.apps.bench.peers_models import BUILTIN, PeerModel, builtin_model, checkpoint_model, shape_model
 from edgeinfer.apps.bench.peers_run import PeersRun
 from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.config import parse_size

@@ -10,10 +10,9 @@ from typing import Any
 
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.model_files import tree_bytes
-from edgeinfer.apps.bench.peers_engines import PEERS, REFERENCE, PeerEngine, missing
+from edgeinfer.apps.bench.peers_engines import PEERS, REFERENCE, PeerEngine, PeerModel, missing, text_of
 from edgeinfer.apps.bench.peers_figures import EngineFigures, ModelFigures, PeersConfig
 from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limited, summary
-from edgeinfer.apps.bench.peers_models import PeerModel, text_of
 from edgeinfer.apps.bench.timing import DECODE, PREFILL, Spread, Task, VisitTimes, rotated, visits
 from edgeinfer.errors import BackendError, UsageError
 

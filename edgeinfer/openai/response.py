@@ -74,8 +74,8 @@ class MessageItem(Item):
 
     def whole(self, status: str) -> Event:
         """The item; without its text as long as there is none."""
-        begun = status != "in_progress"
-        content = [self._part()] if begun else []
+        started = status != "in_progress"
+        content = [self._part()] if started else []
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _part(self) -> dict[str, Any]:

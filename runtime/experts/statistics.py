@@ -111,7 +111,7 @@ class ExpertCounter:
 
     def passed(self, start: int, ids: Ints) -> None:  # (L, S, k)
         """A pass of the whole model over new tokens used these, at rows start.. of the cache."""
-        follows = self._settle(start)
+        follows = self._keep_last_pass(start)
         if not follows:
             self._count()
             self._before = self._before[:0]
@@ -126,11 +126,11 @@ class ExpertCounter:
 
     def counts(self, length: int) -> ExpertCounts:
         """All that was counted so far, with the cache at this length."""
-        self._settle(length)
+        self._keep_last_pass(length)
         self._count()
         return self._counts
 
-    def _settle(self, length: int) -> bool:
+    def _keep_last_pass(self, length: int) -> bool:
         """Takes over the rows of the last pass that the cache still holds; whether `length` follows them."""
         if self._last is None:
             return False

@@ -1,16 +1,19 @@
 """Engines that decode by a loop of their own: edgeinfer, onnxruntime-genai, OpenVINO GenAI.
 
 Run under interpreters that may have neither edgeinfer nor numpy, so only the standard library is imported at the top.
+Run as a script, this has OpenVINO GenAI make its model of a GGUF file: python pipelines.py MODEL.gguf FOLDER
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-__all__ = ["EdgeInferEngine", "GenaiEngine", "OpenVinoGenaiEngine"]
+__all__ = ["EdgeInferEngine", "GenaiEngine", "OpenVinoGenaiEngine", "save_openvino_model"]
 
 # Tokens that every vocabulary has, for prompts to begin with: the first of them, and how many.
 _ORDINARY, _FIRSTS = 5, 200
@@ -163,3 +166,20 @@ class GenaiEngine:
 
     def _ids(self, tokens: list[int]) -> Any:  # (S,) int32
         return self._np.array(tokens, self._np.int32)
+
+
+def save_openvino_model(source: Path, folder: Path) -> None:
+    """Has OpenVINO GenAI's pipeline make an OpenVINO model of a GGUF file, and keeps it.
+
+    The pipeline saves what it makes beside the file, so it is shown a link to it in the folder.
+    """
+    link = folder / source.name
+    link.symlink_to(source)
+    import_module("openvino_genai").LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+    link.unlink()
+    if not (folder / "openvino_model.xml").is_file():
+        raise SystemExit(f"OpenVINO GenAI saved nothing in {folder}")
+
+
+if __name__ == "__main__":
+    save_openvino_model(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())

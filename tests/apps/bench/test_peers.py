@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.apps.bench import peers_run
+from edgeinfer.apps.bench import peers, peers_run
 from edgeinfer.apps.bench.model_files import Artifacts
-from edgeinfer.apps.bench.peers_engines import PEERS
-from edgeinfer.apps.bench.peers_figures import EngineFigures, PeersConfig, peers_json, peers_section
+from edgeinfer.apps.bench.peers_engines import PEERS, builtin_model, shape_model
+from edgeinfer.apps.bench.peers_figures import EngineFigures, PeersConfig, peers_json
 from edgeinfer.apps.bench.peers_limits import LimitedRun
-from edgeinfer.apps.bench.peers_models import builtin_model, shape_model
 from edgeinfer.apps.bench.peers_run import PeersRun
 from edgeinfer.apps.bench.render import section_markdown
 from edgeinfer.apps.bench.synthetic import SHAPES
@@ -69,7 +68,7 @@ def run(work: Path, *engines: str, **settings: Any) -> PeersRun:
 
 def shown(done: PeersRun, config: PeersConfig = SMALL) -> str:
     """What the command prints."""
-    return section_markdown(peers_section(peers_json([done.figures()], config)))
+    return section_markdown(peers.PEERS.section(peers_json([done.figures()], config)))
 
 
 def found(done: PeersRun) -> dict[str, EngineFigures]:

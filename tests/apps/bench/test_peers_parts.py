@@ -16,8 +16,8 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench.driver import WORKER_SCRIPT, Worker
 from edgeinfer.apps.bench.engines.stepped import SteppedEngine
+from edgeinfer.apps.bench.peers_engines import write_bundle_checkpoint
 from edgeinfer.apps.bench.peers_limits import LimitedRun, can_enforce, run_limited, summary
-from edgeinfer.apps.bench.peers_models import write_bundle_checkpoint
 from edgeinfer.apps.bench.synthetic import convert_checkpoint
 from edgeinfer.apps.bench.watch import watch
 from edgeinfer.apps.bench.worker import ENGINES, serve

@@ -1,0 +1,97 @@
+"""Names, messages and help are in the field's words: none of a dialect that once stood for them comes back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.test_imports import MODULES
+
+# What the field says instead is in CONTRIBUTING.md.
+BANNED = {
+    "law": "probabilities",
+    "laws": "probabilities",
+    "lawful": "stochastic",
+    "chooser": "sampler",
+    "multistep": "decoding strategy",
+    "saver": "reduced compute",
+    "surroundings": "arguments",
+    "residence": "lifecycle",
+    "residency": "cache",
+    "spine": "main branch",
+    "rider": "piggyback row",
+    "riders": "piggyback rows",
+    "prober": "piggyback rows",
+    "settle": "commit",
+    "settled": "committed",
+    "twin": "copy",
+    "matchness": "match rate",
+    "stake": "loss budget",
+    "hopes": "acceptance estimate",
+    "books": "statistics",
+    "stairs": "row steps",
+    "tally": "statistics",
+    "elastic": "weight planes",
+    "held": "cached",
+    "begun": "started",
+    "anew": "again",
+    "nobody": "none",
+    "whom": "which",
+}
+PHRASES = re.compile(r"\b(?:take|takes|taken|taking) in (?:a|the) (?:prompt|text)\b", re.IGNORECASE)
+# Values, fields, parameters and files that have had these names since before; and held-out text is the field's.
+DOCUMENTED = {"elastic", "matchness", "laws", "laws.bin", "laws.json", "begun", "settled"}
+DOCUMENTED |= {"held_out", "_held_out", "_HELD_OUT", "held_out_perplexity"}
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def words(name: str) -> list[str]:
+    """The words of an identifier, in snake or camel case."""
+    return [word.lower() for word in WORD.findall(name)]
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Which string constants are documentation, by their node's id."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+
+
+def names_and_texts(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Line, identifier or string, and whether it is an identifier."""
+    documentation = docstrings(tree)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.alias(name=name):
+                yield line, name, True
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield line, name, True
+            case ast.keyword(arg=str(name)):
+                yield line, name, True
+            case ast.Constant(value=str(text)) if id(node) not in documentation:
+                yield line, text, False
+
+
+def offences(module: str, path: Path) -> Iterator[str]:
+    for word in words(path.stem):
+        if word in BANNED:
+            yield f"{module}: the file's name says {word}, not {BANNED[word]}"
+    for line, text, identifier in names_and_texts(ast.parse(path.read_text("utf-8"))):
+        if text in DOCUMENTED:
+            continue
+        for word in words(text) if identifier else re.findall(r"[a-z]+", text.lower()):
+            if word in BANNED:
+                yield f"{module}:{line} {text[:60]!r} says {word}, not {BANNED[word]}"
+        if not identifier and PHRASES.search(text):
+            yield f"{module}:{line} {text[:60]!r}"
+
+
+def test_the_fields_words() -> None:
+    wrong = [line for module, path in MODULES.items() for line in offences(module, path)]
+    assert wrong == [], "\n".join(wrong)
