@@ -27,7 +27,7 @@ from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import release_freed
-from edgeinfer.runtime.system.user_cache import user_cache
+from edgeinfer.user_folders import user_cache
 
 __all__ = ["Facts", "ModelLifecycle", "resume", "save"]
 

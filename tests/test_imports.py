@@ -27,12 +27,14 @@ CORE = {
     "edgeinfer.results",
     "edgeinfer.bundle",
     "edgeinfer.version",
+    "edgeinfer.user_folders",
 } | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
     "edgeinfer.errors": set[str](),
     "edgeinfer.version": set[str](),
     "edgeinfer.options": {"edgeinfer.errors"},
+    "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.searching": CHECKED,
     "edgeinfer.reply_options": CHECKED,
@@ -48,6 +50,7 @@ ALLOWED = {
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
+        "edgeinfer.user_folders",
         "edgeinfer.options",
         "edgeinfer.errors",
         "edgeinfer.config",

@@ -20,7 +20,7 @@ from starlette.routing import Mount
 
 from edgeinfer.apps.desktop.api_conversations import conversation_routes
 from edgeinfer.apps.desktop.api_models import model_routes
-from edgeinfer.apps.desktop.folders import DataFolder, user_data
+from edgeinfer.apps.desktop.folders import DataFolder, data_folder
 from edgeinfer.apps.desktop.page import Access, AccessRequired, page_routes
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.transfer import MOST_BYTES
@@ -68,7 +68,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
         UsageError: the port is in use, or a setting is out of range.
         StorageError: the data folder cannot be used.
     """
-    folder = user_data() if config.data is None else DataFolder(config.data.expanduser().absolute())
+    folder = data_folder() if config.data is None else DataFolder(config.data.expanduser().absolute())
     access = Access()
     # Other users of the machine reach its loopback too.
     security = Security(host=_HOST, max_body=MOST_BYTES, api_key=access.key)

@@ -1,15 +1,14 @@
-"""The folder where the app keeps what is the user's own, by the custom of the system; knows nothing of the files."""
+"""The folder where the app keeps what is the user's own, by the custom of the system."""
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.errors import StorageError
+from edgeinfer.user_folders import user_data
 
-__all__ = ["DataFolder", "user_data"]
+__all__ = ["DataFolder", "data_folder"]
 
 
 @dataclass(frozen=True)
@@ -50,23 +49,10 @@ class DataFolder:
             raise StorageError(f"{self.path} cannot be made: {error.strerror}.", hint) from error
 
 
-def user_data() -> DataFolder:
+def data_folder() -> DataFolder:
     """This user's data folder of the app; it need not exist.
 
     Raises:
         StorageError: this user has no home folder.
     """
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = _home() / "Library" / "Application Support"
-    else:
-        base = Path(os.environ.get("XDG_DATA_HOME") or _home() / ".local" / "share")
-    return DataFolder(base / "edgeinfer")
-
-
-def _home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError as error:
-        raise StorageError("This user has no home folder.", "Set HOME, or name a folder with --data.") from error
+    return DataFolder(user_data() / "edgeinfer")

@@ -29,7 +29,7 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.system.machine import processor_name
-from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
+from edgeinfer.user_folders import make_private, user_cache, written
 from edgeinfer.version import VERSION
 
 __all__ = ["DeviceProfile", "forget", "profile_folder", "stamped"]

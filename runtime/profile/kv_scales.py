@@ -16,7 +16,7 @@ from edgeinfer.bundle import WEIGHTS, Bundle, KVScales, write_file
 from edgeinfer.bundle.kv_scales import most_bytes, read_kv_scales
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import EdgeInferError, StorageError
-from edgeinfer.runtime.system.user_cache import user_cache
+from edgeinfer.user_folders import user_cache
 
 __all__ = ["keep_kv_scales", "kept_kv_scales_file", "kv_scales"]
 

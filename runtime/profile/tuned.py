@@ -23,7 +23,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
 from edgeinfer.runtime.system.machine import usable_processors
-from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
+from edgeinfer.user_folders import make_private, user_cache, written
 
 __all__ = [
     "OFF",

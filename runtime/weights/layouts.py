@@ -21,9 +21,9 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.runtime.native.library import native_kernel, switched_off
-from edgeinfer.runtime.system.user_cache import user_cache
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+from edgeinfer.user_folders import user_cache
 
 __all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare"]
 

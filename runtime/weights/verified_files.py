@@ -19,7 +19,7 @@ from typing import Any
 from edgeinfer.bundle.digests import FileIdentity
 from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.system.user_cache import make_private, user_cache, written
+from edgeinfer.user_folders import make_private, user_cache, written
 
 __all__ = ["Note", "VerifiedFiles"]
 

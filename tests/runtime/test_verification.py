@@ -13,10 +13,10 @@ import pytest
 from edgeinfer.bundle import digests
 from edgeinfer.bundle.digests import FileIdentity, hash_file
 from edgeinfer.errors import BundleError
-from edgeinfer.runtime.system.user_cache import written
 from edgeinfer.runtime.weights import verification, verified_files
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+from edgeinfer.user_folders import written
 
 SIZE = 3 * 2**20 + 17
 Reads = Callable[[Callable[[], object]], int]

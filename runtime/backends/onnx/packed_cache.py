@@ -31,8 +31,8 @@ from edgeinfer.errors import StorageError
 from edgeinfer.runtime.backends.onnx.packed_graph import Copy, products, weights_in, with_copies
 from edgeinfer.runtime.backends.onnx.packed_room import make_room, private_folder, processor_key, used
 from edgeinfer.runtime.backends.onnx.packing import PACKED, SAVED, append_copy, pack_weights, remove_scratch
-from edgeinfer.runtime.system.user_cache import user_cache
 from edgeinfer.runtime.weights.layouts import Progress, RunnableGraph, prepare
+from edgeinfer.user_folders import user_cache
 
 __all__ = ["is_packed", "prepare_packed"]
 

@@ -19,7 +19,7 @@ import pytest
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.desktop import app
 from edgeinfer.apps.desktop.app import DesktopConfig, run
-from edgeinfer.apps.desktop.folders import user_data
+from edgeinfer.apps.desktop.folders import data_folder
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 from tests.speculation import needs_builtin
 
@@ -83,15 +83,15 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_the_users_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert user_data().history == tmp_path / "edgeinfer" / "history.sqlite3"
+    assert data_folder().history == tmp_path / "edgeinfer" / "history.sqlite3"
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_data().path == tmp_path / ".local" / "share" / "edgeinfer"
+    assert data_folder().path == tmp_path / ".local" / "share" / "edgeinfer"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert user_data().path == tmp_path / "Library" / "Application Support" / "edgeinfer"
+    assert data_folder().path == tmp_path / "Library" / "Application Support" / "edgeinfer"
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert user_data().path == tmp_path / "local" / "edgeinfer"
+    assert data_folder().path == tmp_path / "local" / "edgeinfer"
 
 
 @needs_builtin
