@@ -1,4 +1,4 @@
-"""Loading a model and asking it for text; knows nothing of graphs, passes or how a bundle is made.
+"""Loading a model and asking it for text.
 
 The way of the data: `load` has bundles opened and the parts of a model made (`loading`); `Model.stream` turns a prompt
 into tokens and hands them to a `TokenStream`.

@@ -1,4 +1,4 @@
-"""A conversation: its messages, kept in step with the replies and saved as text; knows nothing of how replies arise."""
+"""A conversation: its messages, kept in step with the replies and saved as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exceptions edgeinfer raises and the exit code each one maps to; knows nothing of what raises them.
+"""The exceptions edgeinfer raises and the exit code each one maps to.
 
 EdgeInferError
 ├── UserError                     something the caller can change

@@ -1,4 +1,4 @@
-"""Finds models by path or hub id and fetches their data files; knows nothing of what runs them and runs none of it."""
+"""Finds models by path or hub id and fetches their data files."""
 
 from __future__ import annotations
 

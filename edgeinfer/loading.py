@@ -1,4 +1,4 @@
-"""Makes the parts of a model: opens its bundles, plans their memory, builds what runs; knows nothing of requests."""
+"""Makes the parts of a model: opens its bundles, plans their memory, builds what runs."""
 
 from __future__ import annotations
 

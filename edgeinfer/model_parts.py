@@ -1,4 +1,4 @@
-"""What a loaded model is made of; knows nothing of how it is loaded or asked."""
+"""What a loaded model is made of."""
 
 from __future__ import annotations
 

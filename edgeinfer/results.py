@@ -1,4 +1,4 @@
-"""What a caller gets back: text with its timings, memory, speculation and model facts; knows nothing of how they arose.
+"""What a caller gets back: text with its timings, memory, speculation and model facts.
 
 Field names are those of `edgeinfer run --json` (DESIGN section 6).
 """

@@ -1,4 +1,4 @@
-"""What the steps of a reply took, as figures of its result; knows nothing of who made them."""
+"""What the steps of a reply took, as figures of its result."""
 
 from __future__ import annotations
 

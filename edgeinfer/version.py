@@ -1,4 +1,4 @@
-"""Which version of edgeinfer this is; knows nothing else, so that asking costs nothing."""
+"""Which version of edgeinfer this is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversations of this user, kept in a database; knows nothing of models, of the network or of the window.
+"""The conversations of this user, kept in a database.
 
 A reply's row is there before its first token and grows while it is made. One that its program did not finish, because
 it was killed or the power failed, is "interrupted" when the history is next opened, with the text it had.

@@ -1,6 +1,4 @@
-"""The model that is loaded, for programs with an event loop: loading, replies as async iterators, state to watch.
-
-Knows nothing of HTTP or of what replies are for."""
+"""The model that is loaded, for programs with an event loop: loading, replies as async iterators, state to watch."""
 
 from __future__ import annotations
 

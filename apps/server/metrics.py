@@ -1,4 +1,4 @@
-"""Counts what the server does and writes it in Prometheus' text format; knows nothing of HTTP.
+"""Counts what the server does and writes it in Prometheus' text format.
 
 Names after the colon are llama-server's wherever it has them.
 """

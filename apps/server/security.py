@@ -1,4 +1,4 @@
-"""What the server lets in: hosts, origins, keys and limits; knows nothing of HTTP messages or of what is served."""
+"""What the server lets in: hosts, origins, keys and limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The thread that runs a model: replies in slices by their turns, and whatever else is asked of it in between.
-
-Knows no event loop: what comes of a reply is told by a callback, on this thread."""
+"""The thread that runs a model: replies in slices by their turns, and whatever else is asked of it in between."""
 
 from __future__ import annotations
 

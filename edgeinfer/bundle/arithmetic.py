@@ -1,4 +1,4 @@
-"""The arithmetic of a decoder between its matrix products, in plain numpy; knows nothing of layers, weights or caches.
+"""The arithmetic of a decoder between its matrix products, in plain numpy.
 
 What the reference backend computes with and what calibration computes with are these same functions.
 """

@@ -1,4 +1,4 @@
-"""float32 arrays on the grid of bfloat16, which scales are stored in; knows nothing of what is scaled."""
+"""float32 arrays on the grid of bfloat16, which scales are stored in."""
 
 from __future__ import annotations
 

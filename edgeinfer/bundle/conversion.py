@@ -1,7 +1,6 @@
 """A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it.
 
-Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.experts). Knows nothing
-of who runs either layout.
+Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.experts).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The experts of a layer as they are stored together: names, common formats, widening; knows nothing of files.
+"""The experts of a layer as they are stored together: names, common formats, widening.
 
 One operator reads all experts of a layer in the portable layout, so there they have one format: the widest bits and the
 smallest block of any of them, with zero points where the bits differ. Widening is exact: a value is scale * (q - zero)

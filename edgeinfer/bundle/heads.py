@@ -1,7 +1,7 @@
 """What is trained beside a model and kept in its bundle's `heads/`: its files and their shapes, read strictly.
 
-Knows nothing of how they are trained or used. Each kind is a safetensors file of its own. D is the hidden size, K the
-number of tokens that may be guessed, L the number of layers, H the number of heads, P the number of prompt tokens:
+Each kind is a safetensors file of its own. D is the hidden size, K the number of tokens that may be guessed, L the
+number of layers, H the number of heads, P the number of prompt tokens:
 
 medusa      weight (H, D, D) and bias (H, D) of the heads; norm (D,), the model's final one; tokens (K,) int32, those
             that may be guessed; rows (K, D), theirs of the model's head

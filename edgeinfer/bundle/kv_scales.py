@@ -1,4 +1,4 @@
-"""The scales of quantized KV caches: what they are, and `kv_scales.json`; knows nothing of how they were found.
+"""The scales of quantized KV caches: what they are, and `kv_scales.json`.
 
 The file, beside the graphs of a bundle: {"format": "edgeinfer-kv-scales", "version": 1, "tokens": calibration rows,
 "scales": {"int8": {"keys": [[scale, ...], ...], "values": [...]}, "int4": ...}}, one list per layer with a positive

@@ -1,4 +1,4 @@
-"""The number types keys and values can be cached in, and rows in and out of them; knows no cache and no graph.
+"""The number types keys and values can be cached in, and rows in and out of them.
 
 Quantized types are those of ONNX Runtime's GroupQueryAttention, to the last bit: a value is divided by the scale of its
 channel, rounded to the nearest integer, ties to even, and clipped to the range of the type. int8 stores that integer;

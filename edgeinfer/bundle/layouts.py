@@ -1,4 +1,4 @@
-"""The ways quantized weights lie in a bundle, and the files of each; knows nothing of the bytes themselves.
+"""The ways quantized weights lie in a bundle, and the files of each.
 
 native: tiles of edgeinfer.bundle.native_layout, which our own kernel reads in place.
 portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and GatherBlockQuantized read.

@@ -1,4 +1,4 @@
-"""The manifest `edgeinfer.json`: what a bundle says of itself, read strictly; knows nothing of the files' contents.
+"""The manifest `edgeinfer.json`: what a bundle says of itself, read strictly.
 
 Tensor names in the table (all matrices are (rows, columns) = (output, input)):
   embed (V, D) · final_norm (D,) · head (V, D)

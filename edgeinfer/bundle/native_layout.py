@@ -1,4 +1,4 @@
-"""The bytes of a quantized matrix in the native layout, from and to the portable one; knows nothing of files.
+"""The bytes of a quantized matrix in the native layout, from and to the portable one.
 
 The layout is defined in runtime/native/lowbit.h. In short: the rows of a matrix come in tiles of 32, those of a paired
 one in tiles of 16 of each half. A tile holds its blocks of K one after the other; a block holds four bytes of each row,

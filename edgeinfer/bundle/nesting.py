@@ -1,4 +1,4 @@
-"""Puts a drafter into a copy of its target's bundle; knows nothing of what drafts or how well."""
+"""Puts a drafter into a copy of its target's bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a quantized matrix in the portable layout; knows nothing of how scales were chosen.
+"""The bytes of a quantized matrix in the portable layout.
 
 Layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized: a matrix (N, K) is cut along K into blocks of
 `block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, first value

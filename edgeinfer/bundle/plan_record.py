@@ -1,4 +1,4 @@
-"""What a manifest says of how its weights' bits were chosen; knows nothing of choosing them."""
+"""What a manifest says of how its weights' bits were chosen."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads and writes fields of Protocol Buffers messages in their bytes (protobuf.dev/programming-guides/encoding).
 
-Knows no message. A device that runs bundles has no onnx package.
+A device that runs bundles has no onnx package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoder a bundle holds, as data: sizes, norms, biases, rotary embedding; knows nothing of graphs or files."""
+"""The decoder a bundle holds, as data: sizes, norms, biases, rotary embedding."""
 
 from __future__ import annotations
 

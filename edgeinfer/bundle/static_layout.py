@@ -1,4 +1,4 @@
-"""The bytes of a quantized matrix as DequantizeLinear reads them; knows nothing of how scales were chosen, or of files.
+"""The bytes of a quantized matrix as DequantizeLinear reads them.
 
 A matrix (N, K) is stored as MatMul takes it, (K, N), in blocks of `block_size` values along K, of which K is a
 multiple. Values of 4 bits lie two to a byte, the first in the lower bits. With zero points values and zero

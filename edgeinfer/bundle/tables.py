@@ -1,4 +1,4 @@
-"""Where each tensor lies in a weights file: one rule for whoever writes, converts or reads one; knows no file.
+"""Where each tensor lies in a weights file: one rule for whoever writes, converts or reads one.
 
 The exporter writes the graph of the layout that it does not store, and a device makes that layout's weights later: both
 go by `lay_out`, so that they agree on every offset.

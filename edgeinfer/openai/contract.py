@@ -1,4 +1,4 @@
-"""What a request is to whoever serves it: parsed and checked, then turned into wire objects; knows no endpoint."""
+"""What a request is to whoever serves it: parsed and checked, then turned into wire objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status and a body; knows nothing of who raised them or of HTTP servers."""
+"""Errors as OpenAI's clients read them: a status and a body."""
 
 from __future__ import annotations
 

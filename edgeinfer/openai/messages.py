@@ -1,4 +1,4 @@
-"""The messages of a request as a chat template takes them; knows nothing of templates or endpoints.
+"""The messages of a request as a chat template takes them.
 
 Text alone is taken: nothing that a request names, file or address, is ever opened.
 """

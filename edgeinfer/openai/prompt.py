@@ -1,4 +1,4 @@
-"""What a model shall go on with, a conversation or a text, and refusals that name the field; knows no wire format."""
+"""What a model shall go on with, a conversation or a text, and refusals that name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/responses: a response from its request to its last event, and the items it puts out; knows no HTTP."""
+"""/v1/responses: a response from its request to its last event, and the items it puts out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/completions: a request's fields, and answers and chunks as OpenAI's reference has them; knows no HTTP."""
+"""/v1/completions: a request's fields, and answers and chunks as OpenAI's reference has them."""
 
 from __future__ import annotations
 

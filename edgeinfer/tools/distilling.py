@@ -1,7 +1,4 @@
-"""Runs loaded models for the training of their drafters: replies to learn from, and what a drafter brings.
-
-Knows nothing of training.
-"""
+"""Runs loaded models for the training of their drafters: replies to learn from, and what a drafter brings."""
 
 from __future__ import annotations
 

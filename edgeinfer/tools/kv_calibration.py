@@ -1,7 +1,4 @@
-"""Gives a model scales for quantized caches, and tells what these caches cost: texts in, scales or errors out.
-
-Knows nothing of how scales are found.
-"""
+"""Gives a model scales for quantized caches, and tells what these caches cost: texts in, scales or errors out."""
 
 from __future__ import annotations
 

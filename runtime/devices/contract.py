@@ -1,7 +1,4 @@
-"""What a device is: an execution provider of onnxruntime, what its kernels can do, where its arrays live.
-
-Knows no device but the CPU, which is always there.
-"""
+"""What a device is: an execution provider of onnxruntime, what its kernels can do, where its arrays live."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Execution providers of the onnxruntime that is installed: whether one is there, how a session gets it.
 
-Knows no device. onnxruntime is imported when it is asked, as models on other engines do without it. A provider that
-comes as a library of its own is loaded from its installed package alone: what a bundle brings is never loaded.
+onnxruntime is imported when it is asked, as models on other engines do without it. A provider that comes as a library
+of its own is loaded from its installed package alone: what a bundle brings is never loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The header of a GGUF file (github.com/ggml-org/ggml/blob/master/docs/gguf.md), read without trusting any of it.
 
 Sizes are Python's integers, every count is held against the bytes that are left before anything is made of it, and
-nothing is kept but names, shapes and scalars. Knows nothing of what the metadata mean. Tensors lie one after the other
+nothing is kept but names, shapes and scalars. Tensors lie one after the other
 in the order of the table, as llama.cpp insists.
 """
 

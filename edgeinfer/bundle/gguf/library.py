@@ -1,4 +1,4 @@
-"""llama.cpp as llama-cpp-python brings it: found, checked and silenced once; knows nothing of bundles."""
+"""llama.cpp as llama-cpp-python brings it: found, checked and silenced once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF model file, or the parts one was split into, as one table of metadata and tensors; knows no architecture."""
+"""A GGUF model file, or the parts one was split into, as one table of metadata and tensors."""
 
 from __future__ import annotations
 

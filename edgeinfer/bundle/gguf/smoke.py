@@ -1,4 +1,4 @@
-"""A model of one layer, made in memory, that shows whether llama.cpp computes what it should; knows no bundle."""
+"""A model of one layer, made in memory, that shows whether llama.cpp computes what it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number types of GGUF files, for tensors and for metadata, and their sizes; knows no file."""
+"""The number types of GGUF files, for tensors and for metadata, and their sizes."""
 
 from __future__ import annotations
 
