@@ -133,7 +133,7 @@ def test_experts_are_quantized_by_what_enters_each(tmp_path: Path) -> None:
     assert (
         types(tmp_path / "q.gguf")[name] == "Q4_0" and types(tmp_path / "q.gguf")["blk.0.ffn_gate_inp.weight"] == "F32"
     )
-    with pytest.raises(UsageError, match=r"not for 6 x 64"):
+    with pytest.raises(UsageError, match=r"not 6 x 64 columns"):
         quantize_gguf(tmp_path / "float.gguf", tmp_path / "r.gguf", "Q4_0", importance={name: columns[:64]})
 
 

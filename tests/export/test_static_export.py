@@ -154,7 +154,7 @@ def test_impossible_shapes_are_refused(case: str) -> None:
 
 
 UNFIT: dict[str, tuple[StaticOptions, str]] = {
-    "context": (StaticOptions(context=4096), "the model allows 128"),
+    "context": (StaticOptions(context=4096), "the model allows only 128"),
     "chunk": (StaticOptions(chunk=200), "a context of 128"),
     "layers": (StaticOptions(layers=(1, 3)), "no layer 3"),
 }
@@ -244,7 +244,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         (["--static", "--static-layers", "3-1"], "not a list of layers"),
         (["--static", "--static-widths", "4,2"], "do not ascend"),
         (["--static", "--static-chunk", "4"], "below the largest width"),
-        (["--static", "--static-context", "9999"], "the model allows 128"),
+        (["--static", "--static-context", "9999"], "the model allows only 128"),
         (["--static", "--format", "gguf"], "not possible with static shapes"),
         (["--static", "--bits", "2"], "not possible with static shapes"),
     ],
