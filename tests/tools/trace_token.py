@@ -26,7 +26,7 @@ PROMPT = "Once upon a time there was a little dog. The little dog liked the litt
 
 
 # Functions that run in fewer pieces than this keep house: buffers grow, the budget is looked at.
-SELDOM = 0.2
+SELDOM = 0.5
 
 
 @dataclass
