@@ -102,7 +102,7 @@ def _openvino_seen(device: Device) -> bool:
     from onnxruntime.capi import _pybind_state as state
 
     kind = device.options["device_type"]
-    return any(seen.partition(".")[0] == kind for seen in state.get_available_openvino_openvino_device_ids())
+    return any(seen.partition(".")[0] == kind for seen in state.get_available_openvino_device_ids())
 
 
 _OPENVINO = DeviceEntry(
