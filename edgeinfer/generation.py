@@ -11,8 +11,8 @@ from typing import Self
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.logprobs import ShownLogprobs
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.reply_figures import ShownLogprobs, timings_of
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
@@ -31,7 +31,6 @@ from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
-from edgeinfer.timings import timings_of
 from edgeinfer.turns import Turns
 
 __all__ = ["TokenStream"]

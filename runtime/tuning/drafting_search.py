@@ -140,10 +140,9 @@ def best_skip_set(
         UsageError: no samples, or a granularity or number of evaluations below 1.
         BackendError: a text does not fit the cache.
     """
-    if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
+    units = skip_units(backend.geometry.num_layers, granularity, evaluations)
     scorer = _Scorer(backend, samples, window)
-    search = _Search(scorer, costs, skip_units(backend.geometry.num_layers, granularity), np.random.default_rng(seed))
+    search = _Search(scorer, costs, units, np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)
     while search.scored < most:
         search.step()

@@ -61,9 +61,7 @@ def search_skip_levels(
         UsageError: no samples, or a granularity or number of evaluations below 1.
         BackendError: a text does not fit the cache.
     """
-    if min(granularity, evaluations) < 1:
-        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
-    units = skip_units(backend.geometry.num_layers, granularity)
+    units = skip_units(backend.geometry.num_layers, granularity, evaluations)
     search = _Search(_Scorer(backend, samples), costs, units, evaluations, progress)
     search.run()
     backend.cache.trim(0)
@@ -113,8 +111,14 @@ def calibrate_entropy(reduced: ReducedCompute, samples: Sequence[Sample]) -> Ent
     return entropies
 
 
-def skip_units(num_layers: int, granularity: int) -> NDArray[np.bool_]:  # (U, 2 L)
-    """What is skipped together: attention blocks of a group of layers, and its MLP blocks."""
+def skip_units(num_layers: int, granularity: int, evaluations: int) -> NDArray[np.bool_]:  # (U, 2 L)
+    """What a search skips together: attention blocks of a group of layers, and its MLP blocks.
+
+    Raises:
+        UsageError: a granularity or number of evaluations below 1.
+    """
+    if min(granularity, evaluations) < 1:
+        raise UsageError("A search needs a granularity and a number of evaluations.", "Give numbers of at least 1.")
     layer, is_mlp = np.arange(2 * num_layers) // 2, np.arange(2 * num_layers) % 2
     groups = range(-(-num_layers // granularity))
     return np.array([(layer // granularity == group) & (is_mlp == kind) for group in groups for kind in (0, 1)])

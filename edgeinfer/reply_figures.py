@@ -1,15 +1,17 @@
-"""Log-probabilities of a reply's tokens are given out as the tokens' text shows."""
+"""What a reply gives out besides its text: log-probabilities of the tokens shown, and how long its steps took."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-from edgeinfer.results import TokenLogprob
+import numpy as np
+
+from edgeinfer.results import Timings, TokenLogprob
 from edgeinfer.runtime.sampling import TokenLogprobs
 from edgeinfer.runtime.text import TokenizerLike, bytes_of
 
-__all__ = ["ShownLogprobs"]
+__all__ = ["ShownLogprobs", "timings_of"]
 
 
 class ShownLogprobs:
@@ -53,3 +55,27 @@ class ShownLogprobs:
 
     def _of(self, token: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(token, bytes_of(self._tokenizer, token), logprob)
+
+
+def timings_of(step_ms: Sequence[float], load_ms: float, prompt_ms: float, cached: int) -> Timings:
+    """The figures.
+
+    Args:
+        step_ms: of each token, the first one's from the request on.
+        load_ms: of the model.
+        prompt_ms: of prefilling the prompt.
+        cached: tokens of the prompt that were not evaluated again.
+    """
+    later = np.array(step_ms[1:])
+    mean = float(later.mean()) if len(later) else 0.0
+    p50, p95 = (float(p) for p in np.percentile(later, (50, 95))) if len(later) else (0.0, 0.0)
+    return Timings(
+        load_ms=load_ms,
+        prompt_ms=prompt_ms,
+        ttft_ms=step_ms[0] if step_ms else 0.0,
+        per_token_ms=mean,
+        per_token_p50_ms=p50,
+        per_token_p95_ms=p95,
+        tokens_per_second=1e3 / mean if mean else 0.0,
+        cached_prompt_tokens=cached,
+    )
