@@ -63,7 +63,8 @@ def test_fields_of_other_servers_are_ignored_and_told_of(model: edgeinfer.Model)
     assert isinstance(answer, dict) and "warnings" not in answer
     answer = model.create_chat_completion(MESSAGES, max_tokens=1, mirostat=2, dry_multiplier=0.8, cache_prompt=True)
     assert isinstance(answer, dict)
-    assert answer["warnings"] == [f"{name} is not supported and was ignored." for name in ("dry_multiplier", "mirostat")]
+    ignored = ("dry_multiplier", "mirostat")
+    assert answer["warnings"] == [f"{name} is not supported and was ignored." for name in ignored]
 
 
 def test_fields_that_nobody_has_are_refused_with_a_suggestion(model: edgeinfer.Model) -> None:
