@@ -344,6 +344,7 @@ class Result:
         experts: of models that have any.
         compute: what computing less did; None where the whole model made every token.
         search: what searching did; None where nothing was searched.
+        stop_string: of those that were asked for, the one that ended the reply; None where none did.
     """
 
     text: str
@@ -358,6 +359,7 @@ class Result:
     experts: ExpertUse | None = None
     compute: ComputeUse | None = None
     search: SearchUse | None = None
+    stop_string: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""

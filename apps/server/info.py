@@ -99,8 +99,9 @@ class InfoEndpoints:
 
     async def embeddings(self, request: Request) -> Response:
         """Refuses: the model generates text only."""
-        model = self._service.model_of(await read_json(request, self._service.security))
-        raise CapabilityError(f"{model.info.name} generates text and has no embeddings.", "Use another model.")
+        body = await read_json(request, self._service.security)
+        async with self._service.use(body.get("model"), request.receive) as model:
+            raise CapabilityError(f"{model.info.name} generates text and has no embeddings.", "Use another model.")
 
     async def tokenize(self, request: Request) -> Response:
         """Tokenizes a text as llama-server does: without the begin token unless `add_special` asks for it, and with
