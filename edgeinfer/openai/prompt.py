@@ -84,7 +84,7 @@ class ChatPrompt:
                 variables=self.variables,
                 begun=self.begun,
                 fitting=True,
-                parse_special=GenerationConfig().replace(**self.options).parses_content,
+                parse_special=GenerationConfig.of(**self.options).parses_content,
             )
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 

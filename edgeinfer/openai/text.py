@@ -83,7 +83,7 @@ class TextCompletion:
     def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompts."""
         with naming("prompt", "response_format", self._options):
-            parse = GenerationConfig().replace(**self._options).parses_prompt
+            parse = GenerationConfig.of(**self._options).parses_prompt
             self._prompts = [
                 PromptTokens(model.tokenize_prompt(prompt, parse_special=parse), model)
                 if isinstance(prompt, str)
