@@ -112,6 +112,7 @@ def test_settings(window: Window) -> None:
     window.call("PATCH", "/settings", {"system": ""})
 
 
+@pytest.mark.slow
 def test_what_is_found_after_a_restart(tmp_path: Path) -> None:
     mine = str(shutil.copytree(BUILTIN, tmp_path / "models" / "mine"))
     with served(tmp_path) as window:
@@ -197,6 +198,7 @@ def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(window: Windo
     assert plan["fits"]
 
 
+@pytest.mark.slow
 def test_plans_under_a_budget(window: Window) -> None:
     free = window.call("POST", "/plan", {"model": "built-in", "memory": None, "context": 256})
     tight = window.call("POST", "/plan", {"model": "built-in", "memory": free["minimum_bytes"], "context": 256})
@@ -205,6 +207,7 @@ def test_plans_under_a_budget(window: Window) -> None:
     assert (small["fits"], small["budget_bytes"]) == (False, 10_000_000)
 
 
+@pytest.mark.slow
 def test_loading_under_a_budget_and_unloading(tmp_path: Path) -> None:
     with served(tmp_path, settings=SETTINGS | {"memory": 10_000_000}) as window:
         failed = window.wait("model", status="failed")
@@ -220,6 +223,7 @@ def test_loading_under_a_budget_and_unloading(tmp_path: Path) -> None:
         assert (empty["id"], empty["planned_bytes"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 

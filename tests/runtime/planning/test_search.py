@@ -137,6 +137,7 @@ def free(plan_input: PlanInput) -> MemoryPlan:
     return plan(plan_input)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=4)
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
 def test_more_memory_is_never_worse(plan_input: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
