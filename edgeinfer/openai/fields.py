@@ -9,11 +9,8 @@ from typing import Any
 from edgeinfer.config import REPLY_GROUPS, GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
-<<<<<<< HEAD
-from edgeinfer.option_groups import flat_options
-=======
 from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
->>>>>>> main
+from edgeinfer.option_groups import flat_options
 from edgeinfer.options import options_of, shown
 from edgeinfer.version import VERSION
 

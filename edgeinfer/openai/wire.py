@@ -138,6 +138,7 @@ class _Head(TypedDict):
     model: str
     system_fingerprint: str
     timings: NotRequired[dict[str, Any]]
+    warnings: NotRequired[list[str]]
 
 
 class ChatCompletionObject(_Head):
