@@ -30,6 +30,7 @@ class ModelFacts:
         sampling: generation options that its makers recommend.
         vocabulary: tokens that it knows.
         width: numbers of a hidden state.
+        chats: whether it has a chat template.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelFacts:
     sampling: Mapping[str, Any]
     vocabulary: int
     width: int
+    chats: bool
 
 
 def describe(model: str | Path | None = None) -> ModelFacts:
@@ -70,6 +72,7 @@ def describe(model: str | Path | None = None) -> ModelFacts:
         sampling=_sampling(bundle),
         vocabulary=manifest.geometry.vocab_size,
         width=manifest.geometry.hidden_size,
+        chats=bundle.has("chat_template.jinja"),
     )
 
 

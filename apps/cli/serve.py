@@ -57,6 +57,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
     text = "another name by which requests may call the model; may be given several times"
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
+    text = "on: load another model of this machine when a request names it, one at a time; off: serve only this one"
+    group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must carry")
     text = "origin whose pages may use the server, such as https://example.com; may be given several times"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
@@ -77,6 +79,7 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.apps.server.host import ModelHost
         from edgeinfer.apps.server.security import Security
         from edgeinfer.apps.server.serving import Server
+        from edgeinfer.apps.server.switching import ModelSwitch
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
     options = load_options(args)
@@ -91,15 +94,21 @@ def execute(args: argparse.Namespace) -> int:
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
     announcement = _Announcement(args.json)
+    switch = ModelSwitch(host, args.model, options, queue=args.queue) if args.models == "on" else None
 
     async def load() -> None:
-        announcement.show(await host.load(args.model, options))
+        model = await host.load(args.model, options)
+        if switch is not None:
+            switch.opened = True
+        announcement.show(model)
 
     async def stop() -> None:
+        if switch is not None:
+            await switch.close()
         host.cancel_load()
         await host.unload()
 
-    app = make_app(host, security, aliases=args.alias)
+    app = make_app(host, security, aliases=args.alias, switch=switch)
     ready = announcement.urls.append
     Server(app, args.host, args.port, ready=ready, alongside=load, stopping=stop).run()
     return 0

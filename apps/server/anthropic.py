@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgeinfer.apps.server.bodies import json_body
 from edgeinfer.apps.server.completions import NAMED_EVENTS, CompletionKind
 from edgeinfer.apps.server.events import Framing
+from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, limit, sampling
@@ -19,7 +25,7 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["ANTHROPIC_KINDS", "MessagesReply", "read_prompt"]
+__all__ = ["ANTHROPIC_KINDS", "MessagesReply", "count_tokens"]
 
 _IGNORED = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "inference_geo", "speed")
 _HINT = "Blocks of type text, tool_use and tool_result are taken; files and addresses are not opened."
@@ -49,7 +55,7 @@ class MessagesReply(OneReply):
         if stops:
             options |= fields.checked("stop_sequences", "stop", stops)
         options |= sampling(fields) | _form(fields)
-        prompt = read_prompt(fields, model, options)
+        prompt = _read_prompt(fields, model, options)
         fields.ignore(*_IGNORED)
         fields.ignore_others()
         fields.end()
@@ -133,7 +139,28 @@ ANTHROPIC_KINDS: Mapping[str, CompletionKind] = {
 }
 
 
-def read_prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -> ChatPrompt:
+async def count_tokens(service: Service, request: Request) -> Response:
+    """Tells how many tokens the prompt of a message has."""
+    async with (
+        json_body(request, service.security, most=service.most_body()) as body,
+        service.use(body.get("model"), request.receive) as model,
+    ):
+        if model.tokenizes_beside:
+            return JSONResponse({"input_tokens": await asyncio.to_thread(_counted, body, model)})
+        return JSONResponse({"input_tokens": await service.host.ask(lambda model: _counted(body, model))})
+
+
+def _counted(body: Mapping[str, Any], model: ChatModel[Any]) -> int:
+    fields = Fields(body)
+    prompt = _read_prompt(fields, model, {}).prepared(model)
+    fields.ignore("model", "output_config", *_IGNORED)
+    fields.ignore_others()
+    fields.end()
+    assert prompt.tokens is not None, "it was just prepared"
+    return len(prompt.tokens.ids)
+
+
+def _read_prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -> ChatPrompt:
     """The conversation of a request, its system text and its tools.
 
     Args:

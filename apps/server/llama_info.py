@@ -1,9 +1,10 @@
-"""What llama.cpp's server tells beside completions: props, slots, the text that messages become, and what it refuses."""
+"""What llama.cpp's server tells beside completions: props, slots, the text that messages become, and refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ class LlamaEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._marks: weakref.WeakKeyDictionary[Model, list[str]] = weakref.WeakKeyDictionary()
         # By path; they are also served under /v1.
         self.asked: Mapping[str, Endpoint] = {"/props": self.props, "/slots": self.slots}
         self.posted: Mapping[str, Endpoint] = {"/apply-template": self.apply_template} | dict.fromkeys(
@@ -52,8 +54,11 @@ class LlamaEndpoints:
         """Tells how the model runs."""
         service = self._service
         model = service.model()
-        begin, ends = model.begin_ids, model.end_ids
-        marks = [model.spell([id_]) for id_ in (*begin, *ends)]
+        begin, marks = model.begin_ids, self._marks.get(model)
+        if marks is None:
+            ids = [*begin, *model.end_ids]
+            marks = await service.host.ask(lambda asked: [asked.spell([id_]) for id_ in ids])
+            self._marks[model] = marks
         data = {
             "model": dataclasses.asdict(model.info),
             "model_alias": service.names(model)[-1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import edgeinfer
 from edgeinfer import ModelFacts, hub
 from edgeinfer.bundle import MANIFEST
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, HubError
 
 __all__ = ["LocalModel", "LocalModels", "plain_name"]
 
@@ -51,7 +52,7 @@ class LocalModels:
         self._source = source
         self._lock = threading.Lock()
         self._listed: list[LocalModel] = []
-        self._described: tuple[str | None, ModelFacts] | None = None
+        self._last: LocalModel | None = None
         self._until = 0.0
 
     def listed(self) -> list[LocalModel]:
@@ -62,16 +63,16 @@ class LocalModels:
                 self._until = time.monotonic() + _FRESH_S
             return self._listed
 
-    def describe(self, source: str | None) -> ModelFacts:
-        """Returns what a model's files say of it; of the one that was asked for last they are not read again.
+    def of(self, source: str | None) -> LocalModel:
+        """Returns the model of a source, listed or not; of the one that was asked for last no file is read again.
 
         Raises:
-            EdgeInferError: as `edgeinfer.describe`.
+            EdgeInferError: it is not on this machine, or damaged.
         """
-        known = self._described
-        if known is None or known[0] != source:
-            known = self._described = (source, edgeinfer.describe(source))
-        return known[1]
+        last = self._last
+        if last is None or last.source != source:
+            last = self._last = _model(source)
+        return last
 
     def find(self, name: str) -> LocalModel | None:
         """Returns the model of a name, by which it is listed or loaded; None where there is none."""
@@ -90,13 +91,15 @@ def _names(model: LocalModel) -> set[str]:
 
 def _found(served: str | None) -> Iterable[LocalModel]:
     for source in dict.fromkeys([served, None, *hub.cached()]):
-        try:
-            facts = edgeinfer.describe(source)
-            path = hub.local(source)
-        except EdgeInferError:  # what is damaged cannot be loaded either
-            continue
-        if path is not None:
-            yield LocalModel(_name(source, facts), source, facts, path.stat().st_mtime, _digest(path, facts))
+        with contextlib.suppress(EdgeInferError):  # what is damaged cannot be loaded either
+            yield _model(source)
+
+
+def _model(source: str | None) -> LocalModel:
+    facts, path = edgeinfer.describe(source), hub.local(source)
+    if path is None:
+        raise HubError(f"{source} is not on this machine.", f"Fetch it first: edgeinfer pull {source}")
+    return LocalModel(_name(source, facts), source, facts, path.stat().st_mtime, _digest(path, facts))
 
 
 def _name(source: str | None, facts: ModelFacts) -> str:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
 from edgeinfer.apps.server.completions import CompletionKind
 from edgeinfer.apps.server.events import JSON_LINES
+from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling
@@ -23,7 +26,7 @@ from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["OLLAMA_KINDS", "asks_for_nothing", "empty_answer", "keep_seconds", "moment"]
+__all__ = ["OLLAMA_KINDS", "OllamaChat", "OllamaReply", "OllamaText", "keep_seconds", "moment"]
 
 _TEXT_ONLY = "This model reads text only."
 # Of a model that is loaded as it is already, and of a machine.
@@ -178,24 +181,27 @@ class OllamaText(OllamaReply):
         return {"response": text}
 
 
-OLLAMA_KINDS: Mapping[str, CompletionKind] = {
-    "/api/chat": CompletionKind(OllamaChat, JSON_LINES),
-    "/api/generate": CompletionKind(OllamaText, JSON_LINES),
-}
 # By path, the field that says what is to be answered.
 _ASKING = {"/api/chat": "messages", "/api/generate": "prompt"}
 
 
-def asks_for_nothing(path: str, body: Mapping[str, Any]) -> bool:
-    """Whether a request only says which model to load, or for how long to keep it."""
-    return not body.get(_ASKING[path])
-
-
-def empty_answer(path: str, name: str, unloads: bool) -> Event:
-    """The answer to a request that asks for nothing."""
+def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | None:
+    """Keeps the model for as long as a request says; answers one that asks for nothing else."""
+    seconds = keep_seconds(body.get("keep_alive"))
+    if seconds is not None and service.switch is not None:
+        service.switch.keep(None if math.isinf(seconds) else seconds)
+    if body.get(_ASKING[path]):
+        return None
     said = {"message": {"role": "assistant", "content": ""}} if path == "/api/chat" else {"response": ""}
-    reason = "unload" if unloads else "load"
-    return {"model": name, "created_at": moment(), **said, "done": True, "done_reason": reason}
+    reason = "unload" if seconds == 0 else "load"
+    name = body.get("model") or service.model().info.name
+    return JSONResponse({"model": name, "created_at": moment(), **said, "done": True, "done_reason": reason})
+
+
+OLLAMA_KINDS: Mapping[str, CompletionKind] = {
+    "/api/chat": CompletionKind(OllamaChat, JSON_LINES, aside=_aside),
+    "/api/generate": CompletionKind(OllamaText, JSON_LINES, aside=_aside),
+}
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

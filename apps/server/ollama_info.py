@@ -47,16 +47,14 @@ class OllamaEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        completions = {path: completion_endpoint(service, kind) for path, kind in OLLAMA_KINDS.items()}
+        refused = dict.fromkeys((path for path in _REFUSED if path != "/api/delete"), self.refuse)
         self.asked: Mapping[str, Endpoint] = {
             "/api/tags": self.tags,
             "/api/ps": self.running,
             "/api/version": self.version,
         }
-        self.posted: Mapping[str, Endpoint] = (
-            {"/api/show": self.show}
-            | {path: completion_endpoint(service, kind) for path, kind in OLLAMA_KINDS.items()}
-            | {path: self.refuse for path in _REFUSED if path != "/api/delete"}
-        )
+        self.posted: Mapping[str, Endpoint] = {"/api/show": self.show, **completions, **refused}
         self.deleted: Mapping[str, Endpoint] = {"/api/delete": self.refuse}
 
     async def version(self, _: Request) -> Response:
@@ -92,7 +90,7 @@ class OllamaEndpoints:
         if not isinstance(name, str):
             raise RequestError("model is missing.", "Name one that GET /api/tags lists.", param="model")
         found = await service.find(name)
-        model = service.model() if service.is_loaded(found) else None
+        model = service.model() if found == await service.loaded() else None
         facts, family = found.facts, found.facts.architecture
         sampling = "\n".join(f"{name} {value}" for name, value in facts.sampling.items())
         described = {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive
 
 from edgeinfer import Model
@@ -19,7 +21,9 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.openai.errors import RequestError, unknown_model
 
-__all__ = ["Service"]
+__all__ = ["Endpoint", "Service"]
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Bytes of a request besides its prompts, and for each token of the context: the longest tokens of most vocabularies
 # have 128, and JSON may write a byte as several, or a request have several prompts.
@@ -103,12 +107,33 @@ class Service:
         served = self.switch is None or self.host.state.model == self.switch.source
         return list(dict.fromkeys([model.info.name, *(self.aliases if served else ())]))
 
-    async def others(self) -> list[LocalModel]:
-        """Returns the models that may be named besides the loaded one."""
+    async def loaded(self) -> LocalModel | None:
+        """Returns what the files of the loaded model say; None where none is loaded."""
+        if self.host.state.status != "ready":
+            return None
+        return await asyncio.to_thread(self.local.of, self.host.state.model)
+
+    async def models(self) -> list[LocalModel]:
+        """Returns the models that requests may name, the loaded one first."""
+        loaded = await self.loaded()
+        first = [] if loaded is None else [loaded]
         if self.switch is None or not self.switch.opened:
-            return []
+            return first
         listed = await asyncio.to_thread(self.local.listed)
-        return [model for model in listed if not self.switch.is_loaded(model.source)]
+        return first + [model for model in listed if loaded is None or model.source != loaded.source]
+
+    async def find(self, name: str) -> LocalModel:
+        """Returns the model of a name.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self.switch is None or not self.switch.opened:
+            self._loaded(name)
+            source = self.host.state.model
+        else:
+            source = await self._source(name)
+        return await asyncio.to_thread(self.local.of, source)
 
     def _loaded(self, name: str | None) -> Model:
         """The loaded model, if that is its name."""

@@ -182,7 +182,7 @@ class ModelSwitch:
             self._idle = None
 
     def _unload_idle(self) -> None:
-        self._idle = None
+        self._idle = self._keep_s = None
         if not self._users and self._loading is None:
             unloading = asyncio.get_running_loop().create_task(self._unload())
             self._loading = unloading
