@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Serve a model to other programs, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models,
-besides /health, /metrics, /props, /tokenize and /detokenize. Ctrl-C ends it.
+Serve a model to other programs through the APIs that they know: OpenAI's (/v1), Ollama's (/api), Anthropic's
+(/v1/messages) and that of llama.cpp's server (/completion and others). Ctrl-C ends it.
+
+A request may name any model on this machine; the server then loads it in place of the one before, within the same
+budget. It never downloads one.
 
 Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
 EDGEINFER_API_KEY; there is no encryption: put a proxy in front for that.

@@ -9,13 +9,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.local_models import LocalModel
 from edgeinfer.apps.server.metrics import CONTENT_TYPE
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.version import VERSION
 
 __all__ = ["InfoEndpoints"]
 
@@ -68,7 +68,7 @@ class InfoEndpoints:
         """Tells people and programs what is served here."""
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(_PAGE, headers={"Content-Security-Policy": "default-src 'none'"})
-        return JSONResponse({"name": "edgeinfer", "version": VERSION, "endpoints": _SERVED})
+        return JSONResponse({"name": "edgeinfer", "version": edgeinfer.__version__, "endpoints": _SERVED})
 
     async def models(self, _: Request) -> Response:
         """Lists the loaded model under each of its names, and those that requests may name besides."""

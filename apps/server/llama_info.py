@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import json_body, read_json
 from edgeinfer.apps.server.llama import default_settings
@@ -20,7 +21,6 @@ from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.messages import read_messages
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
-from edgeinfer.version import VERSION
 
 __all__ = ["LlamaEndpoints"]
 
@@ -54,6 +54,7 @@ class LlamaEndpoints:
         """Tells how the model runs."""
         service = self._service
         model = service.model()
+        loaded = await service.loaded()
         begin, marks = model.begin_ids, self._marks.get(model)
         if marks is None:
             ids = [*begin, *model.end_ids]
@@ -62,7 +63,7 @@ class LlamaEndpoints:
         data = {
             "model": dataclasses.asdict(model.info),
             "model_alias": service.names(model)[-1],
-            "model_path": service.host.state.model or model.info.name,
+            "model_path": "" if loaded is None else str(loaded.path),
             "context": model.context,
             "plan": model.plan.to_dict(),
             "total_slots": service.host.parallel,
@@ -72,7 +73,7 @@ class LlamaEndpoints:
             "eos_token": next(iter(marks[len(begin) :]), ""),
             "eos_tokens": marks[len(begin) :],
             "modalities": {"vision": False, "audio": False},
-            "build_info": f"edgeinfer-{VERSION}",
+            "build_info": f"edgeinfer-{edgeinfer.__version__}",
             "is_sleeping": False,
         }
         return JSONResponse(data)

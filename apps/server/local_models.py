@@ -12,7 +12,6 @@ from pathlib import Path
 
 import edgeinfer
 from edgeinfer import ModelFacts, hub
-from edgeinfer.bundle import MANIFEST
 from edgeinfer.errors import EdgeInferError, HubError
 
 __all__ = ["LocalModel", "LocalModels", "plain_name"]
@@ -29,6 +28,7 @@ class LocalModel:
     Attributes:
         name: by which it is listed.
         source: as `edgeinfer.load` takes it; None is the built-in one.
+        path: of its files.
         facts: what its files say of it.
         modified: when it came here, by the clock's seconds.
         digest: tells it from others, 64 hexadecimal digits.
@@ -36,6 +36,7 @@ class LocalModel:
 
     name: str
     source: str | None
+    path: Path
     facts: ModelFacts
     modified: float
     digest: str
@@ -99,7 +100,7 @@ def _model(source: str | None) -> LocalModel:
     facts, path = edgeinfer.describe(source), hub.local(source)
     if path is None:
         raise HubError(f"{source} is not on this machine.", f"Fetch it first: edgeinfer pull {source}")
-    return LocalModel(_name(source, facts), source, facts, path.stat().st_mtime, _digest(path, facts))
+    return LocalModel(_name(source, facts), source, path, facts, path.stat().st_mtime, _digest(path, facts))
 
 
 def _name(source: str | None, facts: ModelFacts) -> str:
@@ -110,8 +111,5 @@ def _name(source: str | None, facts: ModelFacts) -> str:
 
 
 def _digest(path: Path, facts: ModelFacts) -> str:
-    """Of a bundle its manifest's, which has the digests of all files; of a GGUF file what tells it from others."""
-    manifest = path / MANIFEST
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
-    return hashlib.sha256(f"{path.name} {facts.bytes} {path.stat().st_mtime_ns}".encode()).hexdigest()
+    """Of what tells the files from others; reading all of them for it would take too long."""
+    return hashlib.sha256(f"{path} {facts.bytes} {path.stat().st_mtime_ns}".encode()).hexdigest()

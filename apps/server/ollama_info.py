@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+import edgeinfer
 from edgeinfer import ModelFacts
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.completions import completion_endpoint
@@ -17,7 +18,6 @@ from edgeinfer.apps.server.ollama import OLLAMA_KINDS, moment
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.errors import CapabilityError
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.version import VERSION
 
 __all__ = ["OllamaEndpoints"]
 
@@ -59,7 +59,7 @@ class OllamaEndpoints:
 
     async def version(self, _: Request) -> Response:
         """Tells which version of Ollama's API this is, and our own."""
-        return JSONResponse({"version": _FOLLOWED, "edgeinfer": VERSION})
+        return JSONResponse({"version": _FOLLOWED, "edgeinfer": edgeinfer.__version__})
 
     async def tags(self, _: Request) -> Response:
         """Lists the models that requests may name."""

@@ -72,7 +72,7 @@ def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
     """
     close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
     listed = ", ".join(known[:_NAMED]) + (", ..." if len(known) > _NAMED else "")
-    hints = [f"Did you mean {close[0]!r}?"] if close else [f"There are {listed}."] if known else []
+    hints = [f"Did you mean {close[0]!r}?"] if close else [f"Models here: {listed}."] if known else []
     hint = " ".join([*hints, "GET /v1/models lists what is served."])
     message = f"The model {name[:_LONGEST_NAME]!r} does not exist here."
     return RequestError(message, hint, param="model", code="model_not_found", status=404)
