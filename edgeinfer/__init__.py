@@ -10,10 +10,12 @@ from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
-    from edgeinfer.catalog import ModelFacts, describe, verify
     from edgeinfer.chat import Chat
     from edgeinfer.config import GenerationConfig, LoadConfig
     from edgeinfer.errors import EdgeInferError
+    from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
+    from edgeinfer.installed import LocalModel, list_models, pull, remove_model
+    from edgeinfer.model_facts import ModelFacts, describe, verify
     from edgeinfer.results import Chunk, Result
     from edgeinfer.tools.devices import DeviceTuning, forget_tuning, list_devices, measure_device, tune_device
     from edgeinfer.tools.evaluation import evaluate
@@ -21,29 +23,39 @@ if TYPE_CHECKING:
     from edgeinfer.tools.predictions import Divergence, Evaluation
 
 __all__ = [
+    "CatalogModel",
     "Chat",
     "Chunk",
     "DeviceTuning",
     "Divergence",
     "EdgeInferError",
     "Evaluation",
+    "FoundModel",
     "GenerationConfig",
     "LoadConfig",
+    "LocalModel",
     "MemoryPlan",
     "Model",
     "ModelFacts",
+    "Offer",
     "Result",
     "TokenStream",
     "TuneResult",
     "calibrate_kv",
+    "catalog",
     "describe",
     "evaluate",
     "forget_tuning",
     "list_devices",
+    "list_models",
     "load",
     "measure_device",
     "measure_kv",
+    "offers",
     "plan",
+    "pull",
+    "remove_model",
+    "search_hub",
     "tune_device",
     "tune_kv",
     "verify",
@@ -55,32 +67,42 @@ __version__ = VERSION
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "CatalogModel": "hub",
     "Chat": "chat",
     "Chunk": "results",
     "DeviceTuning": "tools.devices",
     "Divergence": "tools.predictions",
     "EdgeInferError": "errors",
     "Evaluation": "tools.predictions",
+    "FoundModel": "hub",
     "GenerationConfig": "config",
     "LoadConfig": "config",
+    "LocalModel": "installed",
     "MemoryPlan": "api",
     "Model": "api",
-    "ModelFacts": "catalog",
+    "ModelFacts": "model_facts",
+    "Offer": "hub",
     "Result": "results",
     "TokenStream": "api",
     "TuneResult": "api",
     "calibrate_kv": "tools.kv_calibration",
-    "describe": "catalog",
+    "catalog": "hub",
+    "describe": "model_facts",
     "evaluate": "tools.evaluation",
     "forget_tuning": "tools.devices",
     "list_devices": "tools.devices",
+    "list_models": "installed",
     "load": "api",
     "measure_device": "tools.devices",
     "measure_kv": "tools.kv_calibration",
+    "offers": "hub",
     "plan": "api",
+    "pull": "installed",
+    "remove_model": "installed",
+    "search_hub": "hub",
     "tune_device": "tools.devices",
     "tune_kv": "tools.kv_calibration",
-    "verify": "catalog",
+    "verify": "model_facts",
 }
 
 

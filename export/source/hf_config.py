@@ -35,6 +35,11 @@ class HFConfig:
         self.architecture: str = classes[0] if named and classes else ""
         self.model_type: str = str(values.get("model_type", ""))
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """All of it, as it is written."""
+        return self._values
+
     def get(self, name: str) -> Any:
         """A raw value; None where it is absent or null."""
         return self._values.get(name)
