@@ -1,11 +1,11 @@
-"""What to say of a checkpoint whose family has no builder: its name, what others lack that it has, what runs instead."""
+"""What is said of a checkpoint whose family has no builder: its name, what others lack, and what runs instead."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = ["refusal"]
 
@@ -86,7 +86,7 @@ def refusal(config: HFConfig) -> UnsupportedArchitectureError:
     if family is None:
         named = config.architecture or config.model_type
         message = f"Models of the class {named} are not supported." if named else "config.json names no model class."
-        return UnsupportedArchitectureError(message, f"{_OTHERS}; or run a GGUF of it where llama.cpp knows it.")
+        return UnsupportedArchitectureError(message, f"Run a GGUF of it where there is one. {OPTIMUM_HINT}")
     why = f" ({family.why})" if family.why else ""
     return UnsupportedArchitectureError(
         f"{family.title} is not supported yet{why}.", _RUN_GGUF if family.gguf else _OTHERS

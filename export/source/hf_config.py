@@ -14,7 +14,7 @@ from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 
 __all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
 
-OPTIMUM_HINT = "Try --exporter optimum (pip install 'edgeinfer[optimum]')."
+OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
 _MISMATCH = "Check that config.json is complete and belongs to this model."
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
