@@ -104,6 +104,10 @@ class Completion(Protocol):
     def stream(self) -> bool:
         """Whether the client wants the events, and not the whole."""
 
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Fields of the request that other servers know, and that change nothing here."""
+
     def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply that was asked for, such as a JSON Schema. That may take
         some seconds, which `start` then need not take again. Safe from any thread.
