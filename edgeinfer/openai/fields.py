@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.config import GenerationConfig
+from edgeinfer.config import REPLY_GROUPS, GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
+from edgeinfer.option_groups import flat_options
 from edgeinfer.options import options_of, shown
 from edgeinfer.version import VERSION
 
@@ -133,7 +134,7 @@ class Fields:
             RequestError: the option cannot be that.
         """
         try:
-            GenerationConfig().replace(**{to: value})
+            GenerationConfig.of(**{to: value})
         except UsageError as error:
             raise RequestError(error.message, error.hint, param=self._where + name) from error
         return {to: value}
@@ -183,7 +184,7 @@ MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # With which the same seed gives the same text.
 FINGERPRINT = f"edgeinfer-{VERSION}"
-# OpenAI's fields, and those of llama.cpp's and vLLM's servers, with the option of GenerationConfig that each gives.
+# The options of GenerationConfig by their own names, and by those of OpenAI's, llama.cpp's and vLLM's servers.
 _OPTIONS = {field: name for name, option in options_of(GenerationConfig).items() for field in option.wire}
 _SEEDS = 2**64
 
@@ -199,7 +200,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
     bias = fields.any("logit_bias")
     if bias is not None:
         options |= fields.checked("logit_bias", "logit_bias", _by_id(bias))
-    return options
+    return flat_options(fields.option("sampling") | options, REPLY_GROUPS)
 
 
 def limit(fields: Fields, *names: str) -> dict[str, Any]:

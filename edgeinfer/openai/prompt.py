@@ -84,7 +84,7 @@ class ChatPrompt:
                 variables=self.variables,
                 begun=self.begun,
                 fitting=True,
-                parse_special=GenerationConfig().replace(**self.options).parses_content,
+                parse_special=GenerationConfig.of(**self.options).parses_content,
             )
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 
@@ -135,7 +135,7 @@ class TextPrompt:
         if not isinstance(self.prompt, str):
             return self
         with naming(*self.fields, self.options):
-            parse = GenerationConfig().replace(**self.options).parses_prompt
+            parse = GenerationConfig.of(**self.options).parses_prompt
             ids = model.tokenize_prompt(self.prompt, parse_special=parse)
         return replace(self, prompt=PromptTokens(ids, model))
 

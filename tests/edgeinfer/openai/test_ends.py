@@ -61,7 +61,8 @@ def test_fields_of_other_servers_are_ignored_and_told_of(model: edgeinfer.Model)
     neutral = {name: values[0] for name, values in OTHERS_FIELDS.items() if values}
     answer = model.create_chat_completion(MESSAGES, max_tokens=1, **neutral)
     assert isinstance(answer, dict) and "warnings" not in answer
-    answer = model.create_chat_completion(MESSAGES, max_tokens=1, mirostat=2, dry_multiplier=0.8, cache_prompt=True)
+    others: dict[str, Any] = {"mirostat": 2, "dry_multiplier": 0.8, "cache_prompt": True}
+    answer = model.create_chat_completion(MESSAGES, max_tokens=1, **others)
     assert isinstance(answer, dict)
     ignored = ("dry_multiplier", "mirostat")
     assert answer["warnings"] == [f"{name} is not supported and was ignored." for name in ignored]
@@ -69,6 +70,6 @@ def test_fields_of_other_servers_are_ignored_and_told_of(model: edgeinfer.Model)
 
 def test_fields_that_nobody_has_are_refused_with_a_suggestion(model: edgeinfer.Model) -> None:
     with pytest.raises(RequestError, match=r"Unknown field 'temprature'\. Did you mean 'temperature'\?"):
-        model.create_chat_completion(MESSAGES, temprature=1)
+        model.create_chat_completion(MESSAGES, temprature=1)  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="Leave it out"):
-        model.create_chat_completion(MESSAGES, zzz=1)
+        model.create_chat_completion(MESSAGES, zzz=1)  # type: ignore[call-overload]
