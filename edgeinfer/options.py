@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Hashable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,14 @@ __all__ = [
     "check_options",
     "is_integer",
     "is_number",
+    "nearest",
     "option",
     "options_of",
     "require",
     "require_alone",
     "require_few",
     "shown",
+    "suggestion",
 ]
 
 # The largest count where nothing sets a lower limit: what the counters of all systems hold.
@@ -74,12 +76,14 @@ class ConfigOption:
         range: the numbers it takes; None where it takes none.
         choices: the texts that help offers; empty where any text will do.
         also: further texts it takes.
-        flags: of the commands, such as ("--temp", "--temperature"); empty where no command offers it. A flag of a
-            truth value that begins with "--no-" turns it off.
+        flags: of the commands, such as ("-c", "--context"); empty where no command offers it. A flag of a truth value
+            that begins with "--no-" turns it off. The long one is the option's name.
+        former_flags: spellings that commands take but help does not show.
         metavar: stands for the value in a command's help.
         group: heading under which help lists it.
         size: commands take the number as a size, such as 600MB.
         wire: fields of an OpenAI-style request that give the value as it is; empty where none does.
+        basic: the short help of commands shows it too.
     """
 
     name: str
@@ -91,10 +95,12 @@ class ConfigOption:
     choices: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    former_flags: tuple[str, ...] = ()
     metavar: str | None = None
     group: str = ""
     size: bool = False
     wire: tuple[str, ...] = ()
+    basic: bool = False
 
     def check(self, value: object) -> None:
         """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration.
@@ -124,10 +130,12 @@ def option(
     choices: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
     cli: str | tuple[str, ...] = (),
+    formerly: str | tuple[str, ...] = (),
     metavar: str | None = None,
     group: str = "",
     size: bool = False,
     wire: bool | tuple[str, ...] = (),
+    basic: bool = False,
     factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declares a field of a configuration; `options_of` gives what was declared.
@@ -136,6 +144,7 @@ def option(
         low, high: the ends of its range, for numbers.
         above: the range does not include `low`.
         cli: its flags on the command line.
+        formerly: its flags of before.
         wire: the fields of a request that give it; True is the field of its own name.
         factory: makes the default where that is mutable.
 
@@ -147,10 +156,12 @@ def option(
         "choices": choices,
         "also": also,
         "flags": (cli,) if isinstance(cli, str) else cli,
+        "former_flags": (formerly,) if isinstance(formerly, str) else formerly,
         "metavar": metavar,
         "group": group,
         "size": size,
         "wire": wire,
+        "basic": basic,
     }
     return dataclasses.field(default=default, default_factory=factory, metadata=declared)
 
@@ -222,6 +233,21 @@ def shown(value: object) -> str:
     except ValueError:  # Python writes no integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """ "Did you mean ...?" and a space, where a name is nearly one of those that are known; else an empty text."""
+    found = nearest(name, known)
+    return f"Did you mean {found!r}? " if found else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Which of the known names a name that is none of them is nearly; None if it is like none."""
+    from difflib import get_close_matches  # only errors need it
+
+    short = isinstance(name, str) and len(name) <= _SHOWN
+    found = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
+    return found[0] if found else None
 
 
 def require_few(name: str, values: Sized, most: int) -> None:
