@@ -7,7 +7,7 @@ import functools
 import typing
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from edgeinfer.errors import UsageError
 
@@ -82,7 +82,7 @@ class ConfigOption:
         metavar: stands for the value in a command's help.
         group: heading under which help lists it.
         size: commands take the number as a size, such as 600MB.
-        wire: fields of an OpenAI-style request that give the value as it is; empty where none does.
+        wire: fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
         basic: the short help of commands shows it too.
     """
 
@@ -114,7 +114,7 @@ class ConfigOption:
             require(self.range.holds(value), self.name, value, str(self.range))
         elif self.choices:
             if not isinstance(value, str) or value not in (*self.choices, *self.also):
-                hint = f"{self.name} must be one of {', '.join(self.choices)}."
+                hint = f"{suggestion(value, self.choices)}{self.name} must be one of {', '.join(self.choices)}."
                 raise UsageError(f"Unknown {self.name} {shown(value)}.", hint)
         elif self.type in (bool, str):
             require(isinstance(value, self.type), self.name, value, "true or false" if self.type is bool else "a text")
@@ -134,7 +134,7 @@ def option(
     metavar: str | None = None,
     group: str = "",
     size: bool = False,
-    wire: bool | tuple[str, ...] = (),
+    wire: bool | tuple[str, ...] = True,
     basic: bool = False,
     factory: Any = dataclasses.MISSING,
 ) -> Any:
@@ -145,7 +145,7 @@ def option(
         above: the range does not include `low`.
         cli: its flags on the command line.
         formerly: its flags of before.
-        wire: the fields of a request that give it; True is the field of its own name.
+        wire: whether the field of its own name in a request gives it; names are further such fields.
         factory: makes the default where that is mutable.
 
     See `ConfigOption` for the rest.
@@ -182,6 +182,7 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     optional = len(kinds) < len(typing.get_args(hint))
     kind = kinds[0] if optional and len(kinds) == 1 else hint
+    kind = str if typing.get_origin(kind) is Literal else kind
     declared = dict(field.metadata)
     ends, wire = declared.pop("ends"), declared.pop("wire")
     made: Any = field.default_factory
@@ -191,7 +192,7 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
         optional=optional,
         default=made() if field.default is dataclasses.MISSING else field.default,
         range=None if ends is None else Range(ends[0], ends[1], kind is int, ends[2], optional),
-        wire=((field.name,) if wire else ()) if isinstance(wire, bool) else wire,
+        wire=(field.name, *(() if wire is True else wire)) if wire else (),
         **declared,
     )
 

@@ -58,7 +58,7 @@ def add_load_options(parser: Parser) -> None:
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
-    """Adds the options of GenerationConfig; --speculation is among those of LoadConfig.
+    """Adds the options of GenerationConfig but for those that loading has too, such as --speculation.
 
     Args:
         limit: of a reply where -n is not given, in words.
@@ -124,7 +124,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Returns those of the options that the user gave."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         PromptError: a stop string is not UTF-8.
     """
     flagged = [name for name, option in options_of(GenerationConfig).items() if option.flags]
-    options = given_options(args, [*flagged, "speculation"])
+    options = given_options(args, flagged)
     for name, flag in (("stop", "--stop"), ("choices", "--choice")):
         if name in options:
             options[name] = tuple(utf8(text, flag) for text in options[name])

@@ -15,10 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.desktop import transfer
+from edgeinfer.apps.desktop.api_attachments import attachment_view
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
 from edgeinfer.apps.desktop.records import Conversation, Message, Role
 from edgeinfer.apps.desktop.replies import RunningReply
-from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, search_text
+from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, identifiers, optional, search_text
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.apps.server.events import Event
@@ -101,9 +102,10 @@ class _Conversations:
         return Response(status_code=204)
 
     async def ask(self, request: Request) -> Response:
-        body = await fields(request, self._security, parent=str | None, content=str)
+        body = await fields(request, self._security, parent=str | None, content=str, attachments=list)
+        files = identifiers(body, "attachments")
         id, content = request.path_params["id"], _short(body.get("content", ""), _LONGEST_TEXT, "content")
-        return await self._begin(id, lambda: self._history.ask(id, body.get("parent"), content))
+        return await self._begin(id, lambda: self._history.ask(id, body.get("parent"), content, files))
 
     async def edit(self, request: Request) -> Response:
         body = await fields(request, self._security, content=str)
@@ -242,6 +244,7 @@ def _message_view(message: Message, running: RunningReply | None = None) -> dict
         "status": m.status,
         "error": None if m.failure is None else asdict(m.failure),
         "figures": None if m.figures is None else asdict(m.figures),
+        "attachments": [attachment_view(file) for file in m.attachments],
     }
 
 

@@ -54,7 +54,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in OPTIONS:
             raise UsageError(f"Unknown option {name!r}.", f"Known options: {', '.join(OPTIONS)}.")
-    GenerationConfig().replace(**given)
+    GenerationConfig.of(**given)
     return given
 
 

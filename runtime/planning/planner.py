@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
@@ -149,7 +150,8 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         mine, planned = plan.configuration, _planned_outside(plan)
         if abs(outside.anonymous - planned.anonymous) + abs(outside.file - planned.file) < _NOTICED_BYTES:
             return plan
-        fixed = dataclasses.replace(config, context=mine.context, kv=mine.kv, weights=mine.weights)
+        chosen: dict[str, Any] = {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
+        fixed = dataclasses.replace(config, **chosen)
 
         def changeable(other: Configuration) -> bool:
             fixed = other.window_layers, other.expert_bytes, other.tokenizer

@@ -114,6 +114,7 @@ def test_options_reach_the_model(model: FakeModel) -> None:
         "seed": 1,
         "stop": ("END", "."),
         "speculation": "copy,model",
+        "draft_max": 9,
         "verification": "rejection",
         "draft_width": 2,
         "choices": ("yes", "no"),

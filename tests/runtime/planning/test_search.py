@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.config import COUNTED, LoadConfig, drafters_in
+from edgeinfer.config import COUNTED, LoadConfig
+from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory

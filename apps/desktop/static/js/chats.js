@@ -116,7 +116,7 @@ async function begin(id, call) {
 }
 
 /** Sends a message to the shown conversation, or to a new one; false where it was not taken. */
-export async function send(content) {
+export async function send(content, attachments = []) {
   let { conversation } = get();
   if (!conversation) {
     try {
@@ -129,7 +129,7 @@ export async function send(content) {
     history.pushState(null, "", `#/chat/${conversation.id}`);
   }
   const { id, leaf } = conversation;
-  return begin(id, () => api.sendMessage(id, leaf, content));
+  return begin(id, () => api.sendMessage(id, leaf, content, attachments));
 }
 
 const shownId = () => get().conversation.id;
