@@ -43,7 +43,7 @@ class FakeModel:
     streams: list[FakeStream] = field(default_factory=list)
     closed: bool = False
     chat_template_text: str | None = None
-    info: ModelInfo = ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable")
+    info: ModelInfo = field(default_factory=lambda: ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"))
 
     def load(self, model: Any = None, **options: Any) -> Self:
         self.loaded = (model, options)
