@@ -10,7 +10,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
 RECORDED = Path(__file__).with_name("recorded_replies.json")
 PROMPT = "Tom and Mia went to the park. They saw"
@@ -41,13 +41,13 @@ def replies() -> list[dict[str, Any]]:
 
 
 def test_replies_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReducedCompute, "_measure", lambda _: COSTS)
+    monkeypatch.setattr(ReducedComputeStrategies, "_measure", lambda _: COSTS)
     for reply, recorded in zip(replies(), json.loads(RECORDED.read_text("utf-8")), strict=True):
         assert reply == recorded
 
 
 if __name__ == "__main__":  # records them again, after a change that was meant to change them
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReducedCompute, "_measure", lambda _: COSTS)
+        patch.setattr(ReducedComputeStrategies, "_measure", lambda _: COSTS)
         lines = ",\n".join(json.dumps(reply) for reply in replies())
     RECORDED.write_text(f"[\n{lines}\n]\n", "utf-8")
