@@ -62,6 +62,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
     text = "on: load another model of this machine when a request names it, one at a time; off: serve only this one"
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
+    text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
+    group.add_argument("--idle-unload", type=float, metavar="SECONDS", help=text)
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must carry")
     text = "origin whose pages may use the server, such as https://example.com; may be given several times"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
@@ -85,7 +87,7 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.apps.server.switching import ModelSwitch
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
-    options = load_options(args)
+    options = load_options(args) | ({} if args.idle_unload is None else {"idle_unload": args.idle_unload})
     security = Security(
         host=args.host,
         allowed_hosts=tuple(args.allow_host),

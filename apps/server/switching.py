@@ -137,6 +137,8 @@ class ModelSwitch:
 
     def _advance(self) -> None:
         """Lets in who may be let in, or begins to load the model that is wanted next."""
+        while self._waiting and self._waiting[0].granted.done():  # its client has given up
+            self._waiting.popleft()
         if self._loading is not None or not self._waiting:
             return
         source = self._waiting[0].source
