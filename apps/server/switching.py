@@ -98,7 +98,7 @@ class ModelSwitch:
         except asyncio.CancelledError:
             if request in self._waiting:
                 self._waiting.remove(request)
-                self._settle()
+                self._go_on()
             elif request.granted.done() and not request.granted.cancelled() and request.granted.exception() is None:
                 self.leave()
             raise
@@ -106,9 +106,9 @@ class ModelSwitch:
     def leave(self) -> None:
         """Ends what `enter` began."""
         self._users -= 1
-        self._settle()
+        self._go_on()
 
-    def _settle(self) -> None:
+    def _go_on(self) -> None:
         """After a request is over: goes on, or waits for the model to be idle long enough."""
         self._advance()
         if self._loading is None and not self._users and not self._waiting and self._keep_s is not None:

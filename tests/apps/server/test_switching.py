@@ -1,4 +1,4 @@
-"""Models that requests name: loaded one at a time, in an order that lets everybody have their turn, and none fetched."""
+"""Models that requests name: one is loaded at a time, everybody has their turn, and none is fetched."""
 
 from __future__ import annotations
 
