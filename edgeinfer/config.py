@@ -175,6 +175,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
+        brief="tokens of prompt and reply together (default: 2048)",
     )
     memory: int | None = option(
         None,
@@ -185,6 +186,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="SIZE",
         group=_RESOURCES,
         basic=True,
+        brief="the whole process stays within this, such as 600MB or 1.5GiB",
         size=True,
     )
     threads: int | None = option(
@@ -196,6 +198,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
+        brief="CPU threads (default: the physical cores)",
     )
     # DESIGN section 4.
     exact: bool = option(
