@@ -64,7 +64,7 @@ def load(
     started = time.perf_counter()
     config = LoadConfig.of(memory=memory, context=context, **options)
     with allocating("The model"):
-        bundles = Bundles.open(model, config)
+        bundles = Bundles.open(model, config).within(config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(LoadRequest(bundles, config, progress, started, plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,15 @@ def parse_size(value: int | str) -> int:
     return round(size)
 
 
-def format_size(size: int) -> str:
-    """A size in bytes as people read it, in decimal units: ``412.3 MB``."""
+def format_size(size: int, *, up: bool = False) -> str:
+    """A size in bytes as people read it, in decimal units: ``412.3 MB``.
+
+    Args:
+        up: rounds up, for sizes that are to be given as a budget.
+    """
     for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
         if abs(size) >= factor:
-            return f"{size / factor:.1f} {unit}"
+            return f"{math.ceil(size * 10 / factor) / 10 if up else size / factor:.1f} {unit}"
     return f"{size} B"
 
 

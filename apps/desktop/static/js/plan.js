@@ -10,7 +10,7 @@ const GROUPS = [
   { name: "drafting", label: "Drafting", terms: ["drafting", "draft_model"] },
   { name: "work", label: "Working memory", terms: ["activations", "session", "loading"] },
   { name: "text", label: "Tokenizer", terms: ["tokenizer"] },
-  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code"] },
+  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code", "reserve"] },
 ];
 const OTHER = { name: "other", label: "Other", terms: [] };
 const TERMS = {
@@ -201,7 +201,7 @@ function waysTable(ways) {
   return h(
     "details",
     {},
-    h("summary", {}, "What else could be had"),
+    h("summary", {}, "Other choices"),
     h("table", { class: "ways" }, h("thead", {}, head), h("tbody", {}, rows)),
   );
 }
