@@ -2,39 +2,88 @@
 
 from __future__ import annotations
 
-import os
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import os as _os
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-from edgeinfer.version import VERSION
+from edgeinfer.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
+    from edgeinfer.adaptive import ReducedCompute
     from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
     from edgeinfer.catalog import ModelFacts, describe, verify
     from edgeinfer.chat import Chat
-    from edgeinfer.config import GenerationConfig, LoadConfig
-    from edgeinfer.errors import EdgeInferError
+    from edgeinfer.config import Cache, GenerationConfig, LoadConfig
+    from edgeinfer.drafting import Speculation
+    from edgeinfer.errors import (
+        BackendError,
+        BudgetError,
+        BundleError,
+        CapabilityError,
+        CheckpointError,
+        ContextLengthError,
+        DeviceError,
+        EdgeInferError,
+        GrammarError,
+        HubError,
+        InternalError,
+        ModelError,
+        NativeUnavailableError,
+        PromptError,
+        StorageError,
+        TemplateError,
+        TokenizerError,
+        UnsupportedArchitectureError,
+        UsageError,
+        UserError,
+    )
+    from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
+    from edgeinfer.searching import Search
     from edgeinfer.tools.devices import DeviceTuning, forget_tuning, list_devices, measure_device, tune_device
     from edgeinfer.tools.evaluation import evaluate
     from edgeinfer.tools.kv_calibration import calibrate_kv, measure_kv, tune_kv
     from edgeinfer.tools.predictions import Divergence, Evaluation
 
 __all__ = [
+    "BackendError",
+    "BudgetError",
+    "BundleError",
+    "Cache",
+    "CapabilityError",
     "Chat",
+    "CheckpointError",
     "Chunk",
+    "ContextLengthError",
+    "DeviceError",
     "DeviceTuning",
     "Divergence",
     "EdgeInferError",
     "Evaluation",
     "GenerationConfig",
+    "GrammarError",
+    "HubError",
+    "InternalError",
     "LoadConfig",
     "MemoryPlan",
     "Model",
+    "ModelError",
     "ModelFacts",
+    "NativeUnavailableError",
+    "PromptError",
+    "ReducedCompute",
     "Result",
+    "Sampling",
+    "Search",
+    "Speculation",
+    "StorageError",
+    "TemplateError",
     "TokenStream",
+    "TokenizerError",
     "TuneResult",
+    "UnsupportedArchitectureError",
+    "UsageError",
+    "UserError",
     "calibrate_kv",
     "describe",
     "evaluate",
@@ -48,27 +97,51 @@ __all__ = [
     "tune_kv",
     "verify",
 ]
-__version__ = VERSION
+__version__ = _VERSION
 
 # onnxruntime 1.31 reports events to its makers and writes an identifier of the device into the user's cache, beginning
 # with its import, unless this is set. Whoever has set it otherwise has decided for themselves.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+_os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "BackendError": "errors",
+    "BudgetError": "errors",
+    "BundleError": "errors",
+    "Cache": "config",
+    "CapabilityError": "errors",
     "Chat": "chat",
+    "CheckpointError": "errors",
     "Chunk": "results",
+    "ContextLengthError": "errors",
+    "DeviceError": "errors",
     "DeviceTuning": "tools.devices",
     "Divergence": "tools.predictions",
     "EdgeInferError": "errors",
     "Evaluation": "tools.predictions",
     "GenerationConfig": "config",
+    "GrammarError": "errors",
+    "HubError": "errors",
+    "InternalError": "errors",
     "LoadConfig": "config",
     "MemoryPlan": "api",
     "Model": "api",
+    "ModelError": "errors",
     "ModelFacts": "catalog",
+    "NativeUnavailableError": "errors",
+    "PromptError": "errors",
+    "ReducedCompute": "adaptive",
     "Result": "results",
+    "Sampling": "reply_options",
+    "Search": "searching",
+    "Speculation": "drafting",
+    "StorageError": "errors",
+    "TemplateError": "errors",
     "TokenStream": "api",
+    "TokenizerError": "errors",
     "TuneResult": "api",
+    "UnsupportedArchitectureError": "errors",
+    "UsageError": "errors",
+    "UserError": "errors",
     "calibrate_kv": "tools.kv_calibration",
     "describe": "catalog",
     "evaluate": "tools.evaluation",
@@ -84,11 +157,13 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
-    return getattr(import_module(f"edgeinfer.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
+        return getattr(_import_module(f"edgeinfer.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -72,7 +72,7 @@ def _sampling(bundle: Bundle) -> dict[str, Any]:
     try:
         config = bundle.read_object("generation_config.json")
         given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
-        GenerationConfig().replace(**given)
+        GenerationConfig.of(**given)
     except EdgeInferError:
         return {}
     return given if config.get("do_sample", True) is True else {}

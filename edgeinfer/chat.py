@@ -11,6 +11,7 @@ from edgeinfer.bundle import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.generation import TokenStream
+from edgeinfer.options import shown
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 
@@ -30,13 +31,8 @@ class ConversationModel(Protocol):
     def info(self) -> ModelInfo:
         """Which model this is."""
 
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        on_finish: Callable[[Result], None] | None = None,
-        **options: Any,
-    ) -> TokenStream:
+    @property
+    def stream_chat(self) -> Callable[..., TokenStream]:
         """Answers messages."""
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -55,12 +51,23 @@ class Chat:
     Args:
         model: answers.
         system: text of the system message, if any.
+        history: what was said before, as messages with "role" and "content". A system message may come first.
+
+    Raises:
+        UsageError: a message of the history is malformed, or there are two system messages.
     """
 
-    def __init__(self, model: ConversationModel, system: str | None = None) -> None:
+    def __init__(
+        self, model: ConversationModel, system: str | None = None, history: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._model = model
+        turns = _read_history(history)
+        if turns and turns[0]["role"] == "system":
+            if system is not None:
+                raise UsageError("There are two system messages.", "Leave out `system`, or that of the history.")
+            system = turns.pop(0)["content"]
         self.system = system
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, str]] = turns
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -79,6 +86,9 @@ class Chat:
             PromptError: the message is empty.
             TemplateError, ContextLengthError, UsageError: as `Model.stream_chat`; the conversation is unchanged.
         """
+        if not isinstance(text, str):
+            hint = "Give a text; a conversation from before is given to model.chat(history=...)."
+            raise PromptError(f"The message is {shown(text)}, which is no text.", hint)
         if not text.strip():
             raise PromptError("The message is empty.", "Write something.")
         asked = {"role": "user", "content": text}
@@ -149,6 +159,18 @@ class Chat:
         chat = cls(model, data["system"])
         chat._turns = data["turns"]
         return chat
+
+
+def _read_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    turns = []
+    for index, message in enumerate(history):
+        given = message if isinstance(message, Mapping) else {}
+        role, content = given.get("role"), given.get("content")
+        if role not in _ROLES or not isinstance(content, str) or (role == "system" and index):
+            hint = 'Give {"role": "user" or "assistant", "content": a text}; one with "system" may come first.'
+            raise UsageError(f"history[{index}] is {shown(message)}.", hint)
+        turns.append({"role": str(role), "content": content})
+    return turns
 
 
 def _text_of(source: Path) -> str:

@@ -240,13 +240,20 @@ class TokenStream:
                 if self._text.ended:
                     break
             else:
-                if self._cancelled:
-                    reason = "cancelled"
+                reason = self._reason_at_limit()
             yield self._last_chunk(reason)
         finally:
             # Closed early, or an error on its way to the caller: the model must be free again in either case.
             if self._result is None:
                 self._finish("cancelled")
+
+    def _reason_at_limit(self) -> FinishReason:
+        """Why a reply ends that has no tokens left: what its form lets nothing follow is whole, and not cut off."""
+        if self._cancelled:
+            return "cancelled"
+        # What a search followed is not what its reply became.
+        whole = self._made and not self._strategy.searches and self._sampler.only_ends(self._stop_ids)
+        return "stop" if whole else "length"
 
     def _step(self) -> Step | None:
         """Takes the engine's next step, starting its generation again after a pause; None where the reply is over."""

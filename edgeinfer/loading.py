@@ -14,7 +14,8 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import read_heads
 from edgeinfer.bundle.nesting import nested_drafter
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import NO_DRAFT_MODEL, LoadConfig, drafters_in
+from edgeinfer.config import LoadConfig
+from edgeinfer.drafting import NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub import resolve
 from edgeinfer.model_parts import ModelParts
@@ -26,7 +27,7 @@ from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
 from edgeinfer.runtime.kv_cache.session_file import origin_of
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute, ReducedComputeParts
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeParts, ReducedComputeStrategies
 from edgeinfer.runtime.loading.registry import (
     choose_backend,
     engine_version,
@@ -284,7 +285,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
-    reduced = ReducedCompute(_reduced_parts(subject, plan, engine, speculator), kept)
+    reduced = ReducedComputeStrategies(_reduced_parts(subject, plan, engine, speculator), kept)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     return ModelParts(

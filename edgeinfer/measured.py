@@ -95,7 +95,7 @@ class EntropyFacts:
 class Measured(Tokenizing):
     """A model while no reply is running. Measuring empties the cache."""
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+    def _reply(self, prompt: Sequence[int], **options: Any) -> Result:
         """Continues a prompt."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class Measured(Tokenizing):
             UsageError: no prompt, a reply of fewer than two tokens, or an option that is unknown or out of range.
             CapabilityError: the backend cannot compute so.
         """
-        asked = GenerationConfig().replace(**options)
+        asked = GenerationConfig.of(**options)
         with self._idle() as parts:
             return read_reply(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))
 
@@ -245,7 +245,7 @@ class Measured(Tokenizing):
     def _own_texts(self, prompts: Sequence[str | Sequence[int]] | None, temperature: float = 0.0) -> list[Sample]:
         given = TUNING_PROMPTS if prompts is None else prompts
         ids = [self.tokenize(each) if isinstance(each, str) else list(each) for each in given]
-        return own_texts(ids, self.generate, SKIP_TOKENS, temperature)
+        return own_texts(ids, self._reply, SKIP_TOKENS, temperature)
 
     def drafting_state(self) -> dict[str, Any]:
         """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""

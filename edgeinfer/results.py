@@ -27,7 +27,7 @@ __all__ = [
     "PassWork",
     "Progress",
     "Result",
-    "Speculation",
+    "SpeculationUse",
     "Timings",
     "TokenLogprob",
     "Usage",
@@ -115,7 +115,7 @@ class DrafterUse:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationUse:
     """What drafting did; all zero when decoding was plain.
 
     Attributes:
@@ -352,7 +352,7 @@ class Result:
     usage: Usage
     timings: Timings
     memory: MemoryUse
-    speculation: Speculation
+    speculation: SpeculationUse
     model: ModelInfo
     overflow: Overflow = field(default_factory=Overflow)
     experts: ExpertUse | None = None

@@ -13,17 +13,20 @@ from functools import cache
 from pathlib import Path
 
 import edgeinfer
+from edgeinfer import errors
 from tests.cli import TIME_LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.errors", "edgeinfer.options"}
-ASKED = {"edgeinfer.adaptive", "edgeinfer.searching", "edgeinfer.reply_options"}
+CHECKED = {"edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+ASKED = {"edgeinfer.adaptive", "edgeinfer.drafting", "edgeinfer.searching", "edgeinfer.reply_options"}
 CORE = {
     "edgeinfer.errors",
     "edgeinfer.options",
+    "edgeinfer.option_groups",
     "edgeinfer.config",
+    "edgeinfer.option_types",
     "edgeinfer.results",
     "edgeinfer.bundle",
     "edgeinfer.version",
@@ -34,11 +37,14 @@ ALLOWED = {
     "edgeinfer.errors": set[str](),
     "edgeinfer.version": set[str](),
     "edgeinfer.options": {"edgeinfer.errors"},
+    "edgeinfer.option_groups": {"edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
+    "edgeinfer.drafting": CHECKED,
     "edgeinfer.searching": CHECKED,
     "edgeinfer.reply_options": CHECKED,
     "edgeinfer.config": CHECKED | ASKED,
+    "edgeinfer.option_types": CHECKED | ASKED | {"edgeinfer.config"},
     "edgeinfer.results": {"edgeinfer.errors"} | ASKED,
     "edgeinfer.bundle": CORE,
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
@@ -279,19 +285,12 @@ def test_a_command_imports_no_other() -> None:
 
 
 def test_exported_names() -> None:
-    public = {
-        name
-        for name in dir(edgeinfer)
-        if not name.startswith("_") and not inspect.ismodule(vars(edgeinfer).get(name)) and name not in FROM_IMPORTS
-    }
-    assert public == set(edgeinfer.__all__)
+    assert {name for name in dir(edgeinfer) if not name.startswith("_")} == set(edgeinfer.__all__)
     assert sorted(edgeinfer.__all__) == sorted(set(edgeinfer.__all__))
     for name in edgeinfer.__all__:
-        assert getattr(edgeinfer, name).__name__ == name
-
-
-# What `from ... import` leaves in the module itself.
-FROM_IMPORTS = {"annotations", "import_module", "TYPE_CHECKING", "Any", "VERSION"}
+        found = getattr(edgeinfer, name)
+        assert inspect.ismodule(found) or found.__name__ == name
+    assert {name for name in errors.__all__ if name not in edgeinfer.__all__} == set()
 
 
 def test_all_lists_what_is_there() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.config import ONNX_KV_TYPES
+from edgeinfer.config import ONNX_KV_TYPES, KvType
 
 __all__ = ["KVQuality", "compare_caches"]
 
@@ -84,7 +84,7 @@ def compare_caches(model: str | None, stories: Sequence[str]) -> list[KVQuality]
     return results
 
 
-def _read(model: str | None, kv: str, stories: Sequence[str]) -> _Reading:
+def _read(model: str | None, kv: KvType, stories: Sequence[str]) -> _Reading:
     logprobs, best, copies = [], [], []
     with edgeinfer.load(model, kv=kv, speculation="off") as loaded:
         begin = loaded.begin_ids

@@ -65,7 +65,8 @@ class Mode(Protocol):
 class Generates(Protocol):
     """The part of a model that makes replies."""
 
-    def generate(self, prompt: Sequence[int], **options: Any) -> Result:
+    @property
+    def generate(self) -> Callable[..., Result]:
         """Continues a prompt."""
 
 

@@ -57,15 +57,13 @@ def add_load_options(parser: Parser) -> None:
     add_options(parser, LoadConfig, _LOADING)
 
 
-def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
-    """Adds the options of GenerationConfig; --spec is among those of LoadConfig.
+def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
+    """Adds the options of GenerationConfig but for those that loading has too, such as --speculation.
 
     Args:
-        max_tokens: the command's own limit of a reply; None is the context.
+        limit: of a reply where -n is not given, in words.
     """
-    limit = "until the context is full" if max_tokens is None else str(max_tokens)
     add_options(parser, ReplyOptions, help={"max_tokens": f"most tokens to generate (default: {limit})"})
-    parser.set_defaults(max_tokens=max_tokens)
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
     add_options(parser, ComputeOptions)
     add_options(parser, SearchOptions)
@@ -95,7 +93,12 @@ def add_options(
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         text = (help or {}).get(name, option.help).replace("%", "%%")
-        groups[option.group].add_argument(*option.flags, dest=name, help=text, **_action(option))
+        group, settings = groups[option.group], _action(option)
+        action = group.add_argument(*option.flags, dest=name, help=text, **settings)
+        if not option.basic:
+            parser.advanced(action)
+        if option.former_flags:
+            group.add_argument(*option.former_flags, dest=name, help=argparse.SUPPRESS, **settings)
 
 
 def _action(option: ConfigOption) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Returns those of the options that the user gave."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         PromptError: a stop string is not UTF-8.
     """
     flagged = [name for name, option in options_of(GenerationConfig).items() if option.flags]
-    options = given_options(args, [*flagged, "speculation"])
+    options = given_options(args, flagged)
     for name, flag in (("stop", "--stop"), ("choices", "--choice")):
         if name in options:
             options[name] = tuple(utf8(text, flag) for text in options[name])

@@ -45,7 +45,7 @@ _ROWS = {
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "plan", execute, "show whether a model fits and how fast it runs", _DESCRIPTION)
+    parser = add_command(commands, "plan", execute, _DESCRIPTION)
     add_model_option(parser)
     add_options(parser, LoadConfig, _PLANNED)
     parser.add_argument("-v", "--verbose", action="store_true", help="show every term of the plan and every setting")

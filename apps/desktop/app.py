@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
+from edgeinfer.apps.desktop.api_attachments import attachment_routes
 from edgeinfer.apps.desktop.api_conversations import conversation_routes
 from edgeinfer.apps.desktop.api_models import model_routes
 from edgeinfer.apps.desktop.folders import DataFolder, data_folder
@@ -176,7 +177,7 @@ def _has_display() -> bool:
 
 def make_desktop(services: Services, access: Access) -> Starlette:
     """The application; it closes what `services` hold when it ends."""
-    api = [*model_routes(services), *conversation_routes(services)]
+    api = [*model_routes(services), *conversation_routes(services), *attachment_routes(services)]
     guarded = Mount("/app/api", routes=api, middleware=[Middleware(AccessRequired, access=access)])
     app = make_app(services.host, services.security, extra_routes=[guarded, *page_routes(access)])
     serve = app.router.lifespan_context

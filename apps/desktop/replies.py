@@ -248,8 +248,8 @@ def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, s
     path = conversation.path(reply.parent)
     for message, after in zip(path, [*path[1:], None], strict=True):
         failed = after is not None and after.role == "assistant" and not after.content
-        if message.content and not failed:
-            turns.append({"role": message.role, "content": message.content})
+        if message.prompt and not failed:
+            turns.append({"role": message.role, "content": message.prompt})
     return turns
 
 

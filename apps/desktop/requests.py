@@ -20,7 +20,7 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 from edgeinfer.openai.errors import Kinds, status_and_code
 
-__all__ = ["Endpoint", "answered", "event_stream", "fields", "optional", "search_text", "whole_number"]
+__all__ = ["Endpoint", "answered", "event_stream", "fields", "identifiers", "optional", "search_text", "whole_number"]
 
 _log = logging.getLogger("edgeinfer.desktop")
 
@@ -95,6 +95,20 @@ def search_text(request: Request) -> str:
 def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Returns those of the fields that were given."""
     return {name: body[name] for name in names if name in body}
+
+
+def identifiers(body: Mapping[str, Any], name: str) -> list[str]:
+    """Reads a list of ids; none where there is no such field.
+
+    Raises:
+        UsageError: something in it is no id.
+    """
+    values = body.get(name, [])
+    for value in values:
+        if not isinstance(value, str):
+            raise UsageError(f"{name} has a wrong type.", f"{name} must be a list of ids.")
+        check_name(value, name)
+    return list(values)
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:

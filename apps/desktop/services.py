@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgeinfer.apps.desktop.control import ModelControl
+from edgeinfer.apps.desktop.documents import Documents
 from edgeinfer.apps.desktop.downloads import Downloads
 from edgeinfer.apps.desktop.folders import DataFolder
 from edgeinfer.apps.desktop.history import History
@@ -38,6 +39,7 @@ class Services:
     control: ModelControl
     replies: ConversationReplies
     downloads: Downloads
+    documents: Documents
     feed: EventFeed
     notices: tuple[str, ...]
 
@@ -83,7 +85,9 @@ class Services:
             for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))
             if path is not None
         )
-        return cls(host, security, history, kept, planner, library, control, replies, downloads, feed, notices)
+        return cls(
+            host, security, history, kept, planner, library, control, replies, downloads, Documents(), feed, notices
+        )
 
     async def start(self) -> None:
         """Starts loading the last model."""

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from edgeinfer.apps.server.completions import completion_paths
+from edgeinfer.apps.server.completions import OPENAI_KINDS, completion_endpoint
 from edgeinfer.apps.server.errors import error_response
 from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
@@ -64,13 +64,14 @@ def _routes(service: Service) -> list[BaseRoute]:
         routes.append(Route(f"{prefix}/health", facts.health))
         for path, endpoint in facts.asked.items():
             routes.append(Route(prefix + path, endpoint, middleware=key))
-        for path, endpoint in [*facts.posted.items(), *completion_paths(service)]:
+        answered = {path: completion_endpoint(service, kind) for path, kind in OPENAI_KINDS.items()}
+        for path, endpoint in {**facts.posted, **answered}.items():
             routes.append(Route(prefix + path, endpoint, methods=["POST"], middleware=key))
     return routes
 
 
-async def _error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -88,6 +89,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
         refusal = RequestError(message, hint, status=405, code="method_not_allowed")
     else:
         refusal = RequestError(error.detail, status=error.status_code)
-    response = error_response(refusal)
+    response = error_response(refusal, request.url.path)
     response.headers.update(allowed)
     return response

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from edgeinfer.bundle import Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
-from edgeinfer.config import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, LoadConfig, drafters_in, format_size
+from edgeinfer.config import LoadConfig, format_size
+from edgeinfer.drafting import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.planning.configuration import Configuration, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
@@ -184,7 +184,8 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         mine, planned = plan.configuration, _planned_outside(plan)
         if abs(outside.anonymous - planned.anonymous) + abs(outside.file - planned.file) < _NOTICED_BYTES:
             return plan
-        fixed = dataclasses.replace(config, context=mine.context, kv=mine.kv, weights=mine.weights)
+        chosen: dict[str, Any] = {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
+        fixed = dataclasses.replace(config, **chosen)
 
         def changeable(other: Configuration) -> bool:
             fixed = other.window_layers, other.expert_bytes, other.tokenizer, other.draft_model

@@ -195,7 +195,7 @@ def test_a_fresh_process_stays_within_its_plan(small_bundle: Path, budget: str) 
 
 def test_an_unknown_option(model: edgeinfer.Model) -> None:
     with pytest.raises(UsageError, match="'heat'"):
-        model.stream(PROMPT, heat=1)
+        model.stream(PROMPT, heat=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("prompt", ["", []])

@@ -317,7 +317,7 @@ def test_a_bundle_linked_into_a_hub_cache_runs(good_bundle: Path, tmp_path: Path
     for file in good_bundle.iterdir():
         shutil.copy(file, blobs / f"blob-of-{file.name}")
         (snapshot / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
-    done = edgeinfer("run", "-m", snapshot, "-p", "Once", "-n", "2")
+    done = edgeinfer("run", "-m", snapshot, "-p", "Once", "-n", "2", "--json")
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -258,7 +258,11 @@ def test_a_floor_is_kept_on_other_texts(model: edgeinfer.Model, way: str) -> Non
 @needs_builtin
 def test_the_built_in_model_skips_and_exits() -> None:
     with edgeinfer.load(threads=1, remember=False) as model:
-        for way in ({"compute": "unified", "compute_speedup": 1.2}, {"compute": "exit", "exit_confidence": 0.7}):
+        ways: tuple[dict[str, Any], ...] = (
+            {"compute": "unified", "compute_speedup": 1.2},
+            {"compute": "exit", "exit_confidence": 0.7},
+        )
+        for way in ways:
             result = model.generate(PROMPT, max_tokens=40, ignore_eos=True, **way)
             assert result.compute is not None and result.compute.reduced > 5
 

@@ -14,6 +14,7 @@ import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import read_kv_scales
+from edgeinfer.config import KvType
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.profile.kv_scales import kept_kv_scales_file, kv_scales
@@ -155,7 +156,7 @@ def test_errors_of_attention(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_drafting_does_not_change_the_text(bundle: Path, kv: str) -> None:
+def test_drafting_does_not_change_the_text(bundle: Path, kv: KvType) -> None:
     edgeinfer.calibrate_kv(bundle, STORIES)
     prompt = np.random.default_rng(0).integers(2, 320, 12).tolist() * 3
     texts = []

@@ -15,7 +15,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import UsageError
-from edgeinfer.results import DrafterUse, Speculation
+from edgeinfer.results import DrafterUse, SpeculationUse
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, DENSE, PROMPT, check_figures, load_eager, needs_builtin, plain, same
 
@@ -229,14 +229,14 @@ def test_figures_of_a_reply(tales: edgeinfer.Model, monkeypatch: pytest.MonkeyPa
 @needs_builtin
 def test_figures_of_plain_decoding(tales: edgeinfer.Model) -> None:
     found = plain(tales, max_tokens=5).speculation
-    assert found == Speculation("off", exact=True, plain_ms=found.plain_ms)
+    assert found == SpeculationUse("off", exact=True, plain_ms=found.plain_ms)
     check_figures(found)
 
 
 @needs_builtin
 def test_a_reply_of_one_token_has_no_rounds(tales: edgeinfer.Model) -> None:
     found = tales.generate(PROMPT, max_tokens=1, speculation="model").speculation
-    assert found == Speculation("model", exact=True, plain_ms=found.plain_ms)
+    assert found == SpeculationUse("model", exact=True, plain_ms=found.plain_ms)
 
 
 @needs_builtin

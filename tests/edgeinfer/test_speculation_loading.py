@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.config import DRAFTERS
+from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import BundleError, CapabilityError, EdgeInferError, ModelError, UsageError
 from edgeinfer.export import export_checkpoint
 from edgeinfer.results import DrafterUse

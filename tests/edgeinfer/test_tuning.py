@@ -88,9 +88,9 @@ def test_the_next_load_uses_what_was_kept(small_bundle: Path, cache: Path, tuned
 
 @pytest.mark.usefixtures("tuned")
 def test_what_the_caller_sets_is_never_overridden(small_bundle: Path) -> None:
-    for own in ({"prefill_chunk": 16}, {"prefill_chunk": 64}):
-        plan = edgeinfer.plan(small_bundle, **own)
-        assert (plan.prefill_chunk, plan.tuned) == (own["prefill_chunk"], ())
+    for own in (16, 64):
+        plan = edgeinfer.plan(small_bundle, prefill_chunk=own)
+        assert (plan.prefill_chunk, plan.tuned) == (own, ())
     # Proved with another number of threads.
     assert edgeinfer.plan(small_bundle, threads=7).tuned == ()
     assert edgeinfer.plan(small_bundle, exact=False).tuned == ()

@@ -18,7 +18,7 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import Capabilities, Geometry, Manifest, open_bundle, seal
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
-from edgeinfer.config import drafters_in
+from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import CheckpointError, HubError
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan

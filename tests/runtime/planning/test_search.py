@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.config import COUNTED, LoadConfig, drafters_in
+from edgeinfer.config import COUNTED, CountedPages, LoadConfig
+from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
@@ -139,6 +140,7 @@ def free(plan_input: PlanInput) -> MemoryPlan:
     return plan(plan_input)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=4)
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
 def test_more_memory_is_never_worse(plan_input: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
@@ -257,7 +259,7 @@ ASKED: dict[str, Callable[[Alternative], dict[str, Any]]] = {
 @example(share=-0.1, counted="resident", measured={("", False): 1.0, ("int8", True): 2.0})
 @example(share=0.5, counted="resident", measured={("int8", False): 0.5})
 def test_a_plan_agrees_with_itself(
-    plan_input: PlanInput, share: float, counted: str, measured: dict[tuple[str, bool], float]
+    plan_input: PlanInput, share: float, counted: CountedPages, measured: dict[tuple[str, bool], float]
 ) -> None:
     """Whatever the budget, and whichever variants were measured: one least budget, one speed of each way to run."""
     drafter = dataclasses.replace(plan_input, option_bytes=None)
