@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from edgeinfer import MemoryPlan
     from edgeinfer.apps.cli.parser import Subparsers
-    from edgeinfer.runtime.planning.speed_model import Speed
 
 __all__ = ["add_parser", "execute"]
 
@@ -87,7 +86,7 @@ def _verdict(plan: MemoryPlan) -> str:
     if not plan.fits:
         return f"Does not fit in {_budget(plan)}: needs at least {least}."
     about = "" if plan.speed.measured else "about "
-    runs = f"{about}{_pace(plan.speed)} tokens/s, context {plan.context}"
+    runs = f"{about}{_pace(plan.speed.tokens_per_second)} tokens/s, context {plan.context}"
     if plan.budget_bytes is None:
         return f"Needs {format_size(plan.planned_bytes, up=True)} (runs in {least} or more): {runs}."
     return f"Fits in {_budget(plan)}: needs {format_size(plan.planned_bytes, up=True)}, {runs}."
@@ -110,29 +109,22 @@ def _needs(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
 
 
 def _choices(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
-    """This plan and its alternatives, but for those that need more and give nothing for it."""
-    from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP
-
-    yield _choice("this plan" if plan.fits else "smallest", plan.planned_bytes, plan.speed, fits=True)
-    for way in plan.alternatives:
-        more, less = way.planned_bytes > plan.planned_bytes, way.planned_bytes < plan.planned_bytes
-        gives = way.speed.tokens_per_second > plan.speed.tokens_per_second or way.name == NOTHING_GIVEN_UP
-        if less or gives if plan.fits else more:
-            # Where nothing fits there is no need to say so of each.
-            yield _choice(way.name, way.planned_bytes, way.speed, fits=way.fits or not plan.fits)
+    """This plan and its alternatives; where nothing fits there is no need to say so of each."""
+    own, ways = plan.speed, plan.useful_alternatives
+    chosen = "this plan" if plan.fits else "smallest"
+    yield chosen, format_size(plan.planned_bytes, up=True), _pace(own.tokens_per_second, measured=own.measured)
+    for way in ways:
+        pace = _pace(way.speed.tokens_per_second, measured=way.speed.measured)
+        note = "" if way.fits or not plan.fits else ", does not fit"
+        yield way.name, format_size(way.planned_bytes, up=True), pace + note
 
 
-def _choice(name: str, size: int, speed: Speed, *, fits: bool) -> tuple[str, ...]:
-    pace = _pace(speed) if speed.measured else f"~{_pace(speed)}"
-    return name, format_size(size, up=True), pace if fits else f"{pace}, does not fit"
-
-
-def _pace(speed: Speed) -> str:
-    return f"{speed.tokens_per_second:.{0 if speed.tokens_per_second >= 100 else 1}f}"
+def _pace(tokens_per_second: float, *, measured: bool = True) -> str:
+    return f"{'' if measured else '~'}{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"
 
 
 def _basis(plan: MemoryPlan) -> str:
-    measured = [plan.speed.measured, *(way.speed.measured for way in plan.alternatives)]
+    measured = [plan.speed.measured, *(way.speed.measured for way in plan.useful_alternatives)]
     if all(measured):
         return "Speeds were measured on this device."
     if any(measured):

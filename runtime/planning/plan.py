@@ -116,6 +116,20 @@ class MemoryPlan:
         """Whether the plan is within the budget, or there is none."""
         return self.budget_bytes is None or self.planned_bytes <= self.budget_bytes
 
+    @property
+    def useful_alternatives(self) -> tuple[Alternative, ...]:
+        """Alternatives without those that need as much and give nothing for it; where nothing fits, all that need more,
+        which a larger budget would make possible."""
+        mine = self.planned_bytes
+
+        def useful(way: Alternative) -> bool:
+            if not self.fits:
+                return way.planned_bytes > mine
+            faster = way.speed.tokens_per_second > self.speed.tokens_per_second
+            return way.planned_bytes < mine or faster or way.name == NOTHING_GIVEN_UP
+
+        return tuple(way for way in self.alternatives if useful(way))
+
     def require_fit(self) -> None:
         """Refuses a plan over its budget.
 
