@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.desktop.library import BUILT_IN, model_of
+from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import AppSettings
@@ -86,13 +87,20 @@ class _Models:
         return JSONResponse(await asyncio.to_thread(make))
 
     async def load(self, request: Request) -> Response:
-        body = await fields(request, self._security, model=_TEXT, memory=_NUMBER, context=_NUMBER)
-        model = model_of(body.get("model"))
-        numbers = ("memory", "context")
-        chosen: dict[str, Any] = {name: whole_number(body, name) for name in numbers if name in body}
-        await asyncio.to_thread(_require_local, model)
-        await asyncio.to_thread(self._services.settings.change, chosen)
-        self._services.control.load(model)
+        """Loads a model: for one conversation, for new ones (`default`), or for both."""
+        kinds = {"model": _TEXT, "memory": _NUMBER, "context": _NUMBER, "conversation": _TEXT, "default": bool}
+        body = await fields(request, self._security, **kinds)
+        services, default = self._services, body.get("default", True)
+        now = services.settings.now
+        usual = {"memory": now.memory, "context": now.context}
+        numbers = {name: whole_number(body, name) if name in body else usual[name] for name in usual}
+        choice = ModelChoice(model_of(body.get("model")), **numbers)
+        await asyncio.to_thread(_require_local, choice.model)
+        if body.get("conversation") is not None:
+            await asyncio.to_thread(services.history.change, body["conversation"], choice=choice)
+        if default:
+            await asyncio.to_thread(services.settings.change, numbers)
+        services.control.load(choice, default=default)
         return JSONResponse(self._services.control.state(), status_code=202)
 
     async def cancel(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ from edgeinfer import hub
 from edgeinfer.apps.server.host import with_room
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "model_of"]
+__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "id_of", "model_of", "name_of"]
 
 Source = Literal["built-in", "bundle", "gguf", "hub"]
 
@@ -62,6 +62,16 @@ def model_of(id: str | None) -> str | None:
     return None if id == BUILT_IN else id
 
 
+def id_of(model: str | None) -> str:
+    """What the window calls a model."""
+    return BUILT_IN if model is None else model
+
+
+def name_of(model: str | None) -> str:
+    """What people call a model whose files have not been read: the last part of its path or id."""
+    return id_of(model).replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
 class Library:
     """The models; may be asked from any thread.
 
@@ -87,12 +97,12 @@ class Library:
             found = dict(self._find(recent))
             return [self._describe(id, source, context) for id, source in found.items()]
 
-    def sampling(self, model: str | None) -> dict[str, object]:
-        """Generation options that a model's makers recommend; none where it cannot be read."""
+    def facts(self, model: str | None) -> edgeinfer.ModelFacts | None:
+        """What a model's files say of it; None where they cannot be read."""
         try:
-            return dict(edgeinfer.describe(model).sampling)
+            return edgeinfer.describe(model)
         except EdgeInferError:
-            return {}
+            return None
 
     def _find(self, recent: Iterable[str]) -> Iterator[tuple[str, Source]]:
         yield BUILT_IN, "built-in"

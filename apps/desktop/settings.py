@@ -124,10 +124,11 @@ class AppSettings:
             given["options"] = {**self.options, **given["options"]}
         return dataclasses.replace(self, **given)
 
-    def used(self, model: str | None) -> Self:
-        """A copy that says which model was used last."""
+    def used(self, model: str | None, *, default: bool = True) -> Self:
+        """A copy that says which model was used last, and that it is the default one."""
         others = tuple(other for other in self.recent if other != model)
-        return dataclasses.replace(self, model=model, recent=others if model is None else (model, *others))
+        recent = others if model is None else (model, *others)
+        return dataclasses.replace(self, model=model if default else self.model, recent=recent)
 
 
 class SettingsFile:
@@ -166,11 +167,12 @@ class SettingsFile:
             self.now, self._kept = now, kept
         return now
 
-    def used(self, model: str | None) -> None:
-        """Keeps which model was used last; errors as `change`."""
+    def used(self, model: str | None, *, default: bool = True) -> None:
+        """Keeps which model was used last, and whether new conversations use it; errors as `change`."""
         with self._lock:
-            self._write(self._kept.used(model))
-            self.now, self._kept = self.now.used(model), self._kept.used(model)
+            now, kept = self.now.used(model, default=default), self._kept.used(model, default=default)
+            self._write(kept)
+            self.now, self._kept = now, kept
 
     def _read(self) -> AppSettings:
         try:

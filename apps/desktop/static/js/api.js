@@ -25,7 +25,7 @@ async function call(method, path, { body, signal, keepalive } = {}) {
   } catch (failure) {
     if (failure.name === "AbortError") throw failure;
     throw new ApiError("The app's server does not answer.", {
-      hint: "Start it again with `edgeinfer chat`.",
+      hint: "Start edgeinfer again.",
       code: "gone",
     });
   }

@@ -40,11 +40,13 @@ export function createModels() {
     }),
     title: h("h3", {}),
     subtitle: h("p", { class: "subtitle" }),
+    usual: h("input", { type: "checkbox", checked: true }),
     load: h("button", { type: "button", class: "button primary", id: "load-button", onclick: load }, "Load"),
     unload: h("button", { type: "button", class: "button", onclick: unload }, icon("eject"), "Unload"),
     plan: h("div", { class: "plan" }),
   };
   const { list, budget, context, view, title, subtitle, plan } = parts;
+  parts.scope = h("label", { class: "check" }, parts.usual, "Use it for new chats too");
   const contextRow = h("div", { class: "pair" }, h("label", { for: "context-size" }, "Context"), context);
   parts.controls = h("div", { class: "plan-result" }, contextRow, budget.element);
   plan.append(h("div", {}, title, subtitle), parts.controls, view.element);
@@ -64,7 +66,7 @@ export function createModels() {
         "div",
         { class: "models-right" },
         plan,
-        h("div", { class: "models-foot" }, parts.unload, h("span", { class: "spacer" }), parts.load),
+        h("div", { class: "models-foot" }, parts.unload, h("span", { class: "spacer" }), parts.scope, parts.load),
       ),
     ),
   );
@@ -80,17 +82,20 @@ export function createModels() {
   });
 }
 
-/** Opens the dialog with a model chosen: the named one, else the loaded one. */
-export async function openModels(id) {
+/** Opens the dialog with a model chosen: the named one, else the loaded one, with its budget and context. */
+export async function openModels(id, chosen = {}) {
   if (dialog.open) return;
-  const { settings, model } = get();
-  Object.assign(wanted, { memory: settings?.memory ?? null, context: settings?.context ?? null });
+  const { settings, model, conversation } = get();
+  const present = conversation?.choice ?? model?.choice ?? settings;
+  Object.assign(wanted, { memory: present?.memory ?? null, context: present?.context ?? null, ...chosen });
+  parts.scope.hidden = !conversation;
+  parts.usual.checked = true;
   dialog.classList.remove("detail");
   undecided();
   dialog.showModal();
   await readModels();
-  const chosen = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
-  if (chosen) select(chosen, { detail: id !== undefined });
+  const first = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
+  if (first) select(first, { detail: id !== undefined });
   parts.list.element.querySelector("[aria-selected=true]")?.focus();
 }
 
@@ -196,8 +201,14 @@ async function planNow() {
 async function load() {
   const { model, memory, context } = wanted;
   try {
-    change({ model: await api.loadModel({ model: model.id, memory, context }) });
-    change({ settings: { ...get().settings, model: model.id, memory, context } });
+    const { conversation, settings } = get();
+    const usual = !conversation || parts.usual.checked;
+    const body = { model: model.id, memory, context, conversation: conversation?.id ?? null, default: usual };
+    const loading = await api.loadModel(body);
+    const choice = loading.choice ?? null;
+    if (usual) change({ settings: { ...settings, model: model.id, memory, context } });
+    if (conversation) change({ conversation: { ...get().conversation, choice } });
+    change({ model: loading });
     dialog.close();
     document.getElementById("prompt").focus();
   } catch (failure) {
