@@ -19,7 +19,7 @@ from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
 from edgeinfer.apps.desktop.downloads import Download, Downloads
 from edgeinfer.errors import HubError, InternalError
 from tests.cli import TIME_LIMIT, environment
-from tests.edgeinfer.test_hub_server import Hub, bundle_files
+from tests.hub_server import Hub, bundle_files
 
 SAYS = "import sys, json\nfor line in {lines}: print(json.dumps(line), flush=True)\n"
 WAITS = 'print(\'{"done": 1, "total": 9}\', flush=True)\nimport sys\nsys.stdin.read()\n'
