@@ -21,7 +21,7 @@ from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
 from edgeinfer.apps.server.llama import LLAMA_KINDS
 from edgeinfer.apps.server.llama_info import LlamaEndpoints
-from edgeinfer.apps.server.local_models import LocalModels
+from edgeinfer.apps.server.named_models import NamedModels
 from edgeinfer.apps.server.ollama_info import OllamaEndpoints
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Endpoint, Service
@@ -49,7 +49,7 @@ def make_app(
         switch: loads other models of this machine when requests name them; None serves the loaded one alone.
         extra_routes: served too. They are guarded as the rest, but for the API key, which they ask for themselves.
     """
-    local = LocalModels(None if switch is None else switch.source)
+    local = NamedModels(None if switch is None else switch.source, tuple(aliases))
     service = Service(host, security, tuple(aliases), switch, local)
 
     @contextlib.asynccontextmanager

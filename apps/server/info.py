@@ -12,8 +12,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import read_json
-from edgeinfer.apps.server.local_models import LocalModel
 from edgeinfer.apps.server.metrics import CONTENT_TYPE
+from edgeinfer.apps.server.named_models import NamedModel
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.openai.errors import RequestError
 
@@ -76,7 +76,7 @@ class InfoEndpoints:
         told: list[dict[str, Any]] = []
         for place, local in enumerate(listed):
             model = service.model() if place == 0 and service.host.state.status == "ready" else None
-            names = [local.name] if model is None else service.names(model)
+            names = local.names if model is None or service.switch is not None else service.names(model)
             told += [self._listed(name, local, model) for name in names]
         return JSONResponse({"object": "list", "data": told})
 
@@ -137,7 +137,7 @@ class InfoEndpoints:
                 raise RequestError(message, f"The limit is {_MOST_CONTEXTS * model.context}.", param="tokens")
             return JSONResponse({"content": await self._service.host.ask(lambda model: model.detokenize(ids))})
 
-    def _listed(self, name: str, local: LocalModel, model: Model | None) -> dict[str, Any]:
+    def _listed(self, name: str, local: NamedModel, model: Model | None) -> dict[str, Any]:
         """A model as it is listed.
 
         Args:

@@ -13,7 +13,7 @@ import edgeinfer
 from edgeinfer import ModelFacts
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.completions import completion_endpoint
-from edgeinfer.apps.server.local_models import LocalModel
+from edgeinfer.apps.server.named_models import NamedModel
 from edgeinfer.apps.server.ollama import OLLAMA_KINDS, moment
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.errors import CapabilityError
@@ -117,7 +117,7 @@ class OllamaEndpoints:
         raise CapabilityError(message, hint)
 
 
-def _listed(model: LocalModel) -> dict[str, Any]:
+def _listed(model: NamedModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "model": model.name,

@@ -15,8 +15,8 @@ from starlette.types import Receive
 from edgeinfer import Model
 from edgeinfer.apps.server.events import while_connected
 from edgeinfer.apps.server.host import HostState, ModelHost
-from edgeinfer.apps.server.local_models import LocalModel, LocalModels, plain_name
 from edgeinfer.apps.server.metrics import Load, Metrics
+from edgeinfer.apps.server.named_models import NamedModel, NamedModels, plain_name
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.openai.errors import RequestError, unknown_model
@@ -49,7 +49,7 @@ class Service:
     security: Security
     aliases: tuple[str, ...] = ()
     switch: ModelSwitch | None = None
-    local: LocalModels = field(default_factory=LocalModels)
+    local: NamedModels = field(default_factory=NamedModels)
     metrics: Metrics = field(default_factory=Metrics)
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
@@ -107,13 +107,13 @@ class Service:
         served = self.switch is None or self.host.state.model == self.switch.source
         return list(dict.fromkeys([model.info.name, *(self.aliases if served else ())]))
 
-    async def loaded(self) -> LocalModel | None:
+    async def loaded(self) -> NamedModel | None:
         """Returns what the files of the loaded model say; None where none is loaded."""
         if self.host.state.status != "ready":
             return None
         return await asyncio.to_thread(self.local.of, self.host.state.model)
 
-    async def models(self) -> list[LocalModel]:
+    async def models(self) -> list[NamedModel]:
         """Returns the models that requests may name, the loaded one first."""
         loaded = await self.loaded()
         first = [] if loaded is None else [loaded]
@@ -122,7 +122,7 @@ class Service:
         listed = await asyncio.to_thread(self.local.listed)
         return first + [model for model in listed if loaded is None or model.source != loaded.source]
 
-    async def find(self, name: str) -> LocalModel:
+    async def find(self, name: str) -> NamedModel:
         """Returns the model of a name.
 
         Raises:
@@ -155,7 +155,7 @@ class Service:
         found = await asyncio.to_thread(self.local.find, name)
         if found is None:
             listed = await asyncio.to_thread(self.local.listed)
-            raise unknown_model(name, [*self.aliases, *(model.name for model in listed)])
+            raise unknown_model(name, [name for model in listed for name in model.names])
         return found.source
 
     def load(self) -> Load:

@@ -107,7 +107,7 @@ def test_an_idle_model_leaves_memory_when_it_was_told_to() -> None:
         switch.keep(0.0)
         assert not loads.unloaded.is_set()
         switch.leave()
-        await loads.unloaded.wait()
+        await asyncio.wait_for(loads.unloaded.wait(), TIME_LIMIT)
         # It is loaded again by its next request, and stays this time.
         await switch.enter("a")
         switch.leave()
@@ -119,16 +119,16 @@ def test_an_idle_model_leaves_memory_when_it_was_told_to() -> None:
 @pytest.mark.slow
 @needs_builtin
 def test_a_model_of_this_machine_answers_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = make_bigram_bundle(tmp_path / "other")
-    monkeypatch.setattr(hub, "cached", lambda: [str(bundle)])
-    monkeypatch.setattr(hub, "pull", lambda *_, **__: pytest.fail("a client had a model fetched"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    hub.models_folder().mkdir(parents=True)
+    bundle = make_bigram_bundle(hub.models_folder() / "other")
     with served("small", models=True, context=128) as server:
         own, other = (model["id"] for model in server.get("/v1/models").json()["data"] if model["id"] != "small")
         assert [model["name"] for model in server.get("/api/tags").json()["models"]] == [own, other]
         answer = server.post("/completion", {"model": f"{other}:latest", "prompt": [5, 6], "n_predict": 3})
         assert answer.json()["model"] == other and server.get("/props").json()["model_path"] == str(bundle)
         told = {model["id"]: model["status"]["value"] for model in server.get("/v1/models").json()["data"]}
-        assert told == {other: "loaded", own: "unloaded"}
+        assert told == {other: "loaded", own: "unloaded", "small": "unloaded"}
         # Who names none, or the one that is served by any of its names, gets that one back.
         for name in ("small", own, None):
             answer = server.post(CHAT, chat_body(model=name, max_tokens=2))
