@@ -11,7 +11,6 @@ from edgeinfer.version import VERSION as _VERSION
 if TYPE_CHECKING:
     from edgeinfer.adaptive import ReducedCompute
     from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
-    from edgeinfer.catalog import ModelFacts, describe, verify
     from edgeinfer.chat import Chat
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.drafting import Speculation
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
+    from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
+    from edgeinfer.installed import LocalModel, list_models, pull, remove_model
+    from edgeinfer.model_facts import ModelFacts, describe, verify
     from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
     from edgeinfer.searching import Search
@@ -51,6 +53,7 @@ __all__ = [
     "BundleError",
     "Cache",
     "CapabilityError",
+    "CatalogModel",
     "Chat",
     "CheckpointError",
     "Chunk",
@@ -60,16 +63,19 @@ __all__ = [
     "Divergence",
     "EdgeInferError",
     "Evaluation",
+    "FoundModel",
     "GenerationConfig",
     "GrammarError",
     "HubError",
     "InternalError",
     "LoadConfig",
+    "LocalModel",
     "MemoryPlan",
     "Model",
     "ModelError",
     "ModelFacts",
     "NativeUnavailableError",
+    "Offer",
     "PromptError",
     "ReducedCompute",
     "Result",
@@ -85,14 +91,20 @@ __all__ = [
     "UsageError",
     "UserError",
     "calibrate_kv",
+    "catalog",
     "describe",
     "evaluate",
     "forget_tuning",
     "list_devices",
+    "list_models",
     "load",
     "measure_device",
     "measure_kv",
+    "offers",
     "plan",
+    "pull",
+    "remove_model",
+    "search_hub",
     "tune_device",
     "tune_kv",
     "verify",
@@ -109,6 +121,7 @@ _HOMES = {
     "BundleError": "errors",
     "Cache": "config",
     "CapabilityError": "errors",
+    "CatalogModel": "hub",
     "Chat": "chat",
     "CheckpointError": "errors",
     "Chunk": "results",
@@ -118,16 +131,19 @@ _HOMES = {
     "Divergence": "tools.predictions",
     "EdgeInferError": "errors",
     "Evaluation": "tools.predictions",
+    "FoundModel": "hub",
     "GenerationConfig": "config",
     "GrammarError": "errors",
     "HubError": "errors",
     "InternalError": "errors",
     "LoadConfig": "config",
+    "LocalModel": "installed",
     "MemoryPlan": "api",
     "Model": "api",
     "ModelError": "errors",
-    "ModelFacts": "catalog",
+    "ModelFacts": "model_facts",
     "NativeUnavailableError": "errors",
+    "Offer": "hub",
     "PromptError": "errors",
     "ReducedCompute": "adaptive",
     "Result": "results",
@@ -143,17 +159,23 @@ _HOMES = {
     "UsageError": "errors",
     "UserError": "errors",
     "calibrate_kv": "tools.kv_calibration",
-    "describe": "catalog",
+    "catalog": "hub",
+    "describe": "model_facts",
     "evaluate": "tools.evaluation",
     "forget_tuning": "tools.devices",
     "list_devices": "tools.devices",
+    "list_models": "installed",
     "load": "api",
     "measure_device": "tools.devices",
     "measure_kv": "tools.kv_calibration",
+    "offers": "hub",
     "plan": "api",
+    "pull": "installed",
+    "remove_model": "installed",
+    "search_hub": "hub",
     "tune_device": "tools.devices",
     "tune_kv": "tools.kv_calibration",
-    "verify": "catalog",
+    "verify": "model_facts",
 }
 
 

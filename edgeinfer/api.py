@@ -43,6 +43,7 @@ def load(
     *,
     memory: int | str | None = None,
     context: int | None = None,
+    bits: int | None = None,
     threads: int | None = None,
     device: str | None = None,
     draft_model: str | Path | None = None,
@@ -63,10 +64,12 @@ def load(
     """Loads a model.
 
     Args:
-        model: a bundle directory, a .gguf file or a hub id (ORG/NAME); None is the built-in model.
+        model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
+            built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
         memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
             that the model runs as fast as it can within it.
         context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
         threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
         device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
         draft_model: a small model with the same tokenizer that drafts; "off": not even the model's own.
@@ -96,7 +99,7 @@ def load(
 def _load(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Model:
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config)
+        bundles = Bundles.open(model, config, progress)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(LoadRequest(bundles, config, progress, started, plan))
@@ -110,6 +113,7 @@ def plan(
     *,
     memory: int | str | None = None,
     context: int | None = None,
+    bits: int | None = None,
     threads: int | None = None,
     device: str | None = None,
     draft_model: str | Path | None = None,
@@ -131,10 +135,12 @@ def plan(
     A plan that does not fit is returned too.
 
     Args:
-        model: a bundle directory, a .gguf file or a hub id (ORG/NAME); None is the built-in model.
+        model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
+            built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
         memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
             that the model runs as fast as it can within it.
         context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
         threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
         device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
         draft_model: a small model with the same tokenizer that drafts; "off": not even the model's own.

@@ -187,6 +187,17 @@ class LoadConfig(CacheOptions, LoadDrafting):
         basic=True,
         size=True,
     )
+    # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
+    bits: int | None = option(
+        None,
+        help="bits of a checkpoint's weights, which are converted when it is first loaded: 2, 4, 8 or 32 (default: 4, "
+        "or what fits the memory)",
+        low=2,
+        high=32,
+        cli="--bits",
+        metavar="N",
+        group=_RESOURCES,
+    )
     threads: int | None = option(
         None,
         help="CPU threads (default: what edgeinfer tune found, else the physical cores)",

@@ -17,9 +17,9 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
-from edgeinfer.hub import resolve
+from edgeinfer.hub import note_use, resolve
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.results import LoadCosts, ModelInfo
+from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
@@ -94,7 +94,7 @@ class Bundles:
         return None if self.drafter_choice is None else self.drafter_choice.bundle
 
     @classmethod
-    def open(cls, model: str | Path | None, config: LoadConfig) -> Bundles:
+    def open(cls, model: str | Path | None, config: LoadConfig, progress: Progress | None = None) -> Bundles:
         """Opens both, chooses what runs them, and takes from the profile what the caller left open.
 
         A bad profile is warned of. Errors as `choose_backend`.
@@ -102,9 +102,9 @@ class Bundles:
         Raises:
             ModelError: one is missing or damaged, or their tokens are not the same.
         """
-        target = open_bundle(resolve(model))
+        target = open_bundle(resolve(model, bits=config.bits, memory=config.memory, progress=progress))
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
-        drafter = open_bundle(resolve(config.draft_model)) if given else None
+        drafter = open_bundle(resolve(config.draft_model, progress=progress)) if given else None
         if config.draft_model is None and "model" in drafters_in(config.speculation):
             drafter = nested_drafter(target)
         if drafter is not None:
@@ -229,6 +229,8 @@ def make_parts(request: LoadRequest) -> ModelParts:
     try:
         parts = _make_somewhere(request, verification)
         verification.finish()
+        if request.config.remember:
+            note_use(target.path if target.digests else target.gguf.path)
         return parts
     except (ModelError, BackendError):
         # What failed on a damaged file says less than that it is damaged.

@@ -18,6 +18,7 @@ __all__ = [
     "check_options",
     "is_integer",
     "is_number",
+    "nearest",
     "option",
     "options_of",
     "require",
@@ -237,11 +238,17 @@ def shown(value: object) -> str:
 
 def suggestion(name: object, known: Iterable[str]) -> str:
     """ "Did you mean ...?" and a space, where a name is nearly one of those that are known; else an empty text."""
+    found = nearest(name, known)
+    return f"Did you mean {found!r}? " if found else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Which of the known names a name that is none of them is nearly; None if it is like none."""
     from difflib import get_close_matches  # only errors need it
 
     short = isinstance(name, str) and len(name) <= _SHOWN
-    nearest = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
-    return f"Did you mean {nearest[0]!r}? " if nearest else ""
+    found = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
+    return found[0] if found else None
 
 
 def require_few(name: str, values: Sized, most: int) -> None:

@@ -48,12 +48,12 @@ _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "chat", execute, "talk to a model", _DESCRIPTION)
+    parser = add_command(commands, "chat", execute, _DESCRIPTION)
     parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     _add_window_options(parser)
     add_load_options(parser)
-    add_generation_options(parser, max_tokens=None)
+    add_generation_options(parser)
 
 
 def _add_window_options(parser: Parser) -> None:

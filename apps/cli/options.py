@@ -57,15 +57,13 @@ def add_load_options(parser: Parser) -> None:
     add_options(parser, LoadConfig, _LOADING)
 
 
-def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
+def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
     """Adds the options of GenerationConfig but for those that loading has too, such as --speculation.
 
     Args:
-        max_tokens: the command's own limit of a reply; None is the context.
+        limit: of a reply where -n is not given, in words.
     """
-    limit = "until the context is full" if max_tokens is None else str(max_tokens)
     add_options(parser, ReplyOptions, help={"max_tokens": f"most tokens to generate (default: {limit})"})
-    parser.set_defaults(max_tokens=max_tokens)
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
     add_options(parser, ComputeOptions)
     add_options(parser, SearchOptions)
@@ -95,10 +93,12 @@ def add_options(
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         text = (help or {}).get(name, option.help).replace("%", "%%")
-        groups[option.group].add_argument(*option.flags, dest=name, help=text, **_action(option))
+        group, settings = groups[option.group], _action(option)
+        action = group.add_argument(*option.flags, dest=name, help=text, **settings)
+        if not option.basic:
+            parser.advanced(action)
         if option.former_flags:
-            hidden = argparse.SUPPRESS
-            groups[option.group].add_argument(*option.former_flags, dest=name, help=hidden, **_action(option))
+            group.add_argument(*option.former_flags, dest=name, help=argparse.SUPPRESS, **settings)
 
 
 def _action(option: ConfigOption) -> dict[str, Any]:

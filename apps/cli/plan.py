@@ -29,7 +29,7 @@ _PLANNED = (*MEMORY, "native", "device", *DRAFTING)
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "plan", execute, "does it fit, and what does it cost", _DESCRIPTION)
+    parser = add_command(commands, "plan", execute, _DESCRIPTION)
     add_model_option(parser)
     add_options(parser, LoadConfig, _PLANNED)
     add_json_option(parser)

@@ -40,7 +40,7 @@ _KEY_VARIABLE = "EDGEINFER_API_KEY"
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "serve", execute, "serve a model to other programs", _DESCRIPTION)
+    parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     add_load_options(parser)
     add_json_option(parser)

@@ -34,7 +34,7 @@ examples:
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "tune", execute, "find what runs fastest here", _DESCRIPTION)
+    parser = add_command(commands, "tune", execute, _DESCRIPTION)
     add_load_options(parser)
     group = parser.add_argument_group("device")
     text = "measure for seconds instead of minutes; small gains are not found"
