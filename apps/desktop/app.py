@@ -205,7 +205,8 @@ def _has_display() -> bool:
 
 def make_desktop(services: Services, access: Access) -> Starlette:
     """The application; it closes what `services` hold when it ends."""
-    api = [*model_routes(services), *conversation_routes(services), *attachment_routes(services), *catalog_routes(services)]
+    parts = (model_routes, catalog_routes, conversation_routes, attachment_routes)
+    api = [route for routes in parts for route in routes(services)]
     guarded = Mount("/app/api", routes=api, middleware=[Middleware(AccessRequired, access=access)])
     app = make_app(services.host, services.security, extra_routes=[guarded, *page_routes(access)])
     serve = app.router.lifespan_context

@@ -124,8 +124,7 @@ class Downloads:
         return self._states[key]
 
     async def cancel(self, key: str) -> Download:
-        """Ends a download; what was fetched stays for the next time. One that has ended is taken off the list. Errors as
-        `state`."""
+        """Ends a download, whose fetched part stays; one that has ended is taken off the list. Errors as `state`."""
         state, task = self.state(key), self._tasks.get(key)
         if task is not None:
             self._stops[key].set()

@@ -69,7 +69,7 @@ def id_of(model: str | None) -> str:
 
 def name_of(model: str | None) -> str:
     """What people call a model whose files have not been read: the last part of its path or id."""
-    return id_of(model).replace("\\", "/").rstrip("/").rpartition("/")[2]
+    return hub.BUILTIN if model is None else model.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 class Library:

@@ -1,4 +1,4 @@
-"""Models that can be had, as the window lists them: the catalog with what each needs here, the hub, files on the disk."""
+"""Models that can be had, as the window lists them: the catalog and what each needs here, the hub, files on disk."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ _ROOM_SHARE = 0.75
 # Beyond this share of the memory that is free now, other programs feel it.
 _EASY_SHARE = 0.6
 _RECOMMENDED = 3
+# Nobody waits an hour for a first impression.
+_MOST_DOWNLOAD = 9_000_000_000
+_CHAT = "chat"
 _GGUF = ".gguf"
 
 
@@ -69,7 +72,7 @@ class Catalog:
         """The catalog, with three of it that suit this machine."""
         room = Room.here()
         models = [_entry(model, room) for model in edgeinfer.catalog()]
-        return {"models": models, "recommended": _recommended(models), "room": asdict(room)}
+        return {"models": models, "recommended": _recommended(models, room), "room": asdict(room)}
 
     def search(self, text: str) -> dict[str, Any]:
         """Models of the hub by a part of their name; errors as `edgeinfer.search_hub`."""
@@ -133,13 +136,16 @@ def _path(name: str) -> str | None:
     return None
 
 
-def _recommended(models: Sequence[dict[str, Any]]) -> list[str]:
-    """Three that run well here: the largest that fits easily, and a smaller one of each step below."""
-    room = Room.here()
-    fitting = [m for m in models if m["fit"] == "yes" and (room.gguf or not m["gguf"])]
-    fitting.sort(key=lambda m: m["memory"], reverse=True)
+def _recommended(models: Sequence[dict[str, Any]], room: Room) -> list[str]:
+    """Up to three that run well here: the largest to chat with, and others of half its size or less, step by step."""
+    fitting = [
+        m for m in models if m["fit"] == "yes" and m["download"] <= _MOST_DOWNLOAD and (room.gguf or not m["gguf"])
+    ]
+    fitting = [m for m in fitting if m["download"] + m["disk"] <= room.disk_bytes]
+    # Models for one purpose only come last, whatever their size.
+    fitting.sort(key=lambda m: (_CHAT in m["purpose"], m["parameters"]), reverse=True)
     chosen: list[dict[str, Any]] = []
     for model in fitting:
-        if not chosen or model["memory"] < chosen[-1]["memory"] / 2:
+        if not chosen or model["parameters"] <= chosen[-1]["parameters"] / 2:
             chosen.append(model)
     return [m["name"] for m in chosen[:_RECOMMENDED]]

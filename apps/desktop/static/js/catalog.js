@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { h, icon, iconButton } from "./dom.js";
 import { createFetch } from "./fetching.js";
-import { count, counted, parameters, size } from "./format.js";
+import { counted, parameters, size } from "./format.js";
 import { change, follow, get } from "./store.js";
 import { report } from "./toast.js";
 
@@ -50,17 +50,16 @@ export function card(model, room, use) {
   const lacks = model.gguf && !room.gguf;
   const refusal = model.fit === "no" ? text : lacks ? NEEDS_LLAMA : room.disk_bytes < model.download ? noDisk(room) : "";
   const facts = [
-    parameters(model.parameters),
+    `${parameters(model.parameters)} parameters`,
     `${size(model.download)} to download`,
     model.licence,
-    `${count(model.context)} tokens`,
   ];
   return h(
     "article",
     { class: "card", "aria-label": model.name },
     h("h4", {}, model.name, h("span", { class: `fit ${kind}`, title: text }, `needs ${size(model.memory)}`)),
     h("p", {}, sentence(model.purpose)),
-    h("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
+    h("p", { class: "facts" }, facts.join(" · ")),
     fetchPart({ id: model.name, path: model.path, refusal, use }),
   );
 }

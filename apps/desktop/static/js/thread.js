@@ -79,7 +79,7 @@ function arrange(inner, elements) {
   });
 }
 
-function welcome(model) {
+function welcome(model, catalog) {
   const ready = model?.status === "ready";
   const builtIn = ready && (model.id === null || model.id === "built-in" || model.source === "built-in");
   const suggestion = (text) => h("button", { type: "button", onclick: () => send(text) }, text);
