@@ -10,7 +10,8 @@ from edgeinfer.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, aload, load, plan
+    from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.chat import Chat
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.drafting import Speculation
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools.predictions import Divergence, Evaluation
 
 __all__ = [
+    "AsyncTokenStream",
     "BackendError",
     "BudgetError",
     "BundleError",
@@ -90,6 +92,7 @@ __all__ = [
     "UnsupportedArchitectureError",
     "UsageError",
     "UserError",
+    "aload",
     "calibrate_kv",
     "catalog",
     "describe",
@@ -116,6 +119,7 @@ __version__ = _VERSION
 _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "AsyncTokenStream": "async_replies",
     "BackendError": "errors",
     "BudgetError": "errors",
     "BundleError": "errors",
@@ -158,6 +162,7 @@ _HOMES = {
     "UnsupportedArchitectureError": "errors",
     "UsageError": "errors",
     "UserError": "errors",
+    "aload": "api",
     "calibrate_kv": "tools.kv_calibration",
     "catalog": "hub",
     "describe": "model_facts",

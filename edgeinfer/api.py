@@ -6,6 +6,7 @@ into tokens and hands them to a `TokenStream`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from edgeinfer.measured import TUNING_PROMPTS, TuneResult, tune_by
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
+    LoadOptions,
     RareLoadOptions,
     SpeculationOption,
     given_by,
@@ -35,7 +37,7 @@ from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "aload", "load", "plan"]
 
 
 def load(
@@ -99,13 +101,34 @@ def load(
 def _load(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Model:
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config, progress)
+        bundles = Bundles.open(model, config, progress).within(config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(LoadRequest(bundles, config, progress, started, plan))
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
     return Model(lifecycle, chat_template(bundles.target))
+
+
+async def aload(
+    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
+) -> Model:
+    """`load` for asynchronous programs: the event loop goes on meanwhile.
+
+    Args:
+        model, progress, options: as `load` takes them; `progress` is called on another thread.
+    """
+    loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        loading.add_done_callback(_close_unwanted)  # loading cannot be stopped half way
+        raise
+
+
+def _close_unwanted(loading: asyncio.Future[Model]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()
 
 
 def plan(
@@ -222,6 +245,7 @@ class Model(Replying):
         thread does with it ends first, and the last of that frees it."""
         self._lifecycle.shut()
         self._turns.close()
+        self.reply_thread.close()
         self._lifecycle.close()
         if self._template is not None:
             self._template.close()
