@@ -10,8 +10,8 @@ from edgeinfer.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
-    from edgeinfer.catalog import ModelFacts, describe, verify
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, aload, load, plan
+    from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.chat import Chat
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.drafting import Speculation
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
+    from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
+    from edgeinfer.installed import LocalModel, list_models, pull, remove_model
+    from edgeinfer.model_facts import ModelFacts, describe, verify
     from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
     from edgeinfer.searching import Search
@@ -46,11 +49,13 @@ if TYPE_CHECKING:
     from edgeinfer.tools.predictions import Divergence, Evaluation
 
 __all__ = [
+    "AsyncTokenStream",
     "BackendError",
     "BudgetError",
     "BundleError",
     "Cache",
     "CapabilityError",
+    "CatalogModel",
     "Chat",
     "CheckpointError",
     "Chunk",
@@ -60,16 +65,19 @@ __all__ = [
     "Divergence",
     "EdgeInferError",
     "Evaluation",
+    "FoundModel",
     "GenerationConfig",
     "GrammarError",
     "HubError",
     "InternalError",
     "LoadConfig",
+    "LocalModel",
     "MemoryPlan",
     "Model",
     "ModelError",
     "ModelFacts",
     "NativeUnavailableError",
+    "Offer",
     "PromptError",
     "ReducedCompute",
     "Result",
@@ -84,15 +92,22 @@ __all__ = [
     "UnsupportedArchitectureError",
     "UsageError",
     "UserError",
+    "aload",
     "calibrate_kv",
+    "catalog",
     "describe",
     "evaluate",
     "forget_tuning",
     "list_devices",
+    "list_models",
     "load",
     "measure_device",
     "measure_kv",
+    "offers",
     "plan",
+    "pull",
+    "remove_model",
+    "search_hub",
     "tune_device",
     "tune_kv",
     "verify",
@@ -104,11 +119,13 @@ __version__ = _VERSION
 _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "AsyncTokenStream": "async_replies",
     "BackendError": "errors",
     "BudgetError": "errors",
     "BundleError": "errors",
     "Cache": "config",
     "CapabilityError": "errors",
+    "CatalogModel": "hub",
     "Chat": "chat",
     "CheckpointError": "errors",
     "Chunk": "results",
@@ -118,16 +135,19 @@ _HOMES = {
     "Divergence": "tools.predictions",
     "EdgeInferError": "errors",
     "Evaluation": "tools.predictions",
+    "FoundModel": "hub",
     "GenerationConfig": "config",
     "GrammarError": "errors",
     "HubError": "errors",
     "InternalError": "errors",
     "LoadConfig": "config",
+    "LocalModel": "installed",
     "MemoryPlan": "api",
     "Model": "api",
     "ModelError": "errors",
-    "ModelFacts": "catalog",
+    "ModelFacts": "model_facts",
     "NativeUnavailableError": "errors",
+    "Offer": "hub",
     "PromptError": "errors",
     "ReducedCompute": "adaptive",
     "Result": "results",
@@ -142,18 +162,25 @@ _HOMES = {
     "UnsupportedArchitectureError": "errors",
     "UsageError": "errors",
     "UserError": "errors",
+    "aload": "api",
     "calibrate_kv": "tools.kv_calibration",
-    "describe": "catalog",
+    "catalog": "hub",
+    "describe": "model_facts",
     "evaluate": "tools.evaluation",
     "forget_tuning": "tools.devices",
     "list_devices": "tools.devices",
+    "list_models": "installed",
     "load": "api",
     "measure_device": "tools.devices",
     "measure_kv": "tools.kv_calibration",
+    "offers": "hub",
     "plan": "api",
+    "pull": "installed",
+    "remove_model": "installed",
+    "search_hub": "hub",
     "tune_device": "tools.devices",
     "tune_kv": "tools.kv_calibration",
-    "verify": "catalog",
+    "verify": "model_facts",
 }
 
 

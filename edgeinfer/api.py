@@ -6,6 +6,7 @@ into tokens and hands them to a `TokenStream`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from edgeinfer.measured import TUNING_PROMPTS, TuneResult, tune_by
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
+    LoadOptions,
     RareLoadOptions,
     SpeculationOption,
     given_by,
@@ -35,7 +37,7 @@ from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "aload", "load", "plan"]
 
 
 def load(
@@ -43,6 +45,7 @@ def load(
     *,
     memory: int | str | None = None,
     context: int | None = None,
+    bits: int | None = None,
     threads: int | None = None,
     device: str | None = None,
     draft_model: str | Path | None = None,
@@ -63,10 +66,12 @@ def load(
     """Loads a model.
 
     Args:
-        model: a bundle directory, a .gguf file or a hub id (ORG/NAME); None is the built-in model.
+        model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
+            built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
         memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
             that the model runs as fast as it can within it.
         context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
         threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
         device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
         draft_model: a small model with the same tokenizer that drafts; "off": not even the model's own.
@@ -96,7 +101,7 @@ def load(
 def _load(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Model:
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config)
+        bundles = Bundles.open(model, config, progress).within(config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(LoadRequest(bundles, config, progress, started, plan))
@@ -105,11 +110,33 @@ def _load(model: str | Path | None, config: LoadConfig, progress: Progress | Non
     return Model(lifecycle, chat_template(bundles.target))
 
 
+async def aload(
+    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
+) -> Model:
+    """`load` for asynchronous programs: the event loop goes on meanwhile.
+
+    Args:
+        model, progress, options: as `load` takes them; `progress` is called on another thread.
+    """
+    loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        loading.add_done_callback(_close_unwanted)  # loading cannot be stopped half way
+        raise
+
+
+def _close_unwanted(loading: asyncio.Future[Model]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()
+
+
 def plan(
     model: str | Path | None = None,
     *,
     memory: int | str | None = None,
     context: int | None = None,
+    bits: int | None = None,
     threads: int | None = None,
     device: str | None = None,
     draft_model: str | Path | None = None,
@@ -131,10 +158,12 @@ def plan(
     A plan that does not fit is returned too.
 
     Args:
-        model: a bundle directory, a .gguf file or a hub id (ORG/NAME); None is the built-in model.
+        model: a bundle or checkpoint directory, a .gguf file, ORG/NAME of the hub or a name of `catalog`; None is the
+            built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
         memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
             that the model runs as fast as it can within it.
         context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
         threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
         device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
         draft_model: a small model with the same tokenizer that drafts; "off": not even the model's own.
@@ -216,6 +245,7 @@ class Model(Replying):
         thread does with it ends first, and the last of that frees it."""
         self._lifecycle.shut()
         self._turns.close()
+        self.reply_thread.close()
         self._lifecycle.close()
         if self._template is not None:
             self._template.close()

@@ -18,6 +18,7 @@ __all__ = [
     "check_options",
     "is_integer",
     "is_number",
+    "nearest",
     "option",
     "options_of",
     "require",
@@ -83,6 +84,7 @@ class ConfigOption:
         size: commands take the number as a size, such as 600MB.
         wire: fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
         basic: the short help of commands shows it too.
+        brief: stands for the help there, where that is long.
     """
 
     name: str
@@ -100,6 +102,7 @@ class ConfigOption:
     size: bool = False
     wire: tuple[str, ...] = ()
     basic: bool = False
+    brief: str = ""
 
     def check(self, value: object) -> None:
         """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration.
@@ -135,6 +138,7 @@ def option(
     size: bool = False,
     wire: bool | tuple[str, ...] = True,
     basic: bool = False,
+    brief: str = "",
     factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declares a field of a configuration; `options_of` gives what was declared.
@@ -161,6 +165,7 @@ def option(
         "size": size,
         "wire": wire,
         "basic": basic,
+        "brief": brief,
     }
     return dataclasses.field(default=default, default_factory=factory, metadata=declared)
 
@@ -237,11 +242,17 @@ def shown(value: object) -> str:
 
 def suggestion(name: object, known: Iterable[str]) -> str:
     """ "Did you mean ...?" and a space, where a name is nearly one of those that are known; else an empty text."""
+    found = nearest(name, known)
+    return f"Did you mean {found!r}? " if found else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Which of the known names a name that is none of them is nearly; None if it is like none."""
     from difflib import get_close_matches  # only errors need it
 
     short = isinstance(name, str) and len(name) <= _SHOWN
-    nearest = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
-    return f"Did you mean {nearest[0]!r}? " if nearest else ""
+    found = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
+    return found[0] if found else None
 
 
 def require_few(name: str, values: Sized, most: int) -> None:

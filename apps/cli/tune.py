@@ -34,7 +34,7 @@ examples:
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "tune", execute, "find what runs fastest here", _DESCRIPTION)
+    parser = add_command(commands, "tune", execute, _DESCRIPTION)
     add_load_options(parser)
     group = parser.add_argument_group("device")
     text = "measure for seconds instead of minutes; small gains are not found"
@@ -56,6 +56,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "sets of layers to try at most (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the search (default: 0)")
+    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation")
     add_json_option(parser)
 
 

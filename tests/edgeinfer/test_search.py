@@ -194,7 +194,7 @@ def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
     assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
-    samples = ["run", "-p", PROMPT, "-n", "8", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1"]
+    samples = ["run", "--raw", "-p", PROMPT, "-n", "8", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1"]
     assert main([*samples, "--search", "samples", "--samples", "2"]) == 0
     shown = capsys.readouterr().out
     with edgeinfer.load(threads=1, remember=False) as model:

@@ -115,7 +115,7 @@ function mishap({ message, last, busy }) {
     return [line("error", text ?? "The reply failed.", hint, last && retry)];
   }
   const cut = cutShort(message) && !filledContext(message);
-  const text = LEFT_OFF[message.status] ?? (cut ? "The reply reached its greatest length." : null);
+  const text = LEFT_OFF[message.status] ?? (cut ? "The reply stopped at its length limit." : null);
   if (!text) return [];
   const more = h(
     "button",

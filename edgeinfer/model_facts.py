@@ -52,7 +52,7 @@ def describe(model: str | Path | None = None) -> ModelFacts:
     """
     path = local(model)
     if path is None:
-        raise HubError(f"{model} is not on this machine.", f"Fetch it first: edgeinfer pull {model}")
+        raise HubError(f"{model} is not on this machine yet.", f"Fetch it first: edgeinfer pull {model}")
     bundle = open_bundle(path)
     manifest = bundle.manifest
     return ModelFacts(
