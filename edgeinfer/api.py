@@ -100,7 +100,7 @@ def load(
 def _load(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Model:
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config, progress)
+        bundles = Bundles.open(model, config, progress).within(config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(LoadRequest(bundles, config, progress, started, plan))

@@ -71,6 +71,10 @@ def add_parser(commands: Subparsers) -> None:
     _add_static(parser)
     parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
+    parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
+    parser.advanced("--asymmetric", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter")
+    parser.advanced("--kv-calibration", "--no-kv-scales", "--show-plan")
+    parser.advanced("--static-context", "--static-chunk", "--static-widths", "--static-layers")
     add_json_option(parser)
 
 

@@ -56,6 +56,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "sets of layers to try at most (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the search (default: 0)")
+    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation")
     add_json_option(parser)
 
 

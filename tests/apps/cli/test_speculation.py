@@ -185,7 +185,7 @@ def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -
     plan = plan_json(capsys, "-m", small_bundle, "--memory", "1MB", code=4)
     assert "drafting" not in plan["terms"] and plan["choice"]["draft_max"] == 0
     done = edgeinfer("run", "-m", small_bundle, "-p", "Once", "--memory", "1MB", "--spec", "copy")
-    refuses(4, "The plan needs", done)
+    refuses(4, "The model needs", done)
 
 
 # Tuning.
