@@ -14,6 +14,7 @@ from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sam
 from edgeinfer.openai.figures import timings, token_text
 from edgeinfer.openai.prompt import TextPrompt
 from edgeinfer.openai.replies import Reply
+from edgeinfer.openai.schemas import closed
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
 __all__ = ["LLAMA_KINDS", "default_settings"]
@@ -200,7 +201,7 @@ def _options(fields: Fields) -> dict[str, Any]:
         options |= fields.checked("logit_bias", "logit_bias", _bias(bias))
     schema = fields.take("json_schema", dict, "a JSON Schema, an object")
     if schema is not None:
-        options["json_schema"] = schema
+        options["json_schema"] = closed(schema)
     return options | sampling(fields)
 
 

@@ -22,6 +22,7 @@ from edgeinfer.openai.figures import entries, timings
 from edgeinfer.openai.messages import Message, read_messages
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece
+from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
@@ -275,7 +276,7 @@ def _form(fields: Fields) -> dict[str, Any]:
         return {"json_object": True}
     if isinstance(value, str):
         raise fields.wrong("format", value, "Give json or a JSON Schema.")
-    return {"json_schema": value}
+    return {"json_schema": closed(value)}
 
 
 def _thinking(fields: Fields) -> dict[str, Any] | None:
