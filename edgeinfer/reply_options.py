@@ -203,7 +203,7 @@ class ReplyOptions(SamplingOptions):
     )
     grammar: str | None = option(
         None,
-        help="the reply must be a text of this grammar in Lark's notation",
+        help="the reply must be a text of this grammar, in Lark's notation or llama.cpp's (GBNF)",
         cli="--grammar",
         metavar="FILE",
         group=_TEXT,

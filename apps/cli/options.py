@@ -73,7 +73,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     help = {
         "max_tokens": f"most tokens to generate (default: {limit})",
         "json_schema": "the reply must be JSON that this schema allows: a file, - for stdin, or the schema itself",
-        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation; - reads stdin",
+        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation or GBNF; - reads stdin",
         "logit_bias": "add a number to a token's logit, such as 42=-5; may be given several times",
     }
     add_options(parser, ReplyOptions, help=help)
