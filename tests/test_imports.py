@@ -39,7 +39,7 @@ ALLOWED = {
     "edgeinfer.errors": {"edgeinfer.wording"},
     "edgeinfer.version": set[str](),
     "edgeinfer.options": {"edgeinfer.wording", "edgeinfer.errors"},
-    "edgeinfer.option_groups": {"edgeinfer.errors", "edgeinfer.options"},
+    "edgeinfer.option_groups": {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.drafting": CHECKED,
