@@ -331,9 +331,6 @@ class Replying(LoadedModel):
         """
         check_grammar(GenerationConfig.of(**options))
 
-    def _reply(self, prompt: Sequence[int], **options: Any) -> Result:
-        return self._stream(prompt, options).complete()
-
     def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
