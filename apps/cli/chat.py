@@ -13,6 +13,7 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
+    as_flag,
     generation_options,
     load_model,
     load_options,
@@ -80,7 +81,7 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
         options = {**CONVERSATIONAL, **_recommended(args.model), **given}
-        TerminalChat(model, system=system, options=options).run()
+        TerminalChat(model, system=system, options=options, say=as_flag).run()
     return 0
 
 
