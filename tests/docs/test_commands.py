@@ -61,7 +61,7 @@ STAND_INS: dict[str, Callable[[Path], object]] = {
 def hub() -> Iterator[Hub]:
     """A hub with the models that pages name, each the built-in one."""
     checkpoint = {path.name: path.read_bytes() for path in builtin_checkpoint().iterdir()}
-    repos = {repo: checkpoint for repo in ("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct")}
+    repos = dict.fromkeys(("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct"), checkpoint)
     file = builtin_gguf("Q8_0").read_bytes()
     with serving({**repos, "Qwen/Qwen3-0.6B-GGUF": {"Qwen3-0.6B-Q8_0.gguf": file}}) as started:
         yield started
