@@ -182,6 +182,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
+        brief="tokens of prompt and reply together (default: 2048)",
     )
     memory: int | None = option(
         None,
@@ -192,6 +193,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="SIZE",
         group=_RESOURCES,
         basic=True,
+        brief="the whole process stays within this, such as 600MB or 1.5GiB",
         size=True,
     )
     # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
@@ -214,6 +216,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
+        brief="CPU threads (default: the physical cores)",
     )
     # DESIGN section 4.
     exact: bool = option(

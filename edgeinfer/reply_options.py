@@ -44,6 +44,7 @@ class SamplingOptions:
         metavar="T",
         group=_TEXT,
         basic=True,
+        brief="0 takes the likeliest tokens, 0.7 is lively (default: 0)",
     )
     top_k: int = option(
         0,
@@ -104,7 +105,12 @@ class SamplingOptions:
         group=_TEXT,
     )
     logit_bias: Mapping[int, float] = option(
-        factory=dict, help="values to add to the logits of the given token ids before anything else", wire=False
+        factory=dict,
+        help="values to add to the logits of the given token ids before anything else",
+        cli="--logit-bias",
+        metavar="ID=X",
+        group=_TEXT,
+        wire=False,
     )
     seed: int | None = option(
         None,
@@ -161,8 +167,16 @@ class ReplyOptions(SamplingOptions):
         metavar="TEXT",
         group=_TEXT,
     )
-    stop_token_ids: tuple[int, ...] = option((), help="token ids that end the reply, besides the model's own")
-    ignore_eos: bool = option(False, help="do not stop at the model's end-of-text tokens")
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        help="comma-separated token ids that end the reply, besides the model's own",
+        cli="--stop-token-ids",
+        metavar="ID,ID",
+        group=_TEXT,
+    )
+    ignore_eos: bool = option(
+        False, help="do not stop at the model's end-of-text tokens", cli="--ignore-eos", group=_TEXT
+    )
     choices: tuple[str, ...] = option(
         (),
         help="restrict the reply to this text; can be repeated for more choices",
@@ -173,11 +187,27 @@ class ReplyOptions(SamplingOptions):
     json_schema: Mapping[str, Any] | str | None = option(
         None,
         help="JSON schema that the reply must match, as a mapping or as text",
+        cli="--json-schema",
+        metavar="SCHEMA",
+        group=_TEXT,
         basic=True,
+        brief="reply in JSON of this schema: a file, -, or the schema",
     )
-    json_object: bool = option(False, help="restrict the reply to a JSON object")
-    regex: str | None = option(None, help="regular expression that the whole reply must match")
-    grammar: str | None = option(None, help="grammar that the reply must match, in Lark's notation")
+    json_object: bool = option(False, help="restrict the reply to a JSON object", cli="--json-object", group=_TEXT)
+    regex: str | None = option(
+        None,
+        help="regular expression that the whole reply must match",
+        cli="--regex",
+        metavar="REGEX",
+        group=_TEXT,
+    )
+    grammar: str | None = option(
+        None,
+        help="grammar that the reply must match, in Lark's notation",
+        cli="--grammar",
+        metavar="FILE",
+        group=_TEXT,
+    )
     logprobs: int | None = option(
         None,
         help="return the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the "

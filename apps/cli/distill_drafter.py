@@ -73,6 +73,7 @@ def _add_options(parser: Parser) -> None:
     add_training_options(parser, _MINUTES)
     text = "tokens that the model itself writes to train on (default: by the time)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
+    parser.advanced("--head-bits", "--no-keep-small")
     add_json_option(parser)
 
 
