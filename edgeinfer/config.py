@@ -182,7 +182,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
-        brief="tokens of prompt and reply together (default: 2048)",
+        brief="context window in tokens (default: 2048)",
     )
     memory: int | None = option(
         None,
@@ -193,7 +193,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="SIZE",
         group=_RESOURCES,
         basic=True,
-        brief="the whole process stays within this, such as 600MB or 1.5GiB",
+        brief="memory budget, such as 600MB or 1.5GiB (default: none)",
         size=True,
     )
     # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
@@ -216,7 +216,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
-        brief="CPU threads (default: the physical cores)",
+        brief="CPU threads (default: one per core)",
     )
     # DESIGN section 4.
     exact: bool = option(

@@ -44,7 +44,7 @@ class SamplingOptions:
         metavar="T",
         group=_TEXT,
         basic=True,
-        brief="0 takes the likeliest tokens, 0.7 is lively (default: 0)",
+        brief="0 is predictable, 0.7 lively (default: 0)",
     )
     top_k: int = option(
         0,
@@ -191,7 +191,7 @@ class ReplyOptions(SamplingOptions):
         metavar="SCHEMA",
         group=_TEXT,
         basic=True,
-        brief="reply in JSON of this schema: a file, -, or the schema",
+        brief="JSON schema for the reply: a file, -, or text",
     )
     json_object: bool = option(False, help="restrict the reply to a JSON object", cli="--json-object", group=_TEXT)
     regex: str | None = option(

@@ -47,7 +47,7 @@ _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
-    parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
