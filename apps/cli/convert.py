@@ -99,7 +99,7 @@ def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
     if args.out.suffix.lower() != _GGUF:
         raise UsageError(f"{args.out} does not end in {_GGUF}.", f"Call it {args.out}{_GGUF}.")
     if args.out.exists() and not args.force:
-        raise StorageError(f"{args.out} exists already.", "Choose another name, or add --force to replace it.")
+        raise StorageError(f"{args.out} already exists.", "Choose another name, or add --force to replace it.")
     try:
         from edgeinfer.export.gguf.quantize import quantize_gguf
     except ModuleNotFoundError as error:

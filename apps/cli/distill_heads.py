@@ -141,7 +141,7 @@ def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any
 def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, Any]) -> None:
     from edgeinfer.bundle.heads import JUDGED, TRUSTED
 
-    rows: list[tuple[str, ...]] = [("on held-out text", "before", "after")]
+    rows: list[tuple[str, ...]] = [("on test text", "before", "after")]
     rows += [(name, f"{trained.before[name]:.3f}", f"{value:.3f}") for name, value in trained.after.items()]
     if engine := facts.get("engine"):
         rows.append(("accepted tokens per pass", "1.00", f"{engine['mean_accepted_length']:.2f}"))
