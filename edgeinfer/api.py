@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,6 @@ from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loading import Bundles, LoadRequest, make_parts
-from edgeinfer.measured import TUNING_PROMPTS, TuneResult, tune_by
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
@@ -37,7 +36,7 @@ from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "aload", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "aload", "load", "plan"]
 
 
 def load(
@@ -195,37 +194,6 @@ class Model(Replying):
     def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
         super().__init__(lifecycle, template)
         self._turns = Turns()
-
-    def tune(
-        self,
-        prompts: Sequence[str] | None = None,
-        *,
-        granularity: int = 1,
-        evaluations: int = 200,
-        seed: int = 0,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> TuneResult:
-        """Finds the layers of this model that can be skipped while drafting; what pays is kept, and used from now on.
-
-        Args:
-            prompts: texts whose replies tell how well skipping does; None takes a few of edgeinfer's own.
-            granularity: consecutive layers that are skipped together.
-            evaluations: sets of layers to try at most.
-            progress: called with sets tried and to try.
-
-        Raises:
-            CapabilityError: the backend cannot skip layers.
-            UsageError: a prompt has no reply to score by, or the context is too small.
-        """
-        options = {"granularity": granularity, "evaluations": evaluations, "seed": seed, "progress": progress}
-        with self._idle() as parts:
-            texts = [self.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
-            try:
-                result = tune_by(texts, self._reply, parts.engine.backend, **options)
-            finally:
-                parts.engine.forget()
-            parts.speculator.tuned(result.tuning)
-        return result
 
     def unload(self) -> None:
         """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.

@@ -26,10 +26,11 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
-from edgeinfer.options import is_integer, shown
+from edgeinfer.options import is_integer
 from edgeinfer.results import Result
 from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.wording import shown
 
 __all__ = ["Replying"]
 
@@ -330,9 +331,6 @@ class Replying(LoadedModel):
             UsageError: an option is unknown or out of range, or a schema or grammar is too large, or takes too much.
         """
         check_grammar(GenerationConfig.of(**options))
-
-    def _reply(self, prompt: Sequence[int], **options: Any) -> Result:
-        return self._stream(prompt, options).complete()
 
     def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:
         started = time.perf_counter()

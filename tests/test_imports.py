@@ -19,9 +19,10 @@ from tests.cli import TIME_LIMIT
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+CHECKED = {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
 ASKED = {"edgeinfer.adaptive", "edgeinfer.drafting", "edgeinfer.searching", "edgeinfer.reply_options"}
 CORE = {
+    "edgeinfer.wording",
     "edgeinfer.errors",
     "edgeinfer.options",
     "edgeinfer.option_groups",
@@ -34,10 +35,11 @@ CORE = {
 } | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
-    "edgeinfer.errors": set[str](),
+    "edgeinfer.wording": set[str](),
+    "edgeinfer.errors": {"edgeinfer.wording"},
     "edgeinfer.version": set[str](),
-    "edgeinfer.options": {"edgeinfer.errors"},
-    "edgeinfer.option_groups": {"edgeinfer.errors", "edgeinfer.options"},
+    "edgeinfer.options": {"edgeinfer.wording", "edgeinfer.errors"},
+    "edgeinfer.option_groups": {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.drafting": CHECKED,
@@ -56,12 +58,13 @@ ALLOWED = {
     "edgeinfer.tools.conversion": CORE
     | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export", "edgeinfer.tools.kv_calibration"},
     # Distilling is measured by the face and done by the export; only the commands know both.
-    "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools.distilling"},
+    "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
         "edgeinfer.user_folders",
         "edgeinfer.options",
+        "edgeinfer.wording",
         "edgeinfer.errors",
         "edgeinfer.config",
         "edgeinfer.results",
@@ -289,19 +292,21 @@ def test_a_command_imports_no_other() -> None:
 
 
 def test_exported_names() -> None:
-    assert {name for name in dir(edgeinfer) if not name.startswith("_")} == set(edgeinfer.__all__)
-    assert sorted(edgeinfer.__all__) == sorted(set(edgeinfer.__all__))
-    for name in edgeinfer.__all__:
-        found = getattr(edgeinfer, name)
-        assert inspect.ismodule(found) or found.__name__ == name
+    for package in (edgeinfer, edgeinfer.tools):
+        assert {name for name in dir(package) if not name.startswith("_")} == set(package.__all__)
+        assert sorted(package.__all__) == sorted(set(package.__all__))
+        for name in package.__all__:
+            found = getattr(package, name)
+            assert inspect.ismodule(found) or found.__name__ == name
     assert {name for name in errors.__all__ if name not in edgeinfer.__all__} == set()
+    assert edgeinfer.measure_device is edgeinfer.tools.measure_device  # where it was before
 
 
 def test_all_lists_what_is_there() -> None:
     wrong = [
         f"{module}: {name}"
         for module, source in sources().items()
-        if module != "edgeinfer"  # lazy: test_exported_names looks there
+        if module not in ("edgeinfer", "edgeinfer.tools")  # lazy: test_exported_names looks there
         for name in sorted(source.listed - source.defined)
     ]
     assert wrong == []

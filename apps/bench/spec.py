@@ -16,6 +16,7 @@ from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
 from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.apps.bench.spec_modes import (
+    LearningModel,
     Learns,
     Mode,
     ReplySettings,
@@ -161,7 +162,8 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
         model = stack.enter_context(context.open_model(bundle, loading))
         items = tokenize_prompts(model, prompts, options.max_tokens)
         threads = loading.get("threads") or psutil.cpu_count(logical=False) or 1
-        modes: list[Mode] = edgeinfer_modes(model, config, skipped)
+        learning = LearningModel(model)
+        modes: list[Mode] = edgeinfer_modes(learning, config, skipped)
         if artifacts and options.llamacpp:
             room = -(-model.context // _LLAMACPP_CONTEXT) * _LLAMACPP_CONTEXT
             arguments = {"path": str(artifacts.gguf()), "threads": threads, "context": room}
@@ -184,7 +186,7 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
                 raise
             finished = False
         shown = tuple(mode.name for mode in modes)
-        return SpecResults(setup, shown, tuple(done), isinstance(model, Learns), skipped), finished
+        return SpecResults(setup, shown, tuple(done), isinstance(learning, Learns), skipped), finished
 
 
 def _stop_ids(checkpoint: Path) -> list[int]:

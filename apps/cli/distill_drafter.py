@@ -139,7 +139,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
         manifest = open_bundle(source).manifest
         vocabulary, layers, weights = manifest.geometry.vocab_size, manifest.geometry.num_layers, manifest.parameters
         with edgeinfer.load(source, speculation="off", remember=False) as model:
-            times = model.measure_passes(_PASSES, past=_PAST, repeats=_REPEATS)
+            times = edgeinfer.tools.measure_passes(model, _PASSES, past=_PAST, repeats=_REPEATS)
         costs = TargetCosts({rows: min(ms) for rows, ms in times.items()}, weights, layers)
     else:
         config = read_config(source)

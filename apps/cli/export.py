@@ -264,6 +264,6 @@ def execute(args: argparse.Namespace) -> int:
 def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None) -> None:
     """Adds scales for quantized caches; a model that cannot run here goes without."""
     try:
-        edgeinfer.calibrate_kv(bundle, texts, progress=progress)
+        edgeinfer.tools.calibrate_kv(bundle, texts, progress=progress)
     except EdgeInferError as error:
         print_note(f"Skipped the calibration of int8 and int4 KV caches: {error.message} {error.hint}")
